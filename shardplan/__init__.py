@@ -1,0 +1,1 @@
+"""shardplan: a compiler for sharding plans."""

@@ -1,0 +1,113 @@
+"""Findings: what is wrong, where, and what to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+
+class Severity(StrEnum):
+    """How much a finding weighs: an error refuses the plan, a warning does not (unless `--strict`)."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A piece of a text file; lines and columns count from 1, `end_column` is one past the last character."""
+
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A place in a plan document.
+
+    Stages carry the *path* into the document (`("tensor_parallel", "model.norm")`); only the renderer turns it
+    into a line and a column, through the `SourceMap`. `span` is for what has no path: a syntax error.
+
+    Args:
+        file: the document's display name: a path as the user wrote it, `plans/llama.yaml`, `<dict>`, `<hf>`.
+        path: keys and indices from the document's root.
+        part: whether the key or the value of the last path element is meant.
+        span: an exact place, when the document has no structure there.
+    """
+
+    file: str
+    path: tuple[str | int, ...] = ()
+    part: Literal["key", "value"] = "key"
+    span: Span | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A place with a short text that is printed under it."""
+
+    location: Location
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnostic:
+    """One finding. The first line (`severity[code]: message`) stands alone.
+
+    Args:
+        code: `SPnnn`, never reused; `shardplan explain CODE` prints its page.
+        severity: error or warning.
+        message: one sentence, without a final full stop, that says what was declared and what was needed.
+        primary: the line of the plan to change, if there is one.
+        related: other lines of the plan that have to do with it.
+        notes: facts, one per line (`model.layers.0.self_attn: num_key_value_heads is 4`).
+        help: what to change, as an instruction.
+        modules: the modules or parameters concerned; equal findings over layers are one diagnostic.
+    """
+
+    code: str
+    severity: Severity
+    message: str
+    primary: Label | None = None
+    related: tuple[Label, ...] = ()
+    notes: tuple[str, ...] = ()
+    help: str | None = None
+    modules: tuple[str, ...] = ()
+
+    @property
+    def is_error(self) -> bool:
+        return self.severity is Severity.ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The page behind a diagnostic code: what it means, why it matters, how it looks and how to mend it.
+
+    Args:
+        code: `SPnnn`.
+        title: a few words, lower case.
+        text: one or more paragraphs (Markdown): why this is wrong and what to do.
+        bad: a minimal plan excerpt (YAML) or command that gives the finding.
+        good: the same, mended.
+    """
+
+    code: str
+    title: str
+    text: str
+    bad: str = ""
+    good: str = ""
+
+
+class PlanError(ValueError):
+    """A plan that cannot be used; `diagnostics` holds every finding, `str()` the text rendering of them.
+
+    Args:
+        diagnostics: all findings, errors and warnings.
+        text: the findings as the command line would print them.
+    """
+
+    def __init__(self, diagnostics: tuple[Diagnostic, ...], text: str = ""):
+        self.diagnostics = tuple(diagnostics)
+        super().__init__(text or "\n".join(f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics))

@@ -1,0 +1,51 @@
+"""The layout of a value on the tensor-parallel axis, together with the layout of its gradient.
+
+Four types suffice for one axis (the operators f and g of Megatron-LM, arXiv 1909.08053, are I -> R and P -> I;
+sequence parallelism, arXiv 2205.05198, adds V):
+
+| type | the value on each rank | its gradient on each rank |
+|---|---|---|
+| I | equal on all ranks | equal on all ranks, complete |
+| R | equal on all ranks | a partial sum |
+| V(d) | this rank's slice of dim d | this rank's slice of dim d |
+| P | a partial sum | equal on all ranks, complete |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+SEQ: Literal["seq"] = "seq"  # the sequence dimension: 1 in [batch, sequence, hidden], or the rule's `seq_dim`
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One of I, R, V(dim), P. `dim` counts as in torch; -1 is the feature dimension, SEQ the sequence."""
+
+    kind: Literal["I", "R", "V", "P"]
+    dim: int | Literal["seq"] | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.dim is not None) == (self.kind == "V"), self
+
+    def __str__(self) -> str:
+        return f"V({self.dim})" if self.kind == "V" else self.kind
+
+    def at(self, seq_dim: int) -> Layout:
+        """The same layout with SEQ replaced by a number."""
+        return Layout("V", seq_dim) if self.dim == SEQ else self
+
+    @property
+    def gradient(self) -> Layout:
+        """The layout of the gradient, read as a value: I <-> I, R <-> P, V <-> V."""
+        return {"R": P, "P": I}.get(self.kind, self)
+
+
+I = Layout("I")  # noqa: E741 - the literature's name
+R = Layout("R")
+P = Layout("P")
+
+
+def V(dim: int | Literal["seq"]) -> Layout:  # noqa: N802 - the literature's name
+    return Layout("V", dim)

@@ -1,0 +1,44 @@
+"""The one primitive: a move of a value from one layout to another, and what it costs.
+
+A move's backward takes the gradient in the layout that the destination's readers produce and hands it back in the
+layout that the source's type promises; so a move is named by two types and nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .layout import Layout
+
+Operation = Literal["identity", "all_reduce", "all_gather", "reduce_scatter", "slice", "pad", "divide"]
+
+
+@dataclass(frozen=True, slots=True)
+class MoveOps:
+    """What a move does to the value and to its gradient."""
+
+    forward: Operation
+    backward: Operation
+
+
+# (kind of source, kind of destination) -> what happens. A pair that is not here is not a move.
+MOVES: dict[tuple[str, str], MoveOps] = {
+    ("I", "R"): MoveOps("identity", "all_reduce"),
+    ("I", "V"): MoveOps("slice", "all_gather"),
+    ("I", "P"): MoveOps("divide", "identity"),  # 1/n of the value on each of n ranks sums to the value
+    ("R", "I"): MoveOps("identity", "divide"),  # a reader outside: its gradient is complete, 1/n of it is a summand
+    ("R", "V"): MoveOps("slice", "pad"),
+    ("V", "R"): MoveOps("all_gather", "reduce_scatter"),
+    ("V", "I"): MoveOps("all_gather", "slice"),
+    ("P", "I"): MoveOps("all_reduce", "identity"),
+    ("P", "R"): MoveOps("all_reduce", "all_reduce"),
+    ("P", "V"): MoveOps("reduce_scatter", "all_gather"),
+}
+
+
+def move_ops(src: Layout, dst: Layout) -> MoveOps | None:
+    """What moving `src` to `dst` does; None where there is no such move."""
+    if src == dst:
+        return MoveOps("identity", "identity")
+    return MOVES.get((src.kind, dst.kind))

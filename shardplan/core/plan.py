@@ -1,0 +1,210 @@
+"""Plans: as written (`PlanFile`), and bound to one model (`ResolvedPlan`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from .diagnostics import Location
+from .mesh import MeshSizes
+from .sources import SourceMap
+from .tree import ModuleTree
+
+Section = Literal["tensor_parallel", "sequence_parallel"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One entry of a section: a glob and what to do with the modules or parameters that it matches.
+
+    Args:
+        pattern: the glob.
+        style: the canonical name of a style (an alias is resolved while parsing), or "none" (remove an inherited rule).
+        location: where it stands.
+        optional: matching nothing is no error.
+        override: may differ from an earlier rule of the same section for the same module.
+        argument: the argument of `forward` that a door moves; None is its first.
+        grad: what the readers of a gathered value hand back: "partial" (R) or "complete" (I); None is decided from the
+            structure (a head that takes R follows, or not).
+        output: what the module's output goes through: "gather", "all_reduce", "reduce_scatter".
+        packed: the sizes of the parts of a packed dimension, as expressions over config numbers, or the number of equal parts.
+        divide: attributes of the module instance to divide by tp (`num_heads`, `config.num_attention_heads`).
+        divides: numbers (expressions over config numbers) that tp must divide.
+        seq_dim: the sequence dimension of what the rule moves.
+        read_outside: positions in the module's output that are read outside the tensor-parallel region by something
+            every rank computes in full (router logits of an auxiliary loss).
+    """
+
+    pattern: str
+    style: str
+    location: Location
+    optional: bool = False
+    override: bool = False
+    argument: str | None = None
+    grad: Literal["partial", "complete"] | None = None
+    output: Literal["gather", "all_reduce", "reduce_scatter"] | None = None
+    packed: tuple[str, ...] | int | None = None
+    divide: tuple[str, ...] = ()
+    divides: tuple[str, ...] = ()
+    seq_dim: int = 1
+    read_outside: tuple[int, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What two rules must agree on, besides the style, to say the same thing."""
+        return {
+            "argument": self.argument,
+            "grad": self.grad,
+            "output": self.output,
+            "packed": self.packed,
+            "divide": self.divide,
+            "divides": self.divides,
+            "seq_dim": self.seq_dim,
+            "read_outside": self.read_outside,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision:
+    """FSDP2's MixedPrecisionPolicy: dtypes by name ("bfloat16", "float16", "float32"); None keeps the model's."""
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel:
+    """The data-parallel wrapping pass.
+
+    Args:
+        backend: "fsdp2", "megatron_fsdp" or "ddp".
+        units: globs of the modules that are gathered together.
+        reshard_after_forward: FSDP2's argument; "all_but_last" keeps the last unit gathered.
+        mixed_precision: None keeps the model's dtypes.
+        cpu_offload: parameters, gradients and optimizer state live on the host: False, True, or "pinned".
+        forward_prefetch: how many following units to gather ahead; None leaves FSDP2's own choice.
+        backward_prefetch: the same in backward.
+    """
+
+    backend: Literal["fsdp2", "megatron_fsdp", "ddp"] = "fsdp2"
+    units: tuple[str, ...] = ()
+    reshard_after_forward: bool | int | Literal["all_but_last"] = "all_but_last"
+    mixed_precision: MixedPrecision | None = None
+    cpu_offload: bool | Literal["pinned"] = False
+    forward_prefetch: int | None = None
+    backward_prefetch: int | None = None
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointing:
+    """Modules whose activations are recomputed in backward. `mode`: "full"."""
+
+    modules: tuple[str, ...] = ()
+    mode: Literal["full"] = "full"
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compile:
+    """Modules whose forward is compiled on its own (torch.compile)."""
+
+    modules: tuple[str, ...] = ()
+    fullgraph: bool = True
+    backend: str = "inductor"
+    location: Location | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan as written, after validation of its form, before it meets a model. `parent` is what it extends."""
+
+    name: str
+    file: str
+    version: str = "1"
+    description: str = ""
+    models: tuple[str, ...] = ()
+    tensor_parallel: tuple[Rule, ...] = ()
+    sequence_parallel: tuple[Rule, ...] = ()
+    data_parallel: DataParallel | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    compile: Compile | None = None
+    parent: PlanFile | None = None
+
+    @property
+    def lineage(self) -> tuple[PlanFile, ...]:
+        """The plan and what it extends, the oldest ancestor first."""
+        return (*(self.parent.lineage if self.parent else ()), self)
+
+    @property
+    def has_overlay(self) -> bool:
+        return any(plan.sequence_parallel for plan in self.lineage)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `load_plan` returns: the plan and the text that its findings point into."""
+
+    file: PlanFile
+    sources: SourceMap = field(default_factory=SourceMap)
+
+    @property
+    def name(self) -> str:
+        return self.file.name
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.file.name!r} from {self.file.file}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The rule that holds for one module or parameter, after layering.
+
+    Args:
+        name: the full dotted name in the model (without the base prefix).
+        is_parameter: whether the rule names a parameter rather than a module.
+        rule: the rule.
+        section: the section that the rule stands in.
+    """
+
+    name: str
+    is_parameter: bool
+    rule: Rule
+    section: Section
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """A plan bound to a model: one assignment for each module or parameter that a rule reaches.
+
+    Args:
+        assignments: by full name, in the tree's order; rules removed with `none` are gone.
+        data_parallel, activation_checkpointing, compile: the sections that hold after `extends`.
+        dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
+    """
+
+    plan: PlanFile
+    tree: ModuleTree
+    sizes: MeshSizes
+    sequence_parallel: bool
+    assignments: Mapping[str, Assignment]
+    data_parallel: DataParallel | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    compile: Compile | None = None
+    dp_units: tuple[str, ...] = ()
+    ac_modules: tuple[str, ...] = ()
+    compile_modules: tuple[str, ...] = ()
+
+    @cached_property
+    def modules(self) -> Mapping[str, Assignment]:
+        """The assignments of modules."""
+        return {n: a for n, a in self.assignments.items() if not a.is_parameter}
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Assignment]:
+        """The assignments of single parameters."""
+        return {n: a for n, a in self.assignments.items() if a.is_parameter}

@@ -1,0 +1,124 @@
+"""The picture of a model that binding and the structural checks look at: names, kinds, shapes, config numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+# By structure, never by name:
+#   linear     an nn.Linear, weight [out, in]            conv1d     transformers' Conv1D, weight [in, out]
+#   embedding  an nn.Embedding, weight [rows, features]  norm       no children, owns parameters, all at most 1-D
+#   dropout    an nn.Dropout                             list       an nn.ModuleList / ModuleDict / Sequential
+#   other      everything else (blocks, attention, activation functions, packed experts, ...)
+ModuleKind = Literal["linear", "conv1d", "embedding", "norm", "dropout", "list", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterInfo:
+    """A parameter as its module owns it: short name, shape, dtype (`"float32"`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    requires_grad: bool = True
+
+    @property
+    def numel(self) -> int:
+        n = 1
+        for size in self.shape:
+            n *= size
+        return n
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module.
+
+    Args:
+        name: dotted name in the model; "" is the root.
+        class_name: `LlamaAttention`.
+        kind: see `ModuleKind`.
+        parameters: those that it owns itself.
+        numbers: int, float and bool attributes of the instance (`num_heads`, `padding_idx`, `p`, `attention_dropout`).
+    """
+
+    name: str
+    class_name: str
+    kind: ModuleKind
+    parameters: tuple[ParameterInfo, ...] = ()
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
+
+    def parameter(self, name: str) -> ParameterInfo | None:
+        return next((p for p in self.parameters if p.name == name), None)
+
+
+@dataclass(frozen=True)
+class ModuleTree:
+    """The modules of a model in the order of `named_modules()`.
+
+    Args:
+        class_names: the model's class and its bases, nearest first, up to torch's own.
+        model_type: `config.model_type`, or None without a config.
+        modules: by dotted name, the root ("") first.
+        numbers: the numbers of the text config under their own names (`num_attention_heads`, and where an
+            `attribute_map` renames them, under both names), those of nested configs also dotted
+            (`vision_config.hidden_size`). Lists of numbers that are equal throughout count as that number.
+        tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
+        base_prefix: what to put before a module's name to get the name it has in the model with a head: "model" for a
+            LlamaModel on its own, "" otherwise. Rules are matched against the prefixed names (`address`).
+        trains: whether the model would be trained with dropout as configured (always true from a config).
+    """
+
+    class_names: tuple[str, ...]
+    model_type: str | None
+    modules: Mapping[str, ModuleInfo]
+    numbers: Mapping[str, int | float] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
+    base_prefix: str = ""
+
+    def address(self, name: str) -> str:
+        """The name that rules see for a module or parameter."""
+        return f"{self.base_prefix}.{name}" if self.base_prefix and name else (self.base_prefix or name)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, tuple[ModuleInfo, ParameterInfo]]:
+        """Every parameter by full name, with its owner. Tied parameters appear under each of their names."""
+        return {
+            f"{module.name}.{p.name}" if module.name else p.name: (module, p)
+            for module in self.modules.values()
+            for p in module.parameters
+        }
+
+    @cached_property
+    def children(self) -> Mapping[str, tuple[str, ...]]:
+        """The direct children of each module."""
+        children: dict[str, list[str]] = {name: [] for name in self.modules}
+        for name in self.modules:
+            if name:
+                children[parent(name)].append(name)
+        return {name: tuple(names) for name, names in children.items()}
+
+
+def parent(name: str) -> str:
+    """The name of the module that holds this one; "" for what stands at the root."""
+    return name.rpartition(".")[0]
+
+
+def ancestors(name: str) -> tuple[str, ...]:
+    """The names of the enclosing modules, nearest first, the root ("") last; empty for the root."""
+    result = []
+    while name:
+        name = parent(name)
+        result.append(name)
+    return tuple(result)
+
+
+def block(name: str) -> str:
+    """The outermost element of a list that a module stands in (`model.layers.3`), else the module itself."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return name

@@ -1,0 +1,21 @@
+"""The styles: one record each. A style is added by adding its record to one of the tables here."""
+
+from . import doors, embedding, experts, linear, whole
+from .record import ParameterStyle, Style, feature_dim
+
+NONE = "none"  # not a style: a child plan's way to remove an inherited rule
+
+STYLES: dict[str, Style] = {
+    style.name: style
+    for table in (linear, embedding, whole, doors, experts)
+    for style in table.STYLES
+}
+ALIASES: dict[str, str] = {alias: style.name for style in STYLES.values() for alias in style.aliases}
+
+
+def canonical_style(name: str) -> str | None:
+    """The canonical name for a style's name or alias (or "none"); None where there is no such style."""
+    return name if name in STYLES or name == NONE else ALIASES.get(name)
+
+
+__all__ = ["ALIASES", "NONE", "STYLES", "ParameterStyle", "Style", "canonical_style", "feature_dim"]

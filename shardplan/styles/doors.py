@@ -1,0 +1,53 @@
+"""Styles that move a value at a module's boundary and leave its parameters to other rules."""
+
+from shardplan.core.layout import SEQ, I, P, R, V
+
+from .record import Style
+
+STYLES = (
+    Style(
+        name="gather_seq_input",
+        summary="The door of a block under sequence parallelism: the argument is gathered along the sequence once for "
+        "all that read it.",
+        owns_parameters=False,
+        takes=(V(SEQ),),
+        inside=R,
+        output_option=("all_reduce", "reduce_scatter"),
+        grad_option=True,
+        source="arXiv 2205.05198",
+    ),
+    Style(
+        name="input_with_grad_allreduce",
+        summary="The door of a block under tensor parallelism: the argument's gradient is all-reduced once for all "
+        "that read it.",
+        owns_parameters=False,
+        takes=(I,),
+        inside=R,
+        output_option=("all_reduce", "reduce_scatter"),
+        source="arXiv 1909.08053, the operator f",
+    ),
+    Style(
+        name="split_seq_input",
+        summary="The door into the sequence-parallel region: the argument is split along the sequence; partial sums "
+        "from an embedding are reduced on the way.",
+        owns_parameters=False,
+        takes=(I, P),
+        inside=V(SEQ),
+        source="arXiv 2205.05198",
+    ),
+    Style(
+        name="all_reduce",
+        summary="The module's output is a partial sum: all-reduce it.",
+        owns_parameters=False,
+        computes=P,
+        hands=I,
+    ),
+    Style(
+        name="reduce_scatter",
+        summary="The module's output is a partial sum: reduce it and split it along the sequence.",
+        owns_parameters=False,
+        computes=P,
+        hands=V(SEQ),
+        source="arXiv 2205.05198",
+    ),
+)

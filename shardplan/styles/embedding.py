@@ -1,0 +1,40 @@
+"""Styles of look-up tables (Megatron-LM's vocabulary-parallel embedding, arXiv 1909.08053)."""
+
+from shardplan.core.layout import I, P, V
+
+from .record import ParameterStyle, Style
+
+EMBEDDING = frozenset({"embedding"})
+
+STYLES = (
+    Style(
+        name="embedding_rowwise",
+        summary="Split the rows (the vocabulary) in ceil-chunks; the looked-up vectors are all-reduced.",
+        kinds=EMBEDDING,
+        weight=ParameterStyle("in", "shard"),
+        computes=P,
+        hands=I,
+        argument="ids",
+        vocabulary=True,
+    ),
+    Style(
+        name="embedding_rowwise_seq",
+        summary="As embedding_rowwise, but the vectors stay partial sums, at full length, until the `split_seq_input` "
+        "door that follows reduces and splits them at once.",
+        kinds=EMBEDDING,
+        weight=ParameterStyle("in", "shard"),
+        computes=P,
+        argument="ids",
+        vocabulary=True,
+        source="arXiv 2205.05198",
+    ),
+    Style(
+        name="embedding_colwise",
+        summary="Split the features of each row; the looked-up vectors are gathered.",
+        kinds=EMBEDDING,
+        weight=ParameterStyle("out", "shard"),
+        computes=V(-1),
+        hands=I,
+        argument="ids",
+    ),
+)

@@ -1,0 +1,35 @@
+"""Styles of mixture-of-experts modules whose expert weights are split, not distributed (tensor parallelism)."""
+
+from shardplan.core.layout import I, P, R
+
+from .record import Style
+
+STYLES = (
+    Style(
+        name="moe_tp_experts",
+        summary="A module of experts whose weights are split by other rules: every floating-point argument (tokens, "
+        "routing weights) enters with an all-reduced gradient, the output is all-reduced.",
+        owns_parameters=False,
+        takes=(R, I),
+        inside=R,
+        computes=P,
+        hands=I,
+        argument="floats",
+        source="transformers `distributed/tensor_parallel.py`, MoeExpertsParallel",
+    ),
+    Style(
+        name="moe_identity_expert",
+        summary="An expert that returns its input: each rank contributes 1/tp of it to the sum over ranks.",
+        owns_parameters=False,
+        takes=(R, I),
+        inside=P,
+        computes=P,
+        source="transformers `distributed/tensor_parallel.py`, MoeIdentityParallel",
+    ),
+    Style(
+        name="local_params",
+        summary="The module's own forward reads its parameters, which other rules split, as this rank's shards.",
+        owns_parameters=False,
+        source="transformers `distributed/tensor_parallel.py`, LocalParamsParallel",
+    ),
+)

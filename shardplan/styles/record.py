@@ -1,0 +1,118 @@
+"""What a style is. Schema, checks, lowering and the table in docs/ are derived from these fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shardplan.core.layout import Layout
+from shardplan.core.tree import ModuleKind
+
+Features = Literal["out", "in"]
+
+# Which dim of a parameter holds its output and its input features, by the kind of its module. What is not here is a
+# bare parameter or a stack of expert weights [experts, out, in]: counted from the end.
+FEATURE_DIMS: dict[tuple[ModuleKind, str], dict[Features, int]] = {
+    ("linear", "weight"): {"out": 0, "in": 1},
+    ("linear", "bias"): {"out": 0},
+    ("conv1d", "weight"): {"out": 1, "in": 0},
+    ("conv1d", "bias"): {"out": 0},
+    ("embedding", "weight"): {"out": 1, "in": 0},
+}
+
+
+def feature_dim(kind: ModuleKind, parameter: str, features: Features, ndim: int) -> int | None:
+    """The dim (from 0) of a parameter that holds the given features; None where it has no such dim (`in` of a bias)."""
+    known = FEATURE_DIMS.get((kind, parameter))
+    if known is not None:
+        return known.get(features)
+    if ndim == 1:
+        return 0 if features == "out" else None
+    return ndim - 2 if features == "out" else ndim - 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterStyle:
+    """How a style holds a parameter on the tp axis.
+
+    Args:
+        shard: the features that are split, or None for a whole copy on every rank.
+        gradient: "shard" (the gradient of a shard), "complete" (equal on all ranks), "partial" (a sum to be reduced).
+        packed: split each of the rule's `packed` parts, not the dimension as a whole.
+    """
+
+    shard: Features | None
+    gradient: Literal["shard", "complete", "partial"]
+    packed: bool = False
+
+
+WHOLE = ParameterStyle(None, "complete")
+WHOLE_PARTIAL = ParameterStyle(None, "partial")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """One style.
+
+    The value that travels through a module passes four places: it *arrives* in one of `takes`, is moved to `inside`
+    (if that differs), the module's own forward *computes* a value in `computes`, which is moved to `hands`.
+
+    Args:
+        name: what plans write.
+        aliases: older spellings, the same style.
+        summary: one sentence for the table of styles and the editor's hover text.
+        kinds: the module kinds that it fits; None is any.
+        on_parameters: whether a rule may name a single parameter: then only `weight` counts, there are no moves.
+        weight: for every parameter but `bias`.
+        bias: for the parameter `bias`; None is as `weight`.
+        takes: the layouts that may arrive; empty: as it comes, no move.
+        inside: the layout in which the module's forward gets it; None: as it came.
+        computes: the layout of what the forward returns; None: follows from what arrived (not moved).
+        hands: the layout handed on; None: `computes`.
+        bias_after: the bias is added after the reduction, once.
+        argument: which arguments `takes` speaks of: "first" (or the rule's `argument`), "floats" (every floating-point
+            tensor), "ids" (token ids, no move).
+        vocabulary: rows are looked up by id: ids outside this rank's ceil-chunk give zero.
+        dtensor_output: the output is handed to the caller as a DTensor of the full shape.
+        tail: the config number that says how many trailing output features are read by every rank's heads (MLA's
+            rotary key): these alone pass a move I -> R.
+        output_option: the `output:` values that the rule may say.
+        grad_option: whether `grad:` may be said.
+        packed_option: whether `packed:` may be said.
+        source: where the scheme comes from.
+    """
+
+    name: str
+    summary: str
+    aliases: tuple[str, ...] = ()
+    kinds: frozenset[ModuleKind] | None = None
+    on_parameters: bool = False
+    weight: ParameterStyle = WHOLE
+    bias: ParameterStyle | None = None
+    takes: tuple[Layout, ...] = ()
+    inside: Layout | None = None
+    computes: Layout | None = None
+    hands: Layout | None = None
+    bias_after: bool = False
+    argument: Literal["first", "floats", "ids"] = "first"
+    vocabulary: bool = False
+    dtensor_output: bool = False
+    tail: str | None = None
+    output_option: tuple[Literal["gather", "all_reduce", "reduce_scatter"], ...] = ()
+    grad_option: bool = False
+    packed_option: bool = False
+    owns_parameters: bool = field(default=True)
+    source: str = ""
+
+    def parameter(self, name: str) -> ParameterStyle:
+        """How it holds the parameter of that short name."""
+        return self.bias if name == "bias" and self.bias is not None else self.weight
+
+    @property
+    def shards_parameters(self) -> bool:
+        return self.weight.shard is not None
+
+    @property
+    def is_door(self) -> bool:
+        """Whether the style only moves values and owns no parameters: it may share a module with what is inside."""
+        return not self.owns_parameters
