@@ -1,1 +1,43 @@
 """shardplan: a compiler for sharding plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .api import applied, apply_plan, compile_plan, load_plan, validate, verify
+    from .core.diagnostics import PlanError
+    from .core.plan import Plan
+    from .core.report import Report
+
+# What the package offers, and where it is: imported when it is first asked for, so that `import shardplan` and
+# linting a plan import neither torch nor pydantic.
+_EXPORTS = {
+    "load_plan": "shardplan.api",
+    "validate": "shardplan.api",
+    "compile_plan": "shardplan.api",
+    "apply_plan": "shardplan.api",
+    "verify": "shardplan.api",
+    "applied": "shardplan.api",
+    "PlanError": "shardplan.core.diagnostics",
+    "Plan": "shardplan.core.plan",
+    "Report": "shardplan.core.report",
+}
+
+__all__ = [*_EXPORTS, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -1,0 +1,170 @@
+"""The command line as data: every command, argument and example. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any
+
+from shardplan import __version__
+
+Parser = argparse.ArgumentParser
+
+DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
+MODEL_HELP = (
+    "a folder or config.json in Hugging Face form, a hub id (from the local cache), a Hugging Face model type "
+    "(its default configuration), or module:callable returning an nn.Module"
+)
+PLAN_HELP = (
+    "a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, `auto` (the "
+    "built-in plan for this model) or `hf` (the model's own transformers tp_plan)"
+)
+
+
+def size(text: str) -> int:
+    """A positive integer. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`name=value`, the value read as JSON where it is JSON, else as text. Raises ArgumentTypeError."""
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value")
+    try:
+        return name.strip(), json.loads(value)
+    except (ValueError, RecursionError):
+        return name.strip(), value
+
+
+def build_parser() -> Parser:
+    """The parser of the whole command line; `args.command` names the module under `shardplan.cli` to run."""
+    parser = Parser("shardplan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"shardplan {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an internal error")
+    parser.epilog = "example:\n  shardplan validate llama plans/llama.yaml --tp 8"
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (summary, example, add_arguments) in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=summary[0].lower() + summary[1:].rstrip("."),
+            description=summary,
+            epilog=f"example:\n  {example}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(example=example)
+        add_arguments(command)
+    return parser
+
+
+def _validate(parser: Parser) -> None:
+    _model_and_plan(parser)
+    _mesh(parser, tp_required=False)
+    parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
+    parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
+    parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
+    _model_options(parser)
+    _findings_output(parser)
+
+
+def _verify(parser: Parser) -> None:
+    _model_and_plan(parser)
+    _mesh(parser, tp_required=True)
+    parser.add_argument(
+        "--processes", action="store_true", help="real gloo processes instead of a simulation in one process"
+    )
+    _model_options(parser)
+    parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _show(parser: Parser) -> None:
+    _model_and_plan(parser)
+    _mesh(parser, tp_required=True)
+    _model_options(parser)
+    parser.add_argument("--all", action="store_true", help="one line for every module, repeated layers not folded")
+
+
+def _lint(parser: Parser) -> None:
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="plan files or built-in plans' names")
+    _findings_output(parser)
+
+
+def _list(parser: Parser) -> None:
+    del parser
+
+
+def _explain(parser: Parser) -> None:
+    parser.add_argument("code", metavar="CODE", help="a code as printed with a finding, such as SP301")
+
+
+def _schema(parser: Parser) -> None:
+    parser.add_argument("--report", action="store_true", help="the schema of what --json prints, instead of a plan's")
+
+
+def _model_and_plan(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+
+
+def _mesh(parser: Parser, *, tp_required: bool) -> None:
+    tp_help = "tensor-parallel ranks" + ("" if tp_required else "; without it every size is checked")
+    parser.add_argument("--tp", type=size, required=tp_required, metavar="N", help=tp_help)
+    parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help="ranks that parameters are split over (FSDP)")
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="only the plan with, or without, its sequence_parallel section; without the option both",
+    )
+
+
+def _model_options(parser: Parser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a number of the model's configuration to change; may be repeated",
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that the model's folder brings along"
+    )
+
+
+def _findings_output(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--sarif", metavar="FILE", help="also write the findings to FILE as SARIF 2.1.0")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+
+
+COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
+    "validate": (
+        "Check a plan against a model.",
+        "shardplan validate meta-llama/Llama-3.1-8B llama --tp 8 --sequence-parallel",
+        _validate,
+    ),
+    "verify": (
+        "Prove a plan numerically: a small model of the same architecture, sharded and not, compared.",
+        "shardplan verify qwen3 plans/qwen3.yaml --tp 2",
+        _verify,
+    ),
+    "show": (
+        "Show what a plan does to each module of a model: rule, placements, local shapes, collectives.",
+        "shardplan show qwen3 auto --tp 8 --sequence-parallel",
+        _show,
+    ),
+    "lint": (
+        "Check plans alone, without a model.",
+        "shardplan lint plans/*.yaml --strict",
+        _lint,
+    ),
+    "list": ("List the built-in plans.", "shardplan list", _list),
+    "explain": ("Explain a diagnostic code.", "shardplan explain SP301", _explain),
+    "schema": ("Print the JSON Schema of plans.", "shardplan schema > plan.schema.json", _schema),
+}

@@ -1,0 +1,21 @@
+"""`shardplan explain CODE`: the page of a diagnostic code."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+
+from shardplan.render.catalog import catalog, page
+
+from .exits import CLEAN, UsageError
+
+
+def run(args: argparse.Namespace) -> int:
+    pages = catalog()
+    code = pages.get(args.code.upper())
+    if code is None:
+        near = get_close_matches(args.code.upper(), pages, n=3, cutoff=0.5)
+        hint = f"; the nearest are {', '.join(near)}" if near else "; codes look like SP301"
+        raise UsageError(f"there is no code {args.code}{hint}")
+    print(page(code))
+    return CLEAN

@@ -1,0 +1,64 @@
+"""The entry point: parse the command line, import the command, run it, turn what happens into an exit code."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from .exits import BROKEN_PIPE, BUG, INTERRUPTED, USAGE, UsageError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0 clean, 1 findings, 2 wrong command line, 3 a bug of shardplan."""
+    from .arguments import build_parser
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = build_parser().parse_args(words)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else USAGE
+    try:
+        return import_module(f"shardplan.cli.{args.command}").run(args)
+    except UsageError as error:
+        print(f"shardplan {args.command}: error: {error}", file=sys.stderr)
+        return USAGE
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except Exception as error:
+        _report_bug(error, debug=args.debug)
+        return BUG
+
+
+def console() -> None:
+    """Run as a program. Most of a short command's time would be garbage collection of what imports leave behind and
+    the interpreter's teardown: the first is put off, the second left out."""
+    gc.disable()
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: closed by the caller
+    for stream in streams:
+        stream.reconfigure(errors="backslashreplace")
+    code = main()
+    try:
+        for stream in streams:
+            stream.flush()
+    except BrokenPipeError:
+        code = BROKEN_PIPE
+    os._exit(code)
+
+
+def _report_bug(error: Exception, *, debug: bool) -> None:
+    if debug:
+        import traceback
+
+        traceback.print_exception(error)
+    hint = "" if debug else " and the output of the same command after `shardplan --debug`"
+    print(
+        f"shardplan: internal error: {type(error).__name__}: {error}\n"
+        f"This is a bug in shardplan. Please report it with the command line{hint}.",
+        file=sys.stderr,
+    )

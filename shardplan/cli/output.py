@@ -1,0 +1,37 @@
+"""What commands print, and the exit code that follows from it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from shardplan.core.report import Report
+from shardplan.render import json_text, report_text, to_json, to_sarif, wants_color
+
+from .exits import CLEAN, FINDINGS, UsageError
+
+
+def finish(report: Report, args: argparse.Namespace) -> int:
+    """Print the report as the options want it. Raises UsageError where the SARIF file cannot be written."""
+    if getattr(args, "sarif", None):
+        write_file(args.sarif, json_text(to_sarif(report)) + "\n")
+    if args.json:
+        print(json_text(to_json(report)))
+    else:
+        print(report_text(report, color=wants_color(sys.stdout)))
+    return CLEAN if report.ok else FINDINGS
+
+
+def write_file(name: str, text: str) -> None:
+    """Raises UsageError where it cannot be written."""
+    try:
+        Path(name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {name}: {error.strerror or error}") from None
+
+
+def progress(text: str) -> None:
+    """A line on stderr that the next one replaces, an empty one removes; only on a terminal."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,178 @@
+"""What validating and verifying hand back: data, rendered elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from .diagnostics import Diagnostic, Severity
+from .mesh import MeshSizes
+from .sources import SourceMap
+
+Variant = Literal["tensor_parallel", "sequence_parallel"]
+
+
+def count_text(diagnostics: Iterable[Diagnostic]) -> str:
+    """"2 errors, 1 warning"; "no findings" where there are none."""
+    counts = Counter(d.severity for d in diagnostics)
+    parts = [f"{n} {severity}{'' if n == 1 else 's'}" for severity in Severity if (n := counts[severity])]
+    return ", ".join(parts) or "no findings"
+
+
+def ordered(diagnostics: Iterable[Diagnostic], sources: SourceMap) -> tuple[Diagnostic, ...]:
+    """Each distinct finding once: by file (in the order in which they were read), line and column, those without a
+    place last."""
+    files = {name: i for i, name in enumerate(sources.files)}
+
+    def key(diagnostic: Diagnostic) -> tuple[int, int, int, str]:
+        if diagnostic.primary is None:
+            return (len(files) + 1, 0, 0, diagnostic.code)
+        location = diagnostic.primary.location
+        span = sources.span(location)
+        line, column = (span.line, span.column) if span else (0, 0)
+        return (files.get(location.file, len(files)), line, column, diagnostic.code)
+
+    return tuple(sorted(dict.fromkeys(diagnostics), key=key))
+
+
+def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The same findings, every warning an error (`--strict`)."""
+    return tuple(replace(d, severity=Severity.ERROR) for d in diagnostics)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The findings about one or more plans, alone or against a model.
+
+    Args:
+        diagnostics: every finding, in the order of the plan's lines.
+        sources: the texts that the findings point into.
+        plans: the names of the plans, as the user wrote them.
+        model: the model's name, or None where plans were read without one.
+        sizes: the mesh sizes that were asked for; `tp` None where every size was meant.
+        checked_tp: the tp size at which the size-dependent checks ran; None where there was none.
+        variants: which variants of the plan were checked.
+        allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not computed.
+    """
+
+    diagnostics: tuple[Diagnostic, ...] = ()
+    sources: SourceMap = field(default_factory=SourceMap)
+    plans: tuple[str, ...] = ()
+    model: str | None = None
+    sizes: MeshSizes | None = None
+    checked_tp: int | None = None
+    variants: tuple[Variant, ...] = ()
+    allowed_tp: tuple[int, ...] | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error."""
+        return not any(d.is_error for d in self.diagnostics)
+
+    @property
+    def errors(self) -> tuple[Diagnostic, ...]:
+        return tuple(d for d in self.diagnostics if d.is_error)
+
+    @property
+    def warnings(self) -> tuple[Diagnostic, ...]:
+        return tuple(d for d in self.diagnostics if not d.is_error)
+
+    def __str__(self) -> str:
+        lines = [f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
+        lines.append(count_text(self.diagnostics))
+        if self.allowed_tp is not None:
+            lines.append(f"tp: {', '.join(map(str, self.allowed_tp)) or 'none'}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One tensor of the sharded model against the same tensor of the unsharded one.
+
+    Args:
+        name: "loss", "logits" or a parameter's full name.
+        kind: what the tensor is.
+        error: the largest difference over the largest reference value, the worst over all ranks; without a unit.
+        where: the rank of the worst error ("rank 1", "dp_shard 0, tp 1").
+        verdict: "unproven" where the reference is too small everywhere to say anything.
+        dtype: the precision in which the verdict was reached.
+    """
+
+    name: str
+    kind: Literal["loss", "logits", "gradient"]
+    error: float
+    where: str
+    verdict: Literal["equal", "differs", "unproven"]
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class VariantProof:
+    """The comparison of one variant of a plan.
+
+    Args:
+        variant: which one.
+        rows: what was compared: the loss, the logits, every gradient.
+        parameters: the number of parameters (elements) of the model that was compared.
+        sharded: how many of them are split over tp.
+    """
+
+    variant: Variant
+    rows: tuple[Comparison, ...]
+    parameters: int
+    sharded: int
+
+    @property
+    def sharded_share(self) -> float:
+        """The share of the parameters that is split over tp, 0 to 1."""
+        return self.sharded / self.parameters if self.parameters else 0.0
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The row with the largest error; a NaN counts as the largest."""
+        return max(self.rows, key=lambda row: (row.error != row.error, row.error), default=None)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs, and something was proven."""
+        verdicts = {row.verdict for row in self.rows}
+        return "differs" not in verdicts and "equal" in verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """The numeric proof of a plan: each variant's small sharded model against the unsharded one.
+
+    Args:
+        model: the model's name.
+        plan: the plan's name.
+        sizes: the mesh on which it ran.
+        variants: one proof for each variant that the plan has (or that was asked for).
+        processes: whether it ran in real processes rather than simulated in one.
+        seconds: the time that it took.
+    """
+
+    model: str
+    plan: str
+    sizes: MeshSizes
+    variants: tuple[VariantProof, ...]
+    processes: bool = False
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Every variant is proven, and with tp above 1 something is really split: whole copies prove nothing."""
+        splits = (self.sizes.tp or 1) > 1
+        return bool(self.variants) and all(p.ok and (p.sharded > 0 or not splits) for p in self.variants)
+
+    @property
+    def rows(self) -> tuple[Comparison, ...]:
+        return tuple(row for proof in self.variants for row in proof.rows)
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The row with the largest error of all variants."""
+        rows = [proof.worst for proof in self.variants if proof.worst]
+        return max(rows, key=lambda row: (row.error != row.error, row.error), default=None)

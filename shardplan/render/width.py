@@ -1,0 +1,47 @@
+"""How wide text is on a terminal: tabs, wide and combining characters, and what must not reach a terminal at all."""
+
+from __future__ import annotations
+
+import unicodedata
+
+TAB = 4
+HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories that move, hide or reorder what follows
+JOINER = "\u200d"
+
+
+def printable(text: str) -> str:
+    """The text on one line, control characters replaced by visible ones: a plan cannot write to the terminal."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(" " if char == "\t" else _visible(char) for char in text)
+
+
+def cells(text: str) -> tuple[list[str], list[int]]:
+    """Each character as it is printed (a tab as spaces), and the display column, from 0, of each and of the end."""
+    pieces: list[str] = []
+    starts = [0]
+    for char in text:
+        column = starts[-1]
+        piece = " " * (TAB - column % TAB) if char == "\t" else _visible(char)
+        pieces.append(piece)
+        starts.append(column + display_width(piece))
+    return pieces, starts
+
+
+def display_width(text: str) -> int:
+    """The number of terminal columns that printable text takes."""
+    return len(text) if text.isascii() else sum(map(_width, text))
+
+
+def _visible(char: str) -> str:
+    if ord(char) < 0x20:
+        return chr(0x2400 + ord(char))  # the pictures of control characters
+    if ord(char) == 0x7F:
+        return "\u2421"
+    return "\ufffd" if unicodedata.category(char) in HIDDEN and char != JOINER else char
+
+
+def _width(char: str) -> int:
+    if unicodedata.category(char) in {"Mn", "Me", "Cf"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
