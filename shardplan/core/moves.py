@@ -29,6 +29,7 @@ MOVES: dict[tuple[str, str], MoveOps] = {
     ("I", "P"): MoveOps("divide", "identity"),  # 1/n of the value on each of n ranks sums to the value
     ("R", "I"): MoveOps("identity", "divide"),  # a reader outside: its gradient is complete, 1/n of it is a summand
     ("R", "V"): MoveOps("slice", "pad"),
+    ("R", "P"): MoveOps("divide", "divide"),
     ("V", "R"): MoveOps("all_gather", "reduce_scatter"),
     ("V", "I"): MoveOps("all_gather", "slice"),
     ("P", "I"): MoveOps("all_reduce", "identity"),

@@ -26,6 +26,7 @@ STYLES = (
         computes=P,
         argument="ids",
         vocabulary=True,
+        partial_until_door=True,
         source="arXiv 2205.05198",
     ),
     Style(

@@ -1,0 +1,27 @@
+"""Tied parameters: one Parameter before, one Parameter after."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.core.tree import parent
+
+
+def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """The names of parameters that are the same object."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def restore_ties(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> None:
+    """Make each group one Parameter again: `parallelize_module` replaced its members one by one."""
+    for first, *others in groups:
+        kept = model.get_parameter(first)
+        for name in others:
+            owner, leaf = model.get_submodule(parent(name)), name.rpartition(".")[2]
+            replaced = owner._parameters[leaf]
+            assert not isinstance(kept, DTensor) or kept.placements == replaced.placements, (first, name)
+            owner._parameters[leaf] = kept

@@ -1,0 +1,94 @@
+"""What a plan becomes for one model and one size of the tp axis: per module, what to store and what to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .layout import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterProgram:
+    """How one parameter is stored and read.
+
+    Args:
+        name: short name in its module.
+        dim: the dim (from 0) that is split over tp, or None for a whole copy.
+        gradient: how the gradient of the local tensor arrives: "shard", "complete" or "partial" (core/layout.py).
+        parts: sizes of the packed parts along `dim`; empty where the dim is one part. Every rank holds its share of
+            each part, in the order of the parts.
+        withheld: the parameter (a bias) takes no part in the module's own forward, which sees None or zeros instead;
+            it is added after the output's reduction.
+    """
+
+    name: str
+    dim: int | None
+    gradient: Literal["shard", "complete", "partial"]
+    parts: tuple[int, ...] = ()
+    withheld: Literal["none", "zeros"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputMove:
+    """A move of arguments on the way into a module.
+
+    Args:
+        src: what arrives. At a module whose `link` is "door" it is P if the plan's embedding produced the value in
+            this very forward, and I if not (`inputs_embeds`).
+        dst: what the module's forward gets.
+        argument: the argument's name; None is the first; "*" every floating-point tensor.
+    """
+
+    src: Layout
+    dst: Layout
+    argument: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMove:
+    """A move of the module's output (of the first element, if it is a tuple).
+
+    Args:
+        size: the length of the whole dim where `src` is a V that may be uneven.
+    """
+
+    src: Layout
+    dst: Layout
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleProgram:
+    """What happens at one module.
+
+    Args:
+        name: its full name.
+        style: the style that its rule names, or None where no rule does.
+        parameters: every parameter that it owns.
+        enter: moves of arguments, in order.
+        leave: the move of the output.
+        vocabulary: the number of rows of the whole table, where rows are looked up by id.
+        link: the module's part in an embedding that stays a partial sum until the `split_seq_input` door: "source" is
+            an embedding, "door" the module where the value is reduced and split, "scope" the module whose forward
+            holds both.
+        logits: the length of the whole vocabulary, where the output is handed on as a DTensor Shard(-1).
+        tail: how many trailing output features alone pass a move I -> R.
+        outside: positions in the output that are read outside (R -> I).
+        divide: attributes of the instance to divide by tp; `config.x` divides what this instance's config says.
+        group: parameters (module name relative to this one, parameter name) below this module, itself included, whose
+            partial gradients are summed by one all-reduce.
+    """
+
+    name: str
+    style: str | None = None
+    parameters: tuple[ParameterProgram, ...] = ()
+    enter: tuple[InputMove, ...] = ()
+    leave: OutputMove | None = None
+    vocabulary: int | None = None
+    link: Literal["source", "door", "scope"] | None = None
+    logits: int | None = None
+    tail: int = 0
+    outside: tuple[int, ...] = ()
+    divide: tuple[str, ...] = ()
+    group: tuple[tuple[str, str], ...] = ()

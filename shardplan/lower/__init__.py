@@ -1,0 +1,6 @@
+"""ResolvedPlan -> Program: what to store and what to move at each module."""
+
+from .lowering import lower
+from .program import Program
+
+__all__ = ["Program", "lower"]

@@ -1,0 +1,40 @@
+"""The collectives of one training step on the tp axis, read off a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from shardplan.core.layout import I, P
+from shardplan.core.moves import move_ops
+from shardplan.core.program import ModuleProgram
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def expected_collectives(modules: Mapping[str, ModuleProgram]) -> dict[str, Counter[str]]:
+    """How many collectives a step runs, forward and backward, if every module runs once.
+
+    A partial embedding's reduction is counted where it happens: at the door. Activation checkpointing runs a block's
+    forward collectives again; FSDP's are on another axis.
+    """
+    counts = {"forward": Counter(), "backward": Counter()}
+    for program in modules.values():
+        for forward, backward in _operations(program, modules):
+            counts["forward"][forward] += forward in COLLECTIVES
+            counts["backward"][backward] += backward in COLLECTIVES
+        counts["backward"]["all_reduce"] += bool(program.group)
+    return {when: Counter({op: n for op, n in counter.items() if n}) for when, counter in counts.items()}
+
+
+def _operations(program: ModuleProgram, modules: Mapping[str, ModuleProgram]) -> Iterator[tuple[str, str]]:
+    partial = any(m.link == "source" for m in modules.values())
+    for boundary in program.enter:
+        src = boundary.src if program.link != "door" else (P if partial else I)
+        ops = move_ops(src, boundary.dst)
+        yield ops.forward, ops.backward
+    if program.leave is not None and program.link != "source":
+        ops = move_ops(program.leave.src, program.leave.dst)
+        yield ops.forward, ops.backward
+    if program.tail:
+        yield "identity", "all_reduce"

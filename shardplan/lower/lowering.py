@@ -1,0 +1,136 @@
+"""The lowering: one `ModuleProgram` for each module that owns a parameter or has a rule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.core.layout import SEQ, I, Layout, P, R, V
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.program import InputMove, ModuleProgram, OutputMove
+from shardplan.core.tree import ModuleInfo, ancestors, block
+from shardplan.styles import STYLES, Style, feature_dim
+
+from .arrivals import arrives, door_output, gathered
+from .parameters import lower_parameters
+from .program import Program
+
+
+def lower(plan: ResolvedPlan, without_overlay: ResolvedPlan | None = None) -> Program:
+    """Lower a checked plan.
+
+    Args:
+        plan: the resolved plan, free of errors.
+        without_overlay: the same plan bound without sequence parallelism, where `plan` has it: the model can then also
+            run with the tensor-parallel moves.
+    """
+    modules = lower_modules(plan)
+    return Program(
+        resolved=plan,
+        modules=modules,
+        tensor_parallel_modules=lower_modules(without_overlay) if without_overlay is not None else None,
+    )
+
+
+def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
+    """The module programs of one variant, by name, in the tree's order."""
+    links = _links(plan)
+    programs = {}
+    for name, module in plan.tree.modules.items():
+        assignment = plan.modules.get(name)
+        if not module.parameters and assignment is None and name not in links:
+            continue
+        programs[name] = _lower_module(plan, module, assignment, links.get(name))
+    return _with_groups(plan, programs)
+
+
+def _lower_module(
+    plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment | None, link: str | None
+) -> ModuleProgram:
+    parameters = lower_parameters(plan, module)
+    if assignment is None:
+        return ModuleProgram(module.name, parameters=parameters, link=link)
+    style, rule = STYLES[assignment.rule.style], assignment.rule
+    width = _output_width(module)
+    return ModuleProgram(
+        name=module.name,
+        style=style.name,
+        parameters=parameters,
+        enter=_enter(plan, assignment, style),
+        leave=_leave(plan, assignment, style, width),
+        vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
+        link=link,
+        logits=width if style.dtensor_output else None,
+        tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
+        outside=rule.read_outside,
+        divide=rule.divide,
+    )
+
+
+def _output_width(module: ModuleInfo) -> int | None:
+    weight = module.parameter("weight")
+    if weight is None:
+        return None
+    dim = feature_dim(module.kind, "weight", "out", len(weight.shape))
+    return weight.shape[dim] if dim is not None else None
+
+
+def _enter(plan: ResolvedPlan, assignment: Assignment, style: Style) -> tuple[InputMove, ...]:
+    if style.inside is None or not style.takes:
+        return ()
+    rule = assignment.rule
+    inside = door_output(assignment) or style.inside
+    src = style.takes[0]
+    if R in style.takes and I in style.takes:
+        src = arrives(plan, assignment.name)
+    if src == inside:
+        return ()
+    argument = "*" if style.argument == "floats" else rule.argument
+    return (InputMove(src.at(rule.seq_dim), inside.at(rule.seq_dim), argument),)
+
+
+def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int | None) -> OutputMove | None:
+    rule = assignment.rule
+    src, dst = style.computes, style.hands
+    if rule.output == "gather":
+        src, dst = V(SEQ), gathered(plan, assignment.name)
+    elif rule.output is not None:
+        src, dst = P, I if rule.output == "all_reduce" else V(SEQ)
+    elif style.partial_until_door:
+        dst = I  # where it does not stay partial until the door
+    if src is None or dst is None or src == dst:
+        return None
+    size = width if src == V(-1) else None
+    return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)
+
+
+def _links(plan: ResolvedPlan) -> dict[str, str]:
+    """The parts of the sequence-parallel entrance: embeddings that stay partial, the door, the module around both."""
+    doors = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].takes]
+    if not doors:
+        return {}
+    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].partial_until_door]
+    inner = [*doors, *sources]
+    scope = next(
+        a
+        for a in ancestors(doors[0])
+        if plan.tree.modules[a].kind != "list" and all(a in ancestors(other) for other in inner)
+    )
+    return {**dict.fromkeys(sources, "source"), **dict.fromkeys(doors, "door"), scope: "scope"}
+
+
+def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Give each block the list of its parameters with partial gradients; a FSDP unit inside a block groups its own."""
+    units = set(plan.dp_units)
+    groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, program in programs.items():
+        home = next((m for m in (name, *ancestors(name)) if m in units or m == block(name)), name)
+        for parameter in program.parameters:
+            if parameter.gradient == "partial":
+                groups[home].append((name[len(home) :].lstrip(".") if home else name, parameter.name))
+    for home, members in groups.items():
+        base = programs.get(home) or ModuleProgram(home)
+        programs[home] = replace(base, group=tuple(members))
+    return {name: programs[name] for name in plan.tree.modules if name in programs}
+

@@ -1,0 +1,56 @@
+"""How each parameter of a module is stored and read."""
+
+from __future__ import annotations
+
+from shardplan.core.expressions import evaluate, parse_expression
+from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.program import ParameterProgram
+from shardplan.core.tree import ModuleInfo, ParameterInfo
+from shardplan.styles import STYLES, ParameterStyle, feature_dim
+from shardplan.styles.record import WHOLE
+
+
+def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
+    """The sizes of a packed dimension's parts: as the rule says, two equal ones where it says nothing."""
+    packed = rule.packed if rule.packed is not None else 2
+    if isinstance(packed, int):
+        return (size // packed,) * packed
+    return tuple(evaluate(parse_expression(part), plan.tree.numbers) for part in packed)
+
+
+def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
+    """A program for every parameter that the module owns; what no rule names is whole with a complete gradient."""
+    return tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
+
+
+def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo) -> ParameterProgram:
+    full_name = f"{module.name}.{parameter.name}" if module.name else parameter.name
+    own = plan.parameters.get(full_name)
+    assignment = own or plan.modules.get(module.name)
+    if assignment is None or (own is None and STYLES[assignment.rule.style].is_door):
+        return _program(plan, module, parameter, WHOLE, None, withheld=False)
+    style = STYLES[assignment.rule.style]
+    held = style.weight if own is not None else style.parameter(parameter.name)
+    withheld = own is None and style.bias_after and parameter.name == "bias"
+    return _program(plan, module, parameter, held, assignment.rule, withheld=withheld)
+
+
+def _program(
+    plan: ResolvedPlan,
+    module: ModuleInfo,
+    parameter: ParameterInfo,
+    held: ParameterStyle,
+    rule: Rule | None,
+    *,
+    withheld: bool,
+) -> ParameterProgram:
+    dim = None
+    if held.shard is not None:
+        dim = feature_dim(module.kind, parameter.name, held.shard, len(parameter.shape))
+    if dim is None:
+        gradient = held.gradient if held.shard is None else "complete"
+        # A Linear skips a bias that is None; Conv1D's addmm needs one.
+        stand_in = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
+        return ParameterProgram(parameter.name, None, gradient, withheld=stand_in)
+    parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
+    return ParameterProgram(parameter.name, dim, "shard", parts)

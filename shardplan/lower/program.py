@@ -1,0 +1,39 @@
+"""The Program: a plan compiled for one model and one size of the tp axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.program import ModuleProgram
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `compile_plan` returns.
+
+    Args:
+        resolved: the plan bound to the model.
+        modules: what happens at each module, by name.
+        tensor_parallel_modules: the same without sequence parallelism, where `modules` has it.
+    """
+
+    resolved: ResolvedPlan
+    modules: Mapping[str, ModuleProgram]
+    tensor_parallel_modules: Mapping[str, ModuleProgram] | None = None
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.resolved.sequence_parallel
+
+    @property
+    def parallelize_plan(self) -> dict[str, ParallelStyle]:
+        """Fresh styles for torch's `parallelize_module`, by module name. Each may be applied once."""
+        from .styles import make_styles
+
+        return make_styles(self)[0]

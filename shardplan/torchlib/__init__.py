@@ -1,0 +1,1 @@
+"""Our autograd functions and ParallelStyle classes on torch, and every private torch name that we use."""

@@ -1,0 +1,38 @@
+"""Dividing head counts and split sizes that a module reads from itself or from its config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+class DividedConfig:
+    """A config as one module sees it: some numbers divided, everything else the shared config's, later changes too."""
+
+    def __init__(self, config: Any, numbers: dict[str, int]):
+        self.__dict__["_config"] = config
+        self.__dict__.update(numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.__dict__["_config"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_config"], name, value)
+
+
+def divide_attributes(module: nn.Module, names: tuple[str, ...], by: int) -> None:
+    """Divide integer attributes of this instance; `config.x` divides what this instance's config says, never the
+    shared config."""
+    for name in names:
+        owner, _, attribute = name.rpartition(".")
+        number = getattr(getattr(module, owner) if owner else module, attribute)
+        assert isinstance(number, int) and number % by == 0, (name, number, by)
+        if not owner:
+            setattr(module, attribute, number // by)
+        elif isinstance(getattr(module, owner), DividedConfig):
+            getattr(module, owner).__dict__[attribute] = number // by
+        else:
+            setattr(module, owner, DividedConfig(getattr(module, owner), {attribute: number // by}))

@@ -1,0 +1,99 @@
+"""Moves at a module's boundary, as forward hooks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.layout import I, P, R
+from shardplan.core.program import InputMove, ModuleProgram
+
+from .moves import move
+from .outputs import as_dtensor, move_tail, on_first
+from .parameters import to_local
+from .regime import Shared
+
+Programs = Mapping[bool, ModuleProgram]
+
+
+class Enter:
+    """Forward pre-hook: moves the arguments."""
+
+    def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
+        self.parameters = tuple(inspect.signature(module.forward).parameters)
+        self.programs, self.shared, self.mesh = programs, shared, mesh
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        program = self.programs[self.shared.regime.sequence_parallel]
+        for boundary in program.enter:
+            args, kwargs = self._move(boundary, args, kwargs, program)
+        return args, kwargs
+
+    def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
+        def moved(x: Tensor) -> Tensor:
+            src = boundary.src
+            if program.link == "door":
+                src = P if self.shared.link.take(x.shape[boundary.dst.dim]) else I
+            return move(x, self.mesh, src, boundary.dst)
+
+        if boundary.argument == "*":
+            def each(x: Any) -> Any:
+                return moved(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+            return tuple(each(x) for x in args), {name: each(x) for name, x in kwargs.items()}
+        name = boundary.argument or self.parameters[0]
+        position = self.parameters.index(name) if name in self.parameters else len(args)
+        if position < len(args):
+            value = args[position]
+        else:
+            value = kwargs.get(name)
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{program.name}: style {program.style} moves the argument {name!r}, "
+                f"which is {'missing' if value is None else type(value).__name__} in this call"
+            )
+        if position < len(args):
+            return (*args[:position], moved(value), *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: moved(value)}
+
+
+class Leave:
+    """Forward hook: moves the output, adds the bias that was withheld."""
+
+    def __init__(self, programs: Programs, shared: Shared, mesh: DeviceMesh):
+        self.programs, self.shared, self.mesh = programs, shared, mesh
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        program = self.programs[self.shared.regime.sequence_parallel]
+        mesh = self.mesh
+        if (boundary := program.leave) is not None and not self._stays_partial(program):
+            output = on_first(output, lambda x: move(x, mesh, boundary.src, boundary.dst, size=boundary.size))
+        for parameter in program.parameters:
+            if parameter.withheld and module._parameters[parameter.name] is not None:
+                bias = to_local(module._parameters[parameter.name], parameter.gradient, self.shared.regime)
+                output = on_first(output, lambda x, bias=bias: x + bias)
+        if program.tail:
+            output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
+        if program.outside:
+            output = tuple(move(x, mesh, R, I) if i in program.outside else x for i, x in enumerate(output))
+        if program.logits is not None:
+            output = as_dtensor(output, program.logits, mesh)
+        return output
+
+    def _stays_partial(self, program: ModuleProgram) -> bool:
+        return program.link == "source" and self.shared.link.keeps_partial(program.name)
+
+
+def acts(program: ModuleProgram) -> bool:
+    """Whether `Leave` has anything to do."""
+    return bool(
+        program.leave
+        or program.tail
+        or program.outside
+        or program.logits is not None
+        or any(p.withheld for p in program.parameters)
+    )

@@ -1,0 +1,49 @@
+"""Wrapping a module's forward without changing a name: the module's class is exchanged for a subclass.
+
+Hooks stay outside what is wrapped, so a collective in a hook is not run again by activation checkpointing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+# around(forward, module, args, kwargs) -> output; `forward` is what it stands around.
+Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+_AROUND = "_shardplan_around"
+
+
+@functools.cache
+def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = functools.partial(cls.forward, self)
+        for around in self.__dict__[_AROUND]:
+            call = functools.partial(_call, around, call, self)
+        return call(*args, **kwargs)
+
+    # The same name in the same module: libraries look classes up by str(type(module)).
+    namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), namespace)
+
+
+def _call(around: Around, forward: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    return around(forward, module, args, kwargs)
+
+
+def wrap_forward(module: nn.Module, around: Around) -> None:
+    """Put `around` around the module's forward, outside what was put there before."""
+    if _AROUND in module.__dict__:
+        module.__dict__[_AROUND] = (*module.__dict__[_AROUND], around)
+        return
+    module.__dict__[_AROUND] = (around,)
+    module.__class__ = _wrapped_class(type(module))
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `wrap_forward` was called on the module."""
+    return _AROUND in module.__dict__

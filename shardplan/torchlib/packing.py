@@ -1,0 +1,36 @@
+"""The order of rows in packed parameters: every rank's slice holds its share of each part.
+
+`_StridedShard` cannot say this for parts of different sizes (q, k and v with grouped heads), and where FSDP shards the
+same dim it returns permuted rows from `full_tensor()`. So the rows are permuted before a plain Shard, and the
+permutation (it depends on tp) is undone when a checkpoint is written and done again when one is read.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_order(parts: tuple[int, ...], ranks: int) -> Tensor:
+    """The permutation: position in the packed dim -> index in the original, int64 of sum(parts).
+
+    Rank r's slice is the concatenation over parts of the part's r-th chunk. `ranks` must divide every part.
+    """
+    assert all(size % ranks == 0 for size in parts), (parts, ranks)
+    index, offset = [], 0
+    for size in parts:
+        index.append(torch.arange(offset, offset + size).view(ranks, size // ranks))
+        offset += size
+    return torch.cat(index, dim=1).reshape(-1)
+
+
+def pack(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int) -> Tensor:
+    """The whole tensor with its packed dim in the order that a plain Shard splits right."""
+    assert x.shape[dim] == sum(parts), (tuple(x.shape), dim, parts)
+    return x if x.is_meta else x.index_select(dim, packed_order(parts, ranks).to(x.device))
+
+
+def unpack(x: Tensor, dim: int, parts: tuple[int, ...], ranks: int) -> Tensor:
+    """The inverse of `pack`."""
+    assert x.shape[dim] == sum(parts), (tuple(x.shape), dim, parts)
+    return x if x.is_meta else x.index_select(dim, torch.argsort(packed_order(parts, ranks)).to(x.device))

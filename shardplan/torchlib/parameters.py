@@ -1,0 +1,121 @@
+"""Parameters: stored as DTensors on the tp mesh, read as local tensors while a module's own forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardplan.core.program import ParameterProgram
+
+from .moves import sum_gradients
+from .packing import pack
+from .regime import Regime
+
+Gradient = Literal["shard", "complete", "partial"]
+
+
+def distribute(
+    module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None
+) -> None:
+    """Replace a parameter of the module by a DTensor Parameter; frozen stays frozen.
+
+    Args:
+        src_data_rank: the tp rank whose values count; None: every rank's own (no communication).
+    """
+    old = module._parameters[parameter.name]
+    assert old is not None and not isinstance(old, DTensor), parameter.name
+    data = old.detach()
+    if parameter.parts:
+        data = pack(data, parameter.dim, parameter.parts, mesh.size())
+    placement = Replicate() if parameter.dim is None else Shard(parameter.dim)
+    new = nn.Parameter(
+        distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
+    )
+    new.__dict__.update(old.__dict__)  # libraries mark parameters with attributes
+    module.register_parameter(parameter.name, new)
+
+
+def to_local(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Tensor | None:
+    """The local tensor of a DTensor parameter; a partial gradient is summed over tp before it reaches the DTensor.
+
+    What is no DTensor (already read by an enclosing block) is returned as it is.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if gradient == "shard":
+        return parameter.to_local(grad_placements=parameter.placements)
+    local = parameter.to_local(grad_placements=[Replicate()])
+    if gradient == "partial" and local.requires_grad:
+        (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
+    return local
+
+
+class LocalParameters:
+    """Around a module's forward: its DTensor parameters are local tensors, its withheld ones None or zeros.
+
+    They are exchanged in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the
+    Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here).
+    """
+
+    def __init__(self, gradients: Mapping[bool, Mapping[str, Gradient]], regime: Regime,
+                 withheld: Mapping[str, Literal["none", "zeros"]], exchanged: Mapping[str, Any]):
+        self.gradients = gradients
+        self.regime = regime
+        self.withheld = dict(withheld)
+        self.exchanged = dict(exchanged)  # attributes that have another value while forward runs
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        parameters = module._parameters
+        stored = dict(parameters)
+        attributes = {name: module.__dict__[name] for name in self.exchanged}
+        try:
+            module.__dict__.update(self.exchanged)
+            for name, gradient in self.gradients[self.regime.sequence_parallel].items():
+                if name in self.withheld:
+                    parameters[name] = self._stand_in(parameters[name], self.withheld[name])
+                else:
+                    parameters[name] = to_local(parameters[name], gradient, self.regime)
+            return forward(*args, **kwargs)
+        finally:
+            parameters.update(stored)
+            module.__dict__.update(attributes)
+
+    @staticmethod
+    def _stand_in(parameter: Tensor | None, what: Literal["none", "zeros"]) -> Tensor | None:
+        if parameter is None or what == "none":
+            return None
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return torch.zeros_like(local, requires_grad=False)
+
+
+class GroupedGradients:
+    """Around a block's forward: its small whole parameters with partial gradients are read together, through one
+    autograd node whose backward is one all-reduce."""
+
+    def __init__(self, members: Mapping[bool, tuple[tuple[nn.Module, str], ...]], regime: Regime):
+        self.members = members
+        self.regime = regime
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        members = [
+            (owner, name, parameter)
+            for owner, name in self.members[self.regime.sequence_parallel]
+            if isinstance(parameter := owner._parameters[name], DTensor) and parameter.requires_grad
+        ]
+        if not members or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        mesh = members[0][2].device_mesh
+        locals_ = [parameter.to_local(grad_placements=[Replicate()]) for _, _, parameter in members]
+        try:
+            summed = sum_gradients(mesh, locals_, self.regime.reduce_dtype)
+            for (owner, name, _), local in zip(members, summed, strict=True):
+                owner._parameters[name] = local
+            return forward(*args, **kwargs)
+        finally:
+            for owner, name, parameter in members:
+                owner._parameters[name] = parameter

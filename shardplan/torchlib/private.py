@@ -1,0 +1,64 @@
+"""Every private name of torch that shardplan uses: where it lives upstream, and what we need it for.
+
+A torch that moved one of them fails with the name and the version. Where releases that we support differ, the
+places are listed newest first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Private:
+    """A private name: its places as (module, attribute), newest first; an empty attribute is the module itself."""
+
+    places: tuple[tuple[str, str], ...]
+    purpose: str
+
+
+_COLLECTIVES = "torch.distributed._functional_collectives"
+_LOCAL_TENSOR = "torch.distributed._local_tensor"
+
+NAMES: dict[str, Private] = {
+    "LocalTensor": Private(((_LOCAL_TENSOR, "LocalTensor"),), "all ranks of the tp axis in one process"),
+    "LocalTensorMode": Private(((_LOCAL_TENSOR, "LocalTensorMode"),), "all ranks of the tp axis in one process"),
+    "run_per_rank": Private(
+        ((_LOCAL_TENSOR, "maybe_run_for_local_tensor"),), "slices that depend on the rank, in the simulation too"
+    ),
+    "fake_pg": Private((("torch.testing._internal.distributed.fake_pg", ""),), "the process group backend `fake`"),
+    "all_reduce": Private(((_COLLECTIVES, "all_reduce"),), "collectives that torch.compile can trace"),
+    "all_gather": Private(
+        ((_COLLECTIVES, "all_gather_single"), (_COLLECTIVES, "all_gather_tensor")),
+        "collectives that torch.compile can trace",
+    ),
+    "reduce_scatter": Private(
+        ((_COLLECTIVES, "reduce_scatter_single"), (_COLLECTIVES, "reduce_scatter_tensor")),
+        "collectives that torch.compile can trace",
+    ),
+    "wait_tensor": Private(((_COLLECTIVES, "wait_tensor"),), "collectives that torch.compile can trace"),
+}
+
+
+def private(name: str) -> Any:
+    """The torch object behind one of `NAMES`.
+
+    Raises:
+        RuntimeError: this torch does not have it; names the object and the version.
+    """
+    entry = NAMES[name]
+    for module, attribute in entry.places:
+        try:
+            loaded = importlib.import_module(module)
+        except ImportError:
+            continue
+        if not attribute:
+            return loaded
+        if hasattr(loaded, attribute):
+            return getattr(loaded, attribute)
+    places = " or ".join(f"{module}.{attribute}".rstrip(".") for module, attribute in entry.places)
+    raise RuntimeError(f"torch {torch.__version__} has no {places}, which shardplan needs for: {entry.purpose}")

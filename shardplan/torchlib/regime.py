@@ -1,0 +1,76 @@
+"""What all modules of one planned model share while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class Regime:
+    """The switches of a planned model.
+
+    Attributes:
+        sequence_parallel: which of the two programs the hooks run.
+        reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
+    """
+
+    sequence_parallel: bool
+    reduce_dtype: torch.dtype | None = None
+
+
+class PartialEmbedding:
+    """Knows, within one forward of the module that holds both ends, whether the value that reaches the
+    `split_seq_input` door is a partial sum from the plan's embeddings.
+
+    An embedding hands its partial sum on only where the door will see it: inside that forward, and if every embedding
+    that runs before it did so too (with `inputs_embeds` the first did not run: the value is complete, and so must be
+    what is added to it).
+
+    Args:
+        sources: the names of the embeddings that hand on partial sums, in the order in which the model runs them.
+        seq_dim: the sequence dimension of what the door splits.
+    """
+
+    def __init__(self, sources: tuple[str, ...], seq_dim: int = 1):
+        self.sources = sources
+        self.seq_dim = seq_dim
+        self.running = False
+        self.pending: set[str] = set()
+        self.complete = False
+        self.length: int | None = None  # of the whole sequence, noted by the door
+
+    def begin(self) -> None:
+        self.running = True
+        self.pending.clear()
+        self.complete = False
+        self.length = None
+
+    def end(self) -> None:
+        self.running = False
+        self.pending.clear()
+
+    def keeps_partial(self, source: str) -> bool:
+        """Called by an embedding with its name: whether to hand on its partial sum as it is."""
+        before = self.sources[: self.sources.index(source)]
+        if not self.running or self.complete or not self.pending.issuperset(before):
+            self.complete = True
+            return False
+        self.pending.add(source)
+        return True
+
+    def take(self, length: int) -> bool:
+        """Called by the door with the length of the sequence: whether what arrives is a partial sum."""
+        partial = bool(self.pending) and not self.complete
+        self.pending.clear()
+        self.length = length
+        return partial
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the styles of one program share. `link` is there where the plan has a `split_seq_input` door."""
+
+    regime: Regime
+    link: PartialEmbedding | None = None

@@ -1,0 +1,95 @@
+"""`ModuleStyle`: a ParallelStyle that carries out a `ModuleProgram` on one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardplan.core.program import ModuleProgram
+
+from .attributes import divide_attributes
+from .boundaries import Enter, Leave, acts
+from .forward import wrap_forward
+from .outputs import gather_hidden_states
+from .parameters import GroupedGradients, LocalParameters, distribute
+from .regime import Shared
+from .vocabulary import VocabularyLookup
+
+
+class ModuleStyle(ParallelStyle):
+    """One module's part of a program; to be applied once, to that module.
+
+    Args:
+        programs: the program without (False) and with (True) sequence parallelism, as far as the plan has them. Both
+            store the parameters alike; moves and gradients differ.
+        shared: what it has in common with the styles of the other modules.
+    """
+
+    def __init__(self, programs: Mapping[bool, ModuleProgram], shared: Shared):
+        super().__init__()
+        self.programs = programs
+        self.shared = shared
+
+    @property
+    def program(self) -> ModuleProgram:
+        """The program that runs now."""
+        return self.programs[self.shared.regime.sequence_parallel]
+
+    def __repr__(self) -> str:
+        return f"ModuleStyle({self.program.name!r}, {self.program.style})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        self._store(module, device_mesh)
+        self._read(module, device_mesh)
+        self._hook(module, device_mesh)
+        return module
+
+    def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        divide_attributes(module, self.program.divide, mesh.size())
+        for parameter in self.program.parameters:
+            distribute(module, parameter, mesh, self.src_data_rank)
+
+    def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        program, regime = self.program, self.shared.regime
+        exchanged: dict[str, Any] = {}
+        if program.vocabulary is not None:
+            exchanged["padding_idx"] = None
+        if program.parameters:
+            gradients = {mode: {p.name: p.gradient for p in pr.parameters} for mode, pr in self.programs.items()}
+            withheld = {p.name: p.withheld for p in program.parameters if p.withheld}
+            wrap_forward(module, LocalParameters(gradients, regime, withheld, exchanged))
+        if program.vocabulary is not None:
+            wrap_forward(module, VocabularyLookup(program.vocabulary, module.padding_idx, mesh))
+        if any(pr.group for pr in self.programs.values()):
+            members = {
+                mode: tuple((module.get_submodule(owner), name) for owner, name in pr.group)
+                for mode, pr in self.programs.items()
+            }
+            wrap_forward(module, GroupedGradients(members, regime))
+
+    def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        programs = self.programs.values()
+        if any(pr.link == "scope" for pr in programs):
+            self._hook_scope(module, mesh)
+        if any(pr.enter for pr in programs):
+            module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
+        if any(acts(pr) for pr in programs):
+            module.register_forward_hook(Leave(self.programs, self.shared, mesh))
+
+    def _hook_scope(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        link = self.shared.link
+
+        def begin(module: nn.Module, args: Any) -> None:
+            link.begin()
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            link.end()
+            if link.length is not None and output is not None:
+                gather_hidden_states(output, link.length, link.seq_dim, mesh)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)

@@ -1,0 +1,35 @@
+"""Look-up in a table of which every rank has some rows (Megatron-LM's vocabulary-parallel embedding)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .chunks import chunk_size
+
+
+class VocabularyLookup:
+    """Around an embedding's forward: ids of other ranks' rows give zero vectors, so the ranks' outputs sum to the
+    looked-up vectors.
+
+    `padding_idx` is a row of the whole table; its gradient is cut here, since on local rows it would be another row.
+    """
+
+    def __init__(self, rows: int, padding_idx: int | None, mesh: DeviceMesh):
+        self.chunk = chunk_size(rows, mesh.size())
+        self.padding_idx = padding_idx
+        self.mesh = mesh
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
+        ids = args[0] if args else kwargs["input"]
+        local = ids - self.mesh.get_local_rank() * self.chunk
+        elsewhere = (local < 0) | (local >= self.chunk)
+        vectors = forward(local.masked_fill(elsewhere, 0))
+        vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.padding_idx is not None:
+            vectors = torch.where((ids == self.padding_idx).unsqueeze(-1), vectors.detach(), vectors)
+        return vectors
