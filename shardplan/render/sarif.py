@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
@@ -16,15 +17,18 @@ from .catalog import catalog
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def to_sarif(report: Report, *, root: Path | None = None) -> dict[str, Any]:
+def to_sarif(
+    report: Report, *, root: Path | None = None, pages: Mapping[str, Code] | None = None
+) -> dict[str, Any]:
     """The report as one SARIF run.
 
     Args:
         report: the findings.
         root: the folder that file names are made relative to; None is the current one.
+        pages: the codes' pages; None is the whole catalog.
     """
     root = root or Path.cwd()
-    pages = catalog()
+    pages = catalog() if pages is None else pages
     used = sorted({d.code for d in report.diagnostics})
     index = {code: i for i, code in enumerate(used)}
     return {
