@@ -99,7 +99,7 @@ def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int 
         src, dst = P, I if rule.output == "all_reduce" else V(SEQ)
     elif style.partial_until_door:
         dst = I  # where it does not stay partial until the door
-    if src is None or dst is None or src == dst:
+    if src is None or dst is None or (src == dst and not style.partial_until_door):
         return None
     size = width if src == V(-1) else None
     return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)

@@ -30,6 +30,15 @@ STYLES = (
         source="arXiv 2205.05198",
     ),
     Style(
+        name="embedding_replicated_seq",
+        summary="A whole table (learned positions) whose vectors are added to those of an embedding_rowwise_seq: each "
+        "rank adds 1/tp of them to the partial sum.",
+        kinds=EMBEDDING,
+        computes=I,
+        argument="ids",
+        partial_until_door=True,
+    ),
+    Style(
         name="embedding_colwise",
         summary="Split the features of each row; the looked-up vectors are gathered.",
         kinds=EMBEDDING,

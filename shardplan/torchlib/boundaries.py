@@ -70,8 +70,9 @@ class Leave:
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         program = self.programs[self.shared.regime.sequence_parallel]
         mesh = self.mesh
-        if (boundary := program.leave) is not None and not self._stays_partial(program):
-            output = on_first(output, lambda x: move(x, mesh, boundary.src, boundary.dst, size=boundary.size))
+        if (boundary := program.leave) is not None:
+            dst = P if self._stays_partial(program) else boundary.dst
+            output = on_first(output, lambda x: move(x, mesh, boundary.src, dst, size=boundary.size))
         for parameter in program.parameters:
             if parameter.withheld and module._parameters[parameter.name] is not None:
                 bias = to_local(module._parameters[parameter.name], parameter.gradient, self.shared.regime)
