@@ -1,0 +1,57 @@
+"""docs/cli.md, made from the parser."""
+
+from __future__ import annotations
+
+import argparse
+
+from .arguments import COMMANDS, build_parser
+
+EXIT_CODES = """\
+## Exit codes
+
+| code | meaning |
+|---|---|
+| 0 | clean; warnings alone are clean, unless `--strict` is given |
+| 1 | findings, also a plan or a model that cannot be read or built |
+| 2 | wrong command line |
+| 3 | a bug of shardplan; `shardplan --debug COMMAND ...` shows where |
+
+Findings go to standard output, progress and errors of the command line to standard error. Colours are used on a
+terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on.
+"""
+
+
+def cli_document() -> str:
+    """The reference of the command line as Markdown."""
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    parts = ["# Command line", parser.description or "", _table(parser)]
+    parts += [_command(name, commands.choices[name]) for name in COMMANDS]
+    return "\n\n".join([*parts, EXIT_CODES])
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    summary, example, _ = COMMANDS[name]
+    return "\n\n".join([f"## shardplan {name}", summary, _table(parser), f"```console\n$ {example}\n```"])
+
+
+def _table(parser: argparse.ArgumentParser) -> str:
+    rows = [(_spelling(action), _help(action)) for action in parser._actions if _is_shown(action)]
+    return "\n".join(["| | |", "|---|---|", *(f"| `{spelling}` | {text} |" for spelling, text in rows)])
+
+
+def _is_shown(action: argparse.Action) -> bool:
+    return action.help is not argparse.SUPPRESS and not isinstance(action, argparse._SubParsersAction)
+
+
+def _spelling(action: argparse.Action) -> str:
+    """`--tp N`, `MODEL`, `PLAN ...`."""
+    metavar = str(action.metavar or action.dest.upper())
+    if not action.option_strings:
+        return metavar + (" ..." if action.nargs == "+" else "")
+    takes_value = action.nargs != 0
+    return ", ".join(action.option_strings) + (f" {metavar}" if takes_value else "")
+
+
+def _help(action: argparse.Action) -> str:
+    return (action.help or "") + (" (required)" if action.required and action.option_strings else "")

@@ -1,0 +1,38 @@
+"""Each case of the tree gives exactly its text, and each code has a case."""
+
+import pytest
+
+from shardplan.render.catalog import catalog
+from tests.case_tree import Case, cases, run_command
+
+CASES = list(cases())
+
+# Codes that no command line can give, and the test that shows them.
+ELSEWHERE: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_case(case: Case):
+    code, output = run_command(case.words)
+    again = f"look at it, then run `python tests/update_cases.py {case.name}`"
+    assert case.out.exists(), f"{case.name} has no expected text: {again}"
+    assert output == case.out.read_text("utf-8"), f"the output of {case.name} has changed: {again}"
+    assert code == case.expected_exit
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.code], ids=lambda case: case.name)
+def test_a_case_shows_the_code_that_it_is_named_after(case: Case):
+    assert f"[{case.code}]" in case.out.read_text("utf-8")
+
+
+def test_every_code_has_a_case():
+    shown = "".join(case.out.read_text("utf-8") for case in CASES if case.out.exists())
+    missing = [code for code in catalog() if f"[{code}]" not in shown and code not in ELSEWHERE]
+    assert not missing, f"add tests/cases/err/<CODE>-<slug>.yaml for {', '.join(missing)}"
+
+
+def test_no_text_is_left_without_its_plan():
+    known = {case.out.with_suffix(suffix) for case in CASES for suffix in (".out", ".args")}
+    folders = {case.out.parent for case in CASES}
+    stray = [path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}]
+    assert [name for name in stray if name not in {path.name for path in known}] == []

@@ -1,0 +1,34 @@
+"""Write the expected text of cases: `python tests/update_cases.py [NAME...]`. Read what it wrote before you commit it.
+
+A NAME is any part of a case's name (`err/SP301`); without one, all cases are run.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from tests.case_tree import cases, run_command  # noqa: E402 - the root must be on the path first
+
+
+def update(names: list[str]) -> int:
+    """Returns the number of cases whose exit code is not the expected one."""
+    wrong = 0
+    for case in cases():
+        if names and not any(name in case.name for name in names):
+            continue
+        code, output = run_command(case.words)
+        before = case.out.read_text("utf-8") if case.out.exists() else None
+        if output != before:
+            case.out.write_text(output, "utf-8")
+            print(f"{'wrote' if before is None else 'changed'} {case.out}")
+        if code != case.expected_exit:
+            wrong += 1
+            print(f"{case.name}: exit code {code}, expected {case.expected_exit}")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(1 if update(sys.argv[1:]) else 0)

@@ -1,0 +1,81 @@
+"""Write the files that are made from the code: `python tools/generate.py`; with `--check`, only say which are stale."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+COMMAND = "python tools/generate.py"
+
+
+def _diagnostics() -> str:
+    from shardplan.render.catalog import diagnostics_document
+
+    return diagnostics_document()
+
+
+def _cli() -> str:
+    from shardplan.cli.reference import cli_document
+
+    return cli_document()
+
+
+def _report_schema() -> str:
+    from shardplan.render import json_text
+    from shardplan.render.schema import report_schema
+
+    return json_text(report_schema()) + "\n"
+
+
+def _plan_schema() -> str:
+    from shardplan.parse import json_schema
+    from shardplan.render import json_text
+
+    return json_text(json_schema()) + "\n"
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "docs/diagnostics.md": _diagnostics,
+    "docs/cli.md": _cli,
+    "schemas/report.schema.json": _report_schema,
+    "schemas/plan.schema.json": _plan_schema,
+}
+
+
+def stale() -> list[str]:
+    """The generated files that are not what the code says."""
+    return [name for name, make in GENERATED.items() if _read(ROOT / name) != make()]
+
+
+def write() -> list[str]:
+    """Bring every generated file up to date; returns those that changed."""
+    changed = stale()
+    for name in changed:
+        (ROOT / name).write_text(GENERATED[name](), encoding="utf-8")
+    return changed
+
+
+def _read(path: Path) -> str | None:
+    return path.read_text("utf-8") if path.exists() else None
+
+
+def main(words: list[str]) -> int:
+    if words not in ([], ["--check"]):
+        print(f"usage: {COMMAND} [--check]", file=sys.stderr)
+        return 2
+    if words:
+        names = stale()
+        if names:
+            print(f"{', '.join(names)}: not what the code says. Run `{COMMAND}` and commit the result.")
+        return 1 if names else 0
+    for name in write():
+        print(f"wrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
