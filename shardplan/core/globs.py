@@ -1,0 +1,343 @@
+"""Globs over dotted names: the keys of a plan.
+
+| in a pattern | matches |
+|---|---|
+| `*` | any characters of one segment, also none |
+| `?` | one character |
+| `[abc]`, `[a-z]`, `[!abc]` | one character of the set (or none of it) |
+| `**` | zero or more whole segments |
+| `{a,b}` | one of the alternatives, which may be nested, empty, and longer than a segment |
+
+Names are compared whole and case-sensitively; nothing but `**` and an alternative reaches over a dot.
+
+A pattern is expanded into its alternatives, each a tuple of segments, so that a reader of a tree of names can walk
+them side by side: a literal segment is a look-up. Their number is counted before any is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import product
+from math import prod
+from typing import TypeVar
+
+MAX_LENGTH = 1000  # characters of a pattern
+MAX_ALTERNATIVES = 1000  # that a pattern stands for: a model of 126 layers listed by number times 7 projections
+MAX_NESTING = 8  # of braces
+
+
+class GlobError(ValueError):
+    """A pattern that is not a glob.
+
+    Args:
+        reason: what is wrong, without a final full stop.
+        start, end: the characters of the pattern that are meant.
+        too_large: whether only its size is wrong.
+    """
+
+    def __init__(self, reason: str, start: int, end: int, *, too_large: bool = False):
+        super().__init__(reason)
+        self.reason, self.start, self.end, self.too_large = reason, start, end, too_large
+
+
+@dataclass(frozen=True, slots=True)
+class CharacterSet:
+    """`[...]`: single characters and ranges, both as (first, last)."""
+
+    ranges: tuple[tuple[str, str], ...]
+    negated: bool = False
+
+    def fits(self, character: str) -> bool:
+        return self.negated != any(first <= character <= last for first, last in self.ranges)
+
+
+class Token(Enum):
+    """A part of a pattern that does not stand for itself. DOT is what separates segments."""
+
+    STAR = "*"
+    ONE = "?"
+    DEPTH = "**"
+    DOT = "."
+
+
+STAR, ONE, DEPTH, DOT = Token
+Element = str | Token | CharacterSet  # a str is one character that stands for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What one segment of a name must look like.
+
+    Args:
+        text: as in the pattern, its alternatives chosen.
+        elements: its characters; (DEPTH,) stands for zero or more whole segments.
+    """
+
+    text: str
+    elements: tuple[Element, ...]
+    literal: bool = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "literal", all(isinstance(element, str) for element in self.elements))
+
+    @property
+    def any_depth(self) -> bool:
+        """Whether it is `**`."""
+        return self.elements == (DEPTH,)
+
+    def matches(self, segment: str) -> bool:
+        """Whether one segment of a name (without dots) fits. `**` fits every segment."""
+        if self.literal:
+            return self.text == segment
+        if self.elements in ((STAR,), (DEPTH,)):
+            return True
+        return _match(self.elements, segment, STAR, _fits)
+
+
+@dataclass(frozen=True, slots=True)
+class Glob:
+    """A pattern, understood.
+
+    Args:
+        pattern: as written.
+        alternatives: what it stands for: a name matches if it matches one of them. None is there twice.
+    """
+
+    pattern: str
+    alternatives: tuple[tuple[Segment, ...], ...]
+
+    def matches(self, name: str) -> bool:
+        """Whether a full dotted name matches; time is at most the pattern's length times the name's."""
+        segments = name.split(".") if name else []
+        return any(_match(alternative, segments, _ANY_DEPTH, Segment.matches) for alternative in self.alternatives)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """The alternatives as patterns without braces."""
+        return tuple(".".join(segment.text for segment in alternative) for alternative in self.alternatives)
+
+    @property
+    def is_literal(self) -> bool:
+        """Whether it names everything that it can match."""
+        return all(segment.literal for alternative in self.alternatives for segment in alternative)
+
+    @property
+    def literal_prefix(self) -> tuple[str, ...]:
+        """The segments that every matching name begins with."""
+        first = self.alternatives[0]
+        length = 0
+        while length < len(first) and all(
+            length < len(other) and other[length].literal and other[length] == first[length]
+            for other in self.alternatives
+        ):
+            length += 1
+        return tuple(segment.text for segment in first[:length])
+
+
+_ANY_DEPTH = Segment("**", (DEPTH,))
+_P = TypeVar("_P")
+_I = TypeVar("_I")
+
+
+def _fits(element: Element, character: str) -> bool:
+    if isinstance(element, CharacterSet):
+        return element.fits(character)
+    return element is ONE or element == character
+
+
+def _match(pattern: Sequence[_P], items: Sequence[_I], star: _P, fits: Callable[[_P, _I], bool]) -> bool:
+    """Whether the items match a pattern in which `star` stands for any number of them.
+
+    What stands between two stars is best matched where it first fits, so that only the last star is ever tried again.
+    """
+    p = i = 0
+    after_star = from_item = -1
+    while i < len(items):
+        if p < len(pattern) and pattern[p] == star:
+            p += 1
+            after_star, from_item = p, i
+        elif p < len(pattern) and fits(pattern[p], items[i]):
+            p += 1
+            i += 1
+        elif after_star >= 0:
+            from_item += 1
+            p, i = after_star, from_item
+        else:
+            return False
+    return all(element == star for element in pattern[p:])
+
+
+def parse_glob(pattern: str) -> Glob:
+    """Reads a pattern.
+
+    Raises:
+        GlobError: it is malformed or too large.
+    """
+    if not pattern:
+        raise GlobError("the pattern is empty", 0, 0)
+    if len(pattern) > MAX_LENGTH:
+        raise GlobError(
+            f"the pattern has {len(pattern)} characters, at most {MAX_LENGTH} are allowed", 0, len(pattern), too_large=True
+        )
+    tree = _Reader(pattern).read()
+    count = _count(tree)
+    if count > MAX_ALTERNATIVES:
+        raise GlobError(
+            f"the pattern stands for {_number(count)} alternatives, at most {MAX_ALTERNATIVES} are allowed",
+            0,
+            len(pattern),
+            too_large=True,
+        )
+    expanded = (_segments(elements, pattern) for elements in _expand(tree))
+    return Glob(pattern, tuple(dict.fromkeys(expanded)))
+
+
+def _number(count: int) -> str:
+    return str(count) if count < 10**9 else "more than 10^9"
+
+
+# A sequence of elements and of choices between sequences: what `{a,{b,c}d}` says, before it is expanded.
+_Tree = tuple["Element | _Choice", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    options: tuple[_Tree, ...]
+
+
+def _count(tree: _Tree) -> int:
+    return prod(sum(map(_count, part.options)) for part in tree if isinstance(part, _Choice))
+
+
+def _expand(tree: _Tree) -> Iterator[tuple[Element, ...]]:
+    ways = [
+        [way for option in part.options for way in _expand(option)] if isinstance(part, _Choice) else [(part,)]
+        for part in tree
+    ]
+    for chosen in product(*ways):
+        yield tuple(element for piece in chosen for element in piece)
+
+
+def _segments(elements: tuple[Element, ...], pattern: str) -> tuple[Segment, ...]:
+    """One alternative as segments. Stars in a row, which an alternative can bring about, are one star."""
+    pieces: list[list[Element]] = [[]]
+    for element in elements:
+        if element is DOT:
+            pieces.append([])
+        elif not (element is STAR and pieces[-1][-1:] == [STAR]):
+            pieces[-1].append(element)
+    result: list[Segment] = []
+    for piece in pieces:
+        text = "".join(map(_text, piece))
+        if not piece:
+            chosen = "".join(map(_text, elements))
+            where = f"`{chosen}`, one of its alternatives," if chosen != pattern else "it"
+            raise GlobError(f"{where} has an empty segment", 0, len(pattern))
+        if DEPTH in piece and len(piece) > 1:
+            raise GlobError(f"`**` stands for whole segments, it cannot be a part of one (`{text}`)", 0, len(pattern))
+        segment = Segment(text, tuple(piece))
+        if not (segment.any_depth and result and result[-1].any_depth):
+            result.append(segment)
+    return tuple(result)
+
+
+def _text(element: Element) -> str:
+    match element:
+        case Token():
+            return element.value
+        case CharacterSet(ranges, negated):
+            return "[" + "!" * negated + "".join(a if a == b else f"{a}-{b}" for a, b in ranges) + "]"
+        case _:
+            return element
+
+
+class _Reader:
+    """Reads a pattern from left to right."""
+
+    def __init__(self, pattern: str):
+        self.pattern = pattern
+        self.position = 0
+
+    def read(self) -> _Tree:
+        (tree,) = self._options(depth=0, opened=0)
+        return tree
+
+    def _options(self, depth: int, opened: int) -> tuple[_Tree, ...]:
+        """What stands between commas, up to the brace that closes (at depth 0: up to the end)."""
+        if depth > MAX_NESTING:
+            raise GlobError(f"braces are nested more than {MAX_NESTING} deep", opened, opened + 1, too_large=True)
+        options: list[_Tree] = []
+        current: list[Element | _Choice] = []
+        while self.position < len(self.pattern):
+            at = self.position
+            character = self.pattern[at]
+            self.position += 1
+            if character == "{":
+                current.append(_Choice(self._options(depth + 1, at)))
+            elif character == "}":
+                if depth == 0:
+                    raise GlobError("a `}` closes nothing", at, at + 1)
+                options.append(tuple(current))
+                if options == [()]:
+                    raise GlobError("`{}` holds no alternatives", opened, at + 1)
+                return tuple(options)
+            elif character == ",":
+                if depth == 0:
+                    raise GlobError("a comma separates alternatives only between `{` and `}`", at, at + 1)
+                options.append(tuple(current))
+                current = []
+            else:
+                current.append(self._element(character, at))
+        if depth:
+            raise GlobError("a `{` is not closed", opened, opened + 1)
+        return (tuple(current),)
+
+    def _element(self, character: str, at: int) -> Element:
+        if character == "*":
+            while self.pattern[self.position : self.position + 1] == "*":
+                self.position += 1
+            if self.position - at > 2:
+                raise GlobError("more than two `*` in a row", at, self.position)
+            return STAR if self.position - at == 1 else DEPTH
+        if character == "[":
+            return self._set(at)
+        if character in _SPECIAL:
+            return _SPECIAL[character]
+        if character in _REFUSED or character.isspace() or not character.isprintable():
+            reason = _REFUSED.get(character, f"the character {ascii(character)} cannot be in a name")
+            raise GlobError(reason, at, at + 1)
+        return character
+
+    def _set(self, opened: int) -> CharacterSet:
+        closed = self.pattern.find("]", self.position)
+        if closed < 0:
+            raise GlobError("a `[` is not closed", opened, opened + 1)
+        inner = self.pattern[self.position : closed]
+        self.position = closed + 1
+        negated = inner[:1] in ("!", "^")
+        characters = inner[negated:]
+        if not characters:
+            raise GlobError("`[...]` holds no characters", opened, closed + 1)
+        if "." in characters:
+            raise GlobError("`[...]` stands for one character of a segment, never for a dot", opened, closed + 1)
+        if not characters.isprintable():
+            raise GlobError("`[...]` holds a character that cannot be in a name", opened, closed + 1)
+        ranges: list[tuple[str, str]] = []
+        i = 0
+        while i < len(characters):
+            last = characters[i + 2] if characters[i + 1 : i + 2] == "-" and i + 2 < len(characters) else characters[i]
+            if last < characters[i]:
+                raise GlobError(f"the range `{characters[i]}-{last}` is empty", opened, closed + 1)
+            ranges.append((characters[i], last))
+            i += 3 if characters[i + 1 : i + 2] == "-" and i + 2 < len(characters) else 1
+        return CharacterSet(tuple(ranges), negated)
+
+
+_SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
+_REFUSED = {
+    "]": "a `]` closes nothing",
+    "\\": "a backslash has no meaning in a pattern; `[*]` stands for the character `*`",
+    "/": "names are separated by dots, not by `/`",
+}
