@@ -68,7 +68,8 @@ class ModuleTree:
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
         base_prefix: what to put before a module's name to get the name it has in the model with a head: "model" for a
             LlamaModel on its own, "" otherwise. Rules are matched against the prefixed names (`address`).
-        trains: whether the model would be trained with dropout as configured (always true from a config).
+        trains: whether dropout acts as configured: the module is in training mode (always, when built from a
+            configuration).
     """
 
     class_names: tuple[str, ...]
@@ -77,6 +78,7 @@ class ModuleTree:
     numbers: Mapping[str, int | float] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     base_prefix: str = ""
+    trains: bool = True
 
     def address(self, name: str) -> str:
         """The name that rules see for a module or parameter."""

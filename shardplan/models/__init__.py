@@ -1,0 +1,47 @@
+"""From what the user named to a meta-device model and its ModuleTree.
+
+Importing this package imports neither torch nor transformers; using the names below does.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .auto import choose_plan
+from .codes import CODES
+from .settings import parse_setting
+from .words import classify
+
+if TYPE_CHECKING:
+    from .found import FoundModel, find_model, found_from_config, tree_of_config
+    from .hf import hf_tp_plan
+    from .tree import tree_of
+
+LAZY = {
+    "FoundModel": "found",
+    "find_model": "found",
+    "found_from_config": "found",
+    "tree_of_config": "found",
+    "tree_of": "tree",
+    "hf_tp_plan": "hf",
+}
+
+__all__ = [
+    "CODES",
+    "FoundModel",
+    "choose_plan",
+    "classify",
+    "find_model",
+    "found_from_config",
+    "hf_tp_plan",
+    "parse_setting",
+    "tree_of",
+    "tree_of_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in LAZY:
+        return getattr(import_module(f"{__name__}.{LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

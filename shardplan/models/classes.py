@@ -1,0 +1,81 @@
+"""Which class a configuration is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
+
+from shardplan.core.diagnostics import Diagnostic, Severity
+
+from .codes import CANNOT_BUILD, UNKNOWN_CLASS
+from .findings import finding, refuse
+from .numbers import text_config
+
+MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """A class, the configuration to give it (the text part of a composite one, for a text-only class), and warnings."""
+
+    cls: type[PreTrainedModel]
+    config: PreTrainedConfig
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -> ModelClass:
+    """`config.architectures[0]` where transformers has it; else the type's class with a language-model head, with an
+    image-text head, or without a head, the first that there is.
+
+    Raises:
+        PlanError: SP509 where there is none, or the named class is for another configuration.
+    """
+    named = next(iter(config.architectures or ()), None)
+    cls = _named(named)
+    if cls is not None:
+        if _takes(cls, config):
+            return ModelClass(cls, config)
+        text = text_config(config)
+        if _takes(cls, text):
+            return ModelClass(cls, text)
+        raise refuse(
+            CANNOT_BUILD,
+            f"{shown} names the architecture {named!r}, which is not for the model type {config.model_type}",
+            help="correct `architectures` or `model_type`",
+            file=file,
+        )
+    by_type = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
+    if by_type is None:
+        raise refuse(CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file)
+    cls = by_type[0] if isinstance(by_type, tuple) else by_type
+    # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
+    given = config if _takes(cls, config) else text_config(config)
+    if named is None:
+        return ModelClass(cls, given)
+    warning = finding(
+        UNKNOWN_CLASS,
+        f"{shown} names the architecture {named!r}, which transformers does not have; {cls.__name__} is used",
+        severity=Severity.WARNING,
+        help=f'write "architectures": ["{cls.__name__}"], or name a class of transformers',
+        file=file,
+    )
+    return ModelClass(cls, given, (warning,))
+
+
+def _named(name: object) -> type[PreTrainedModel] | None:
+    """The model class of transformers with that name; its lazy module imports nothing that it does not list."""
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    cls = getattr(transformers, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def _takes(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    return cls.config_class is not None and isinstance(config, cls.config_class)

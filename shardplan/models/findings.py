@@ -1,0 +1,53 @@
+"""Making this room's errors."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, PlanError, Severity
+
+
+def refuse(
+    code: Code, message: str, *, help: str | None = None, notes: tuple[str, ...] = (), file: str | None = None
+) -> PlanError:
+    """The error to raise: one finding, at the model's configuration file if there is one."""
+    return PlanError((finding(code, message, help=help, notes=notes, file=file),))
+
+
+def finding(
+    code: Code,
+    message: str,
+    *,
+    severity: Severity = Severity.ERROR,
+    help: str | None = None,
+    notes: tuple[str, ...] = (),
+    file: str | None = None,
+) -> Diagnostic:
+    primary = Label(Location(file)) if file is not None else None
+    return Diagnostic(code.code, severity, message, primary=primary, notes=notes, help=help)
+
+
+def nearest(word: str, known: Iterable[str], count: int = 3) -> tuple[str, ...]:
+    """The known words that look like the given one, the most similar first."""
+    return tuple(difflib.get_close_matches(word.lower(), sorted(known), n=count, cutoff=0.6))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """`did you mean a, b or c?`, or None where nothing is near."""
+    return joined(nearest(word, known))
+
+
+def joined(words: tuple[str, ...]) -> str | None:
+    if not words:
+        return None
+    quoted = [f"`{word}`" for word in words]
+    return "did you mean " + " or ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted) + "?"
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line: its type and the first line of what it says that is not empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "")
+    text = text.replace("::", ":")
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

@@ -1,0 +1,89 @@
+"""The numbers of configurations and modules, as rules and checks read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+Number = int | float  # a bool is an int
+
+LABELS = frozenset({"id2label", "label2id"})  # names of classes, not sizes
+STATE = frozenset({"training", "call_super_init", "dump_patches"})  # of every nn.Module; says nothing of its shape
+
+
+def module_numbers(module: nn.Module) -> dict[str, Number]:
+    """The int, float and bool attributes of the instance."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, (int, float)) and not name.startswith("_") and name not in STATE
+    }
+
+
+def config_numbers(config: Any) -> dict[str, Number]:
+    """The numbers of a configuration: see `ModuleTree.numbers`.
+
+    Names of the text part win over equal names of the whole. `head_dim`, where the configuration leaves it out, is
+    hidden_size // num_attention_heads, as attention modules of transformers compute it.
+    """
+    if config is None:
+        return {}
+    text = text_config(config)
+    numbers = dict(_dotted(config))
+    numbers.update(_plain(text))
+    if "head_dim" not in numbers:
+        hidden, heads = numbers.get("hidden_size"), numbers.get("num_attention_heads")
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0:
+            numbers["head_dim"] = hidden // heads
+    return numbers
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the (decoding) text model; itself for most, and for foreign objects."""
+    get = getattr(config, "get_text_config", None)
+    if get is None:
+        return config
+    try:
+        return get()
+    except ValueError:  # both an encoder's and a decoder's text configuration
+        return get(decoder=True)
+
+
+def _dotted(config: Any, prefix: str = "") -> Iterator[tuple[str, Number]]:
+    for name, value in _plain(config).items():
+        yield f"{prefix}{name}", value
+    for name, value in _attributes(config).items():
+        if name.startswith("_") or name in LABELS:
+            continue
+        if hasattr(value, "attribute_map"):  # a nested configuration
+            yield from _dotted(value, f"{prefix}{name}.")
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                if isinstance(key, str) and (number := _number(item)) is not None:
+                    yield f"{prefix}{name}.{key}", number
+
+
+def _plain(config: Any) -> dict[str, Number]:
+    """A configuration's own numbers, under the names of its `attribute_map` too."""
+    numbers = {
+        name: number
+        for name, value in _attributes(config).items()
+        if not name.startswith("_") and (number := _number(value)) is not None
+    }
+    for alias, stored in getattr(config, "attribute_map", {}).items():
+        if stored in numbers:
+            numbers.setdefault(alias, numbers[stored])
+    return numbers
+
+
+def _attributes(config: Any) -> Mapping[str, Any]:
+    return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+
+
+def _number(value: Any) -> Number | None:
+    """A number, or the number that all elements of a list are."""
+    if isinstance(value, (list, tuple)) and value and all(item == value[0] for item in value):
+        value = value[0]
+    return value if isinstance(value, (int, float)) else None

@@ -1,0 +1,52 @@
+"""Which parameters are one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+
+def tied_groups(module: nn.Module, names: Collection[str]) -> tuple[tuple[str, ...], ...]:
+    """Groups of parameter names that are one Parameter, or will be by the model's own declaration.
+
+    The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta device;
+    two materialised Parameters that differ are not tied, whatever was declared.
+
+    Args:
+        module: the model.
+        names: the full names to group, in order; each group and the groups keep it.
+    """
+    parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in names}
+    leader: dict[str, str] = {name: name for name in parameters}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            name = leader[name]
+        return name
+
+    by_identity: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        leader[name] = by_identity.setdefault(id(parameter), name)
+    for target, source in _declared(module):
+        if target in parameters and source in parameters:
+            unbuilt = parameters[target].is_meta and parameters[source].is_meta
+            if unbuilt and parameters[target].shape == parameters[source].shape:
+                leader[find(target)] = find(source)
+
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for name in names:
+        if name in parameters:
+            groups[find(name)].append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _declared(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Pairs of full parameter names (target, source) from the outermost models of transformers inside `module`."""
+    for prefix, child in module.named_modules():
+        declared = vars(child).get("all_tied_weights_keys")
+        if isinstance(declared, dict):
+            dot = f"{prefix}." if prefix else ""
+            for target, source in declared.items():
+                yield f"{dot}{target}", f"{dot}{source}"

@@ -1,0 +1,91 @@
+"""From an nn.Module to its ModuleTree."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo
+
+from .numbers import config_numbers, module_numbers
+from .ties import tied_groups
+
+KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
+    ((nn.Linear,), "linear"),
+    ((nn.Embedding,), "embedding"),
+    (
+        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout),
+        "dropout",
+    ),
+    ((nn.ModuleList, nn.ModuleDict, nn.Sequential), "list"),
+    ((nn.ParameterList, nn.ParameterDict), "other"),
+)
+
+
+def tree_of(module: nn.Module) -> ModuleTree:
+    """The picture of a model, on any device.
+
+    A module object that stands at several places appears under the first of its names, as in `named_modules()`; a
+    Parameter that stands at several places appears at each, and those names are one group of `tied`.
+    """
+    modules = {name: _info(name, child) for name, child in module.named_modules()}
+    names = dict.fromkeys(
+        f"{name}.{p.name}" if name else p.name for name, info in modules.items() for p in info.parameters
+    )
+    config = getattr(module, "config", None)
+    model_type = getattr(config, "model_type", None)
+    return ModuleTree(
+        class_names=class_names(type(module)),
+        model_type=model_type if isinstance(model_type, str) and model_type else None,
+        modules=modules,
+        numbers=config_numbers(config),
+        tied=tied_groups(module, names),
+        base_prefix=base_prefix(module),
+        trains=module.training,
+    )
+
+
+def class_names(cls: type) -> tuple[str, ...]:
+    """The class and its bases, nearest first, without torch's own and Python's."""
+    foreign = ("torch", "builtins", "abc", "typing")
+    return tuple(c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] not in foreign)
+
+
+def kind_of(module: nn.Module) -> ModuleKind:
+    """The kind by structure: see `ModuleKind`."""
+    for classes, kind in KINDS:
+        if isinstance(module, classes):
+            return kind
+    # Only a process that has imported transformers can hold one of its modules.
+    utils: Any = sys.modules.get("transformers.pytorch_utils")
+    if utils is not None and isinstance(module, utils.Conv1D):
+        return "conv1d"
+    own = [p for p in module.parameters(recurse=False)]
+    if own and next(module.children(), None) is None and all(p.ndim <= 1 for p in own):
+        return "norm"
+    return "other"
+
+
+def base_prefix(module: nn.Module) -> str:
+    """`base_model_prefix` of a transformers model that is itself the base model of classes with a head, else ""."""
+    prefix = getattr(type(module), "base_model_prefix", "")
+    if not isinstance(prefix, str) or not prefix or hasattr(module, prefix):
+        return ""
+    # Some classes with a head keep their base model under another name than their prefix says.
+    get_head = getattr(module, "get_output_embeddings", None)
+    return "" if get_head is not None and get_head() is not None else prefix
+
+
+def _info(name: str, module: nn.Module) -> ModuleInfo:
+    return ModuleInfo(
+        name=name,
+        class_name=type(module).__name__,
+        kind=kind_of(module),
+        parameters=tuple(
+            ParameterInfo(short, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
+            for short, p in module.named_parameters(recurse=False, remove_duplicate=False)
+        ),
+        numbers=module_numbers(module),
+    )
