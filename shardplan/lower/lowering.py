@@ -50,7 +50,9 @@ def _lower_module(
 ) -> ModuleProgram:
     parameters = lower_parameters(plan, module)
     if assignment is None:
-        return ModuleProgram(module.name, parameters=parameters, link=link)
+        return ModuleProgram(
+            module.name, parameters=parameters, link=link, also_reads=_also_reads(plan, module) if parameters else ()
+        )
     style, rule = STYLES[assignment.rule.style], assignment.rule
     width = _output_width(module)
     return ModuleProgram(
@@ -66,6 +68,14 @@ def _lower_module(
         outside=rule.read_outside,
         divide=rule.divide,
     )
+
+
+def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, str], ...]:
+    prefix = f"{module.name}." if module.name else ""
+    below = {n: m for n, m in plan.tree.modules.items() if n.startswith(prefix) and n != module.name}
+    if any(n.startswith(prefix) for n in plan.assignments) or any(n in below for n in plan.dp_units):
+        return ()
+    return tuple((n.removeprefix(prefix), p.name) for n, m in below.items() for p in m.parameters)
 
 
 def _output_width(module: ModuleInfo) -> int | None:

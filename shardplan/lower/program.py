@@ -32,6 +32,17 @@ class Program:
         return self.resolved.sequence_parallel
 
     @property
+    def sharded_logits(self) -> bool:
+        """Whether the model hands on logits that are split over the vocabulary."""
+        return any(module.logits is not None for module in self.modules.values())
+
+    def describe(self) -> str:
+        """The program as stable text, one line per module: for golden tests, and to compare ranks."""
+        from .describe import describe
+
+        return describe(self)
+
+    @property
     def parallelize_plan(self) -> dict[str, ParallelStyle]:
         """Fresh styles for torch's `parallelize_module`, by module name. Each may be applied once."""
         from .styles import make_styles

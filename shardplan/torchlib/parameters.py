@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -62,8 +62,13 @@ class LocalParameters:
     Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here).
     """
 
-    def __init__(self, gradients: Mapping[bool, Mapping[str, Gradient]], regime: Regime,
-                 withheld: Mapping[str, Literal["none", "zeros"]], exchanged: Mapping[str, Any]):
+    def __init__(
+        self,
+        gradients: Mapping[bool, Mapping[str, Gradient]],
+        regime: Regime,
+        withheld: Mapping[str, Literal["none", "zeros"]],
+        exchanged: Mapping[str, Any],
+    ):
         self.gradients = gradients
         self.regime = regime
         self.withheld = dict(withheld)
@@ -93,6 +98,39 @@ class LocalParameters:
         return torch.zeros_like(local, requires_grad=False)
 
 
+def _call_with(
+    forward: Callable[..., Any],
+    members: list[tuple[nn.Module, str, Tensor]],
+    locals_: Iterable[Tensor],
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Call with other modules' parameters exchanged for local tensors."""
+    try:
+        for (owner, name, _), local in zip(members, locals_, strict=True):
+            owner._parameters[name] = local
+        return forward(*args, **kwargs)
+    finally:
+        for owner, name, parameter in members:
+            owner._parameters[name] = parameter
+
+
+class SubtreeParameters:
+    """Around a forward that may read whole parameters of modules below it: they are local tensors too."""
+
+    def __init__(self, members: tuple[tuple[nn.Module, str], ...]):
+        self.members = members
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        members = [
+            (owner, name, parameter)
+            for owner, name in self.members
+            if isinstance(parameter := owner._parameters[name], DTensor)
+        ]
+        locals_ = [parameter.to_local(grad_placements=[Replicate()]) for _, _, parameter in members]
+        return _call_with(forward, members, locals_, args, kwargs)
+
+
 class GroupedGradients:
     """Around a block's forward: its small whole parameters with partial gradients are read together, through one
     autograd node whose backward is one all-reduce."""
@@ -109,13 +147,6 @@ class GroupedGradients:
         ]
         if not members or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        mesh = members[0][2].device_mesh
         locals_ = [parameter.to_local(grad_placements=[Replicate()]) for _, _, parameter in members]
-        try:
-            summed = sum_gradients(mesh, locals_, self.regime.reduce_dtype)
-            for (owner, name, _), local in zip(members, summed, strict=True):
-                owner._parameters[name] = local
-            return forward(*args, **kwargs)
-        finally:
-            for owner, name, parameter in members:
-                owner._parameters[name] = parameter
+        summed = sum_gradients(members[0][2].device_mesh, locals_, self.regime.reduce_dtype)
+        return _call_with(forward, members, summed, args, kwargs)

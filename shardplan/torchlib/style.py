@@ -15,7 +15,7 @@ from .attributes import divide_attributes
 from .boundaries import Enter, Leave, acts
 from .forward import wrap_forward
 from .outputs import gather_hidden_states
-from .parameters import GroupedGradients, LocalParameters, distribute
+from .parameters import GroupedGradients, LocalParameters, SubtreeParameters, distribute
 from .regime import Shared
 from .vocabulary import VocabularyLookup
 
@@ -64,6 +64,9 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, LocalParameters(gradients, regime, withheld, exchanged))
         if program.vocabulary is not None:
             wrap_forward(module, VocabularyLookup(program.vocabulary, module.padding_idx, mesh))
+        if program.also_reads:
+            members = tuple((module.get_submodule(owner), name) for owner, name in program.also_reads)
+            wrap_forward(module, SubtreeParameters(members))
         if any(pr.group for pr in self.programs.values()):
             members = {
                 mode: tuple((module.get_submodule(owner), name) for owner, name in pr.group)

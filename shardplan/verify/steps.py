@@ -1,27 +1,36 @@
-"""One forward and backward of a model, and what comes of it."""
+"""One training step of the unsharded model: what the sharded one is held against."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one training step of an unsharded model gives.
+    """The results of one forward and backward.
 
     Args:
         loss: scalar.
         logits: [batch, sequence, vocabulary].
-        gradients: by full parameter name, for every parameter that requires one; tied parameters under each name.
+        gradients: by full parameter name, tied parameters under each name; every parameter that got a gradient.
     """
 
     loss: Tensor
     logits: Tensor
     gradients: Mapping[str, Tensor]
+
+
+def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The inputs with their floating-point tensors in another dtype."""
+    return {
+        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
 
 
 def reference_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
@@ -34,10 +43,3 @@ def reference_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
         if parameter.grad is not None
     }
     return Step(output.loss.detach(), output.logits.detach(), gradients)
-
-
-def distributed_step(model: nn.Module, inputs: Mapping[str, Any], backward: Callable[[Tensor], None]) -> Any:
-    """Run a sharded model forward and backward; returns the model's output."""
-    output = model(**inputs)
-    backward(output.loss)
-    return output

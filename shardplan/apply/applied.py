@@ -1,0 +1,125 @@
+"""What was done to a model, and what can be asked of it afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.lower.collectives import expected_collectives
+from shardplan.lower.program import Program
+from shardplan.torchlib.regime import Shared
+
+_KEY = "_shardplan_applied"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The record of an `apply_plan`.
+
+    Args:
+        program: the compiled plan.
+        diagnostics: the warnings it was compiled with.
+        steps: the phases that ran, in order.
+        tp: the size of the tp axis.
+    """
+
+    program: Program
+    diagnostics: tuple[Diagnostic, ...]
+    steps: tuple[str, ...]
+    tp: int
+    model: nn.Module
+    shared: Shared | None
+
+    def __str__(self) -> str:
+        plan = self.program.resolved.plan
+        lines = [f"plan {plan.name} on tp={self.tp}: {', '.join(self.steps)}"]
+        if self.tp > 1:
+            lines += [f"  {when}: {_counted(c)}" for when, c in self.collectives.items()]
+        lines += [f"  {d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
+        return "\n".join(lines)
+
+    @property
+    def collectives(self) -> Mapping[str, Counter[str]]:
+        """The collectives of one step on the tp axis, by direction ("forward", "backward"): `expected_collectives`."""
+        if self.shared is None:
+            return {"forward": Counter(), "backward": Counter()}
+        modules = self.program.modules
+        if self.program.sequence_parallel and not self.shared.regime.sequence_parallel:
+            modules = self.program.tensor_parallel_modules
+        return expected_collectives(modules)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that the optimizer holds this model's parameters: one made before `apply_plan` holds dead tensors.
+
+        Raises:
+            ValueError: names how many of its tensors are no parameter of the model.
+        """
+        alive = {id(p) for p in self.model.parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        dead = [p for p in held if id(p) not in alive]
+        if dead:
+            raise ValueError(
+                f"{len(dead)} of the optimizer's {len(held)} tensors are not parameters of the model (shapes "
+                f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
+                "apply_plan replaces parameters, so make the optimizer after it"
+            )
+
+
+def _counted(counter: Counter[str]) -> str:
+    return ", ".join(f"{n} {op}" for op, n in sorted(counter.items())) or "no collectives"
+
+
+def remember(record: Applied) -> None:
+    """Attach the record to its model."""
+    record.model.__dict__[_KEY] = record
+
+
+def mark_unusable(model: nn.Module, step: str) -> None:
+    """Say that a step failed half-way."""
+    model.__dict__[_KEY] = step
+
+
+def applied(model: nn.Module) -> Applied:
+    """What `apply_plan` did to a model.
+
+    Raises:
+        ValueError: no plan was applied, or applying it failed half-way.
+    """
+    record = model.__dict__.get(_KEY)
+    if isinstance(record, str):
+        raise ValueError(f"this model is unusable: applying a plan failed in the step {record!r}; build it anew")
+    if record is None:
+        raise ValueError("no plan was applied to this model")
+    return record
+
+
+def was_touched(model: nn.Module) -> bool:
+    """Whether `apply_plan` has changed the model before, to the end or not."""
+    return _KEY in model.__dict__
+
+
+@contextmanager
+def without_sequence_parallel(model: nn.Module) -> Iterator[Any]:
+    """Run the model with the tensor-parallel moves of the same plan: for evaluation and decoding, where sequences have
+    lengths that tp does not divide.
+
+    Raises:
+        ValueError: no plan was applied to the model.
+    """
+    record = applied(model)
+    if record.shared is None:
+        yield model
+        return
+    before = record.shared.regime.sequence_parallel
+    record.shared.regime.sequence_parallel = False
+    try:
+        yield model
+    finally:
+        record.shared.regime.sequence_parallel = before

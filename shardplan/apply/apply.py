@@ -1,0 +1,126 @@
+"""The phases in their order, and the function that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.lower.program import Program
+from shardplan.torchlib.regime import Shared
+
+from .applied import Applied, mark_unusable, remember, was_touched
+from .checkpointing import checkpoint_modules
+from .compilation import compile_modules
+from .contract import check_unchanged, names_of
+from .fsdp2 import apply_fsdp2
+from .heads import use_sharded_loss
+from .mesh import PlanMesh
+from .shard import shard
+from .state import keep_original_order
+from .ties import restore_ties, tied_groups
+
+
+@dataclass
+class Work:
+    """What the phases act on."""
+
+    model: nn.Module
+    mesh: PlanMesh
+    program: Program
+    src_data_rank: int | None
+    ties: tuple[tuple[str, ...], ...] = ()
+    shared: Shared | None = None
+    steps: list[str] = field(default_factory=list)
+
+
+def _tensor_parallel(work: Work) -> bool:
+    work.ties = tied_groups(work.model)
+    if work.mesh.sizes.tp == 1:
+        return False
+    work.shared = shard(work.model, work.mesh.tp, work.program, src_data_rank=work.src_data_rank)
+    use_sharded_loss(work.model, work.program)
+    return True
+
+
+def _ties(work: Work) -> bool:
+    restore_ties(work.model, work.ties)
+    return bool(work.ties)
+
+
+def _packed_checkpoints(work: Work) -> bool:
+    return work.shared is not None and keep_original_order(work.model, work.program)
+
+
+def _activation_checkpointing(work: Work) -> bool:
+    checkpoint_modules(work.model, work.program.resolved.ac_modules)
+    return bool(work.program.resolved.ac_modules)
+
+
+def _compile(work: Work) -> bool:
+    resolved = work.program.resolved
+    if resolved.compile is not None:
+        compile_modules(work.model, resolved.compile_modules, resolved.compile)
+    return resolved.compile is not None
+
+
+def _data_parallel(work: Work) -> bool:
+    mesh, resolved = work.mesh.data_parallel, work.program.resolved
+    if mesh is None:
+        return False
+    BACKENDS[resolved.data_parallel.backend](work.model, mesh, resolved.data_parallel, resolved.dp_units)
+    return True
+
+
+BACKENDS: dict[str, Callable[..., None]] = {"fsdp2": apply_fsdp2}
+
+# The order that works: checkpointing outside the styles (a wrapper before them would rename modules and the rules
+# would match nothing), ties before FSDP2 (both names in one group), FSDP2 last (its hooks outermost).
+PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
+    ("tensor parallel", _tensor_parallel),
+    ("ties", _ties),
+    ("packed checkpoints", _packed_checkpoints),
+    ("activation checkpointing", _activation_checkpointing),
+    ("compile", _compile),
+    ("data parallel", _data_parallel),
+)
+
+
+def refuse_used(model: nn.Module) -> None:
+    """Raise ValueError for a model that holds DTensors or that a plan was applied to; it stays untouched."""
+    if was_touched(model):
+        raise ValueError("a plan was applied to this model before; build it anew")
+    placed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if placed:
+        raise ValueError(f"the model already holds DTensors ({placed[0]} and {len(placed) - 1} more): it is sharded")
+
+
+def apply_program(
+    model: nn.Module,
+    mesh: PlanMesh,
+    program: Program,
+    *,
+    src_data_rank: int | None,
+    diagnostics: tuple[Diagnostic, ...] = (),
+) -> Applied:
+    """Run the phases.
+
+    Raises:
+        RuntimeError: a step failed; names it. The model is then marked unusable.
+    """
+    work = Work(model, mesh, program, src_data_rank)
+    before = names_of(model)
+    for name, phase in PHASES:
+        mark_unusable(model, name)
+        try:
+            if phase(work):
+                work.steps.append(name)
+        except Exception as error:
+            raise RuntimeError(f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}: {error}") from error
+        check_unchanged(before, model, name)
+    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, model, work.shared)
+    remember(record)
+    return record

@@ -1,0 +1,85 @@
+"""The mesh that a plan is applied on: its axes under our names, the tp part and the data-parallel part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
+
+
+@dataclass(frozen=True)
+class PlanMesh:
+    """A DeviceMesh read as a plan's axes.
+
+    Args:
+        mesh: the mesh as given.
+        names: our axis name -> the mesh's own name.
+    """
+
+    mesh: DeviceMesh
+    names: Mapping[str, str]
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(**{axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp())
+
+    def _no_tp(self) -> dict[str, int]:
+        return {} if "tp" in self.names else {"tp": 1}
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        """The one-dimensional tp mesh; None where the mesh has no such axis."""
+        return self.mesh[self.names["tp"]] if "tp" in self.names else None
+
+    @property
+    def data_parallel(self) -> DeviceMesh | None:
+        """What FSDP2 shards over: [dp_replicate,] dp_shard x cp flattened. None without a data-parallel axis."""
+        shard_axes = tuple(self.names[a] for a in ("dp_shard", "cp") if a in self.names)
+        replicate = self.names.get("dp_replicate")
+        if not shard_axes:
+            return self._replicate_only(replicate)
+        shard_name = shard_axes[0]
+        if len(shard_axes) > 1:
+            shard_name = "_".join(shard_axes)
+            self.mesh[shard_axes]._flatten(shard_name)
+        return self.mesh[(replicate, shard_name)] if replicate else self.mesh[shard_name]
+
+    def _replicate_only(self, replicate: str | None) -> DeviceMesh | None:
+        if replicate is None:
+            return None
+        raise ValueError(
+            f"the mesh has the axis {replicate!r} but no dp_shard axis: FSDP2's hybrid sharding needs both "
+            "(a dp_shard axis of size 1 will do)"
+        )
+
+
+def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMesh:
+    """Read a mesh's axes.
+
+    Args:
+        mesh: a DeviceMesh with dim names; `tp` and any of dp_replicate, dp_shard, cp, or their other spellings.
+        axes: our axis name -> the mesh's, where they are none of the spellings that we know.
+
+    Raises:
+        TypeError: no DeviceMesh.
+        ValueError: an axis without a name, with a name that we do not know, or two axes of one meaning.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    if not mesh.mesh_dim_names:
+        raise ValueError("the mesh has no axis names: pass mesh_dim_names=(..., 'tp') to init_device_mesh")
+    given = {name: axis for axis, name in (axes or {}).items()}
+    for axis, name in (axes or {}).items():
+        if axis not in AXES or name not in mesh.mesh_dim_names:
+            raise ValueError(f"axes={{{axis!r}: {name!r}}}: known axes are {AXES}, the mesh has {mesh.mesh_dim_names}")
+    canonical = {name: given.get(name) or canonical_axis(name) for name in mesh.mesh_dim_names}
+    unknown = [name for name, axis in canonical.items() if axis is None]
+    if unknown:
+        raise ValueError(f"unknown mesh axis {unknown[0]!r}: say which axis it is with axes={{'tp': {unknown[0]!r}}}")
+    twice = duplicate_axes(axis for axis in canonical.values() if axis)
+    if twice:
+        raise ValueError(f"two axes of the mesh {mesh.mesh_dim_names} mean {twice[0]}")
+    return PlanMesh(mesh, {axis: name for name, axis in canonical.items() if axis})

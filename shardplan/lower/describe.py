@@ -1,0 +1,57 @@
+"""A Program as stable text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.program import InputMove, ModuleProgram, ParameterProgram
+
+from .program import Program
+
+
+def describe(program: Program) -> str:
+    """One line per fact, in the tree's order; equal programs give equal text."""
+    resolved = program.resolved
+    lines = [
+        f"plan {resolved.plan.name} version {resolved.plan.version}",
+        f"tp {resolved.sizes.tp} sequence_parallel {str(program.sequence_parallel).lower()}",
+    ]
+    for title, modules in (("", program.modules), ("without sequence parallelism", program.tensor_parallel_modules)):
+        if modules is not None:
+            lines += [title] if title else []
+            lines += [line for module in modules.values() for line in _module(module)]
+    lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]
+    lines += [f"activation_checkpointing {name}" for name in resolved.ac_modules]
+    lines += [f"compile {name}" for name in resolved.compile_modules]
+    return "\n".join(lines) + "\n"
+
+
+def _module(module: ModuleProgram) -> Iterator[str]:
+    yield f"{module.name or '<model>'}: {module.style or '-'}{f' ({module.link})' if module.link else ''}"
+    for parameter in module.parameters:
+        yield f"  {parameter.name}: {placement(parameter)}, gradient {parameter.gradient}"
+    for move in module.enter:
+        yield f"  in {_argument(move)}: {move.src} -> {move.dst}"
+    if module.leave is not None:
+        yield f"  out: {module.leave.src} -> {module.leave.dst}"
+    if module.logits is not None:
+        yield f"  out: DTensor Shard(-1) of {module.logits}"
+    if module.tail:
+        yield f"  out, last {module.tail}: I -> R"
+    for position in module.outside:
+        yield f"  out[{position}]: R -> I"
+    for attribute in module.divide:
+        yield f"  {attribute} divided by tp"
+    if module.group:
+        yield "  one gradient all-reduce: " + ", ".join(f"{m}.{p}" if m else p for m, p in module.group)
+
+
+def _argument(move: InputMove) -> str:
+    return {None: "first argument", "*": "every floating-point argument"}.get(move.argument, str(move.argument))
+
+
+def placement(parameter: ParameterProgram) -> str:
+    """A parameter's placement on the tp axis in words: `Shard(0)`, `Shard(0) of parts 64+32+32`, `Replicate`."""
+    if parameter.dim is None:
+        return "Replicate" + (", added after the reduction" if parameter.withheld else "")
+    return f"Shard({parameter.dim})" + (f" of parts {'+'.join(map(str, parameter.parts))}" if parameter.parts else "")

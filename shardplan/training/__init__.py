@@ -1,0 +1,1 @@
+"""What a training loop needs besides the model; usable without a plan."""

@@ -1,0 +1,99 @@
+"""All ranks of the tp axis in one process: torch's LocalTensorMode over the process group backend `fake`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardplan.apply.apply import apply_program
+from shardplan.apply.mesh import read_mesh
+from shardplan.apply.state import packed_parameters
+from shardplan.core.program import ParameterProgram
+from shardplan.core.report import Comparison
+from shardplan.lower.program import Program
+from shardplan.torchlib.packing import unpack
+from shardplan.torchlib.private import private
+
+from .compare import Ranked, compare_step
+from .steps import Step
+
+
+@contextmanager
+def simulated_mesh(tp: int) -> Iterator[DeviceMesh]:
+    """A one-dimensional tp mesh whose ranks all live in this process, while the context lasts.
+
+    Raises:
+        ValueError: a process group is initialised already.
+    """
+    if dist.is_initialized():
+        raise ValueError("the simulation needs a process group of its own: verify before init_process_group")
+    private("fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=tp)
+    try:
+        with private("LocalTensorMode")(tp):
+            yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+    finally:
+        dist.destroy_process_group()
+
+
+def on_every_rank(value: Any, tp: int) -> Any:
+    """A tensor as each rank's own copy of it; anything else as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return private("LocalTensor")({rank: value.clone() for rank in range(tp)})
+
+
+def rank_values(value: Any) -> dict[int, Tensor]:
+    """What each rank has of a local tensor."""
+    return value._local_tensors if isinstance(value, private("LocalTensor")) else {0: value}
+
+
+def whole_values(value: Tensor, packed: ParameterProgram | None = None) -> Ranked:
+    """The whole tensor as the ranks have it: for a split DTensor once, put together and unpacked; else each rank's."""
+    if not isinstance(value, DTensor):
+        return [(f"rank {rank}", x) for rank, x in rank_values(value.detach()).items()]
+    parts, placement = rank_values(value.detach()._local_tensor), value.placements[0]
+    if not placement.is_shard():
+        assert placement.is_replicate(), f"a gradient left as {placement}"
+        return [(f"rank {rank}", x) for rank, x in parts.items()]
+    ranks = value.device_mesh.size()
+    whole = torch.cat([parts[rank] for rank in range(ranks)], dim=placement.dim)
+    if packed is not None:
+        whole = unpack(whole, packed.dim, packed.parts, ranks)
+    return [("all ranks", whole)]
+
+
+def simulate(
+    model: nn.Module, inputs: Mapping[str, Any], program: Program, reference: Step
+) -> tuple[Comparison, ...]:
+    """Apply a program to a model on the CPU, run a step on every rank, and compare it with the unsharded one.
+
+    Args:
+        model: with the weights of the reference; it is used up.
+    """
+    return simulate_step(model, inputs, program, lambda *results: compare_step(reference, *results))
+
+
+def simulate_step(
+    model: nn.Module, inputs: Mapping[str, Any], program: Program, then: Callable[..., Any]
+) -> Any:
+    """As `simulate`, handing (loss, logits, gradients) of all ranks to `then`."""
+    tp = program.resolved.sizes.tp
+    with simulated_mesh(tp) as mesh:
+        apply_program(model, read_mesh(mesh), program, src_data_rank=0)
+        output = model(**{name: on_every_rank(value, tp) for name, value in inputs.items()})
+        output.loss.backward()
+    packed = packed_parameters(program)
+    gradients = {
+        name: whole_values(parameter.grad, packed.get(name))
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.grad is not None
+    }
+    return then(whole_values(output.loss), whole_values(output.logits), gradients)
