@@ -68,12 +68,19 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecision:
-    """FSDP2's MixedPrecisionPolicy: dtypes by name ("bfloat16", "float16", "float32"); None keeps the model's."""
+    """FSDP2's MixedPrecisionPolicy.
+
+    Args:
+        param, reduce, output: dtypes by name ("bfloat16", "float16", "float32"); None keeps the model's.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
+    """
 
     param: str | None = None
     reduce: str | None = None
     output: str | None = None
     cast_forward_inputs: bool = True
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,8 @@ class DataParallel:
         cpu_offload: parameters, gradients and optimizer state live on the host: False, True, or "pinned".
         forward_prefetch: how many following units to gather ahead; None leaves FSDP2's own choice.
         backward_prefetch: the same in backward.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
     """
 
     backend: Literal["fsdp2", "megatron_fsdp", "ddp"] = "fsdp2"
@@ -98,30 +107,56 @@ class DataParallel:
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
     location: Location | None = None
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationCheckpointing:
-    """Modules whose activations are recomputed in backward. `mode`: "full"."""
+    """Modules whose activations are recomputed in backward.
+
+    Args:
+        modules: globs.
+        mode: "full": everything inside is computed again.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
+    """
 
     modules: tuple[str, ...] = ()
     mode: Literal["full"] = "full"
     location: Location | None = None
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Compile:
-    """Modules whose forward is compiled on its own (torch.compile)."""
+    """Modules whose forward is compiled on its own (torch.compile).
+
+    Args:
+        modules: globs.
+        fullgraph, backend: torch.compile's arguments.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
+    """
 
     modules: tuple[str, ...] = ()
     fullgraph: bool = True
     backend: str = "inductor"
     location: Location | None = None
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan as written, after validation of its form, before it meets a model. `parent` is what it extends."""
+    """A plan as written, after validation of its form, before it meets a model.
+
+    Args:
+        name: as the plan calls itself, else its file's name without the ending.
+        file: the document's display name, as in `Location.file`.
+        data_parallel, activation_checkpointing, compile: as this document has them; `core.inherit` gives what holds.
+        parent: what it extends.
+        lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
+            of models).
+    """
 
     name: str
     file: str
@@ -134,6 +169,7 @@ class PlanFile:
     activation_checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
     parent: PlanFile | None = None
+    lenient_dead_rules: bool = False
 
     @property
     def lineage(self) -> tuple[PlanFile, ...]:

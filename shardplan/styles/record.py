@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardplan.core.layout import Layout
+from shardplan.core.layout import SEQ, Layout
 from shardplan.core.tree import ModuleKind
 
 Features = Literal["out", "in"]
@@ -114,6 +114,22 @@ class Style:
     @property
     def shards_parameters(self) -> bool:
         return self.weight.shard is not None
+
+    @property
+    def argument_option(self) -> bool:
+        """Whether `argument:` may be said: the style moves one argument of a module that may have several."""
+        return bool(self.takes) and self.argument == "first" and self.kinds is None
+
+    @property
+    def seq_option(self) -> bool:
+        """Whether `seq_dim:` may be said: something is, or by `output:` may be, split along the sequence."""
+        layouts = (*self.takes, self.inside, self.computes, self.hands)
+        return bool(self.output_option) or any(layout is not None and layout.dim == SEQ for layout in layouts)
+
+    @property
+    def read_outside_option(self) -> bool:
+        """Whether `read_outside:` may be said: outputs that the style does not move are equal on all ranks (R)."""
+        return self.kinds is None and self.computes is None and (self.inside is None or self.inside.kind == "R")
 
     @property
     def is_door(self) -> bool:

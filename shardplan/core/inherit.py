@@ -1,0 +1,46 @@
+"""What a plan's sections come to when it extends another: a child's fields, and where it sets none, its parent's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import TypeVar
+
+from .plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, PlanFile
+
+_S = TypeVar("_S", DataParallel, ActivationCheckpointing, Compile, MixedPrecision)
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """The sections that hold for a plan; None where neither it nor an ancestor has one.
+
+    A field's place is the document that sets it: `sections.data_parallel.given["units"]`.
+    """
+
+    data_parallel: DataParallel | None
+    activation_checkpointing: ActivationCheckpointing | None
+    compile: Compile | None
+
+
+def effective_sections(plan: PlanFile) -> Sections:
+    """The sections of a plan together with what it inherits, field by field. Rules are not among them: their layers
+    meet per module, when they are bound."""
+    lineage = plan.lineage
+    return Sections(
+        data_parallel=reduce(_over, (one.data_parallel for one in lineage), None),
+        activation_checkpointing=reduce(_over, (one.activation_checkpointing for one in lineage), None),
+        compile=reduce(_over, (one.compile for one in lineage), None),
+    )
+
+
+def _over(parent: _S | None, child: _S | None) -> _S | None:
+    """The child's section laid over its parent's."""
+    if parent is None or child is None:
+        return child if parent is None else parent
+    changes = {name: getattr(child, name) for name in child.given}
+    if "mixed_precision" in changes:
+        changes["mixed_precision"] = _over(parent.mixed_precision, changes["mixed_precision"])
+    if hasattr(child, "location"):
+        changes["location"] = child.location
+    return replace(parent, **changes, given={**parent.given, **child.given})
