@@ -1,0 +1,112 @@
+"""The proof in real processes: gloo on the CPU, one process per rank of the mesh, FSDP2 included."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardplan.apply.apply import apply_program
+from shardplan.apply.mesh import read_mesh
+from shardplan.apply.state import packed_parameters
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.program import ParameterProgram
+from shardplan.core.report import Comparison
+from shardplan.lower.program import Program
+from shardplan.torchlib.packing import unpack
+
+from .compare import compare_step
+from .steps import Step, cast, reference_step
+
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What each process needs to run one proof; everything in it can be pickled.
+
+    Args:
+        build: makes the unsharded model, the same in every process.
+        inputs: seed -> the model's inputs; the data-parallel ranks take different seeds.
+        program: model -> the program to prove.
+        sizes: the mesh.
+        dtype: the precision.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Any]]
+    program: Callable[[nn.Module], Program]
+    sizes: MeshSizes
+    dtype: torch.dtype = torch.float32
+
+
+def run_processes(case: Case) -> tuple[Comparison, ...]:
+    """Run the case on as many processes as the mesh has ranks; each row is the worst over the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pt")
+        multiprocessing.spawn(_worker, (case, str(rendezvous), str(result)), nprocs=case.sizes.world_size)
+        return torch.load(result, weights_only=False)
+
+
+def _worker(rank: int, case: Case, rendezvous: str, result: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=case.sizes.world_size
+    )
+    try:
+        rows = _prove(case)
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
+        if rank == 0:
+            torch.save(tuple(max(same, key=lambda r: r.error) for same in zip(*gathered, strict=True)), result)
+    finally:
+        dist.destroy_process_group()
+
+
+def _prove(case: Case) -> tuple[Comparison, ...]:
+    shape = tuple(getattr(case.sizes, axis) for axis in AXES)
+    mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=AXES))
+    index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
+    reference, own = _combined_reference(case, index, replicas)
+    model = case.build().to(case.dtype)
+    program = case.program(model)
+    apply_program(model, mesh, program, src_data_rank=0)
+    output = model(**cast(case.inputs(index), case.dtype))
+    output.loss.backward()
+    packed = packed_parameters(program)
+    gradients = {
+        name: [("", _whole(parameter.grad, packed.get(name), case.sizes.tp))]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.grad is not None
+    }
+    logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+    reference = Step(own.loss, own.logits, reference)
+    return compare_step(reference, [("", output.loss.detach())], [("", logits.detach())], gradients)
+
+
+def _data_parallel_rank(mesh: Any) -> int:
+    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+
+
+def _combined_reference(case: Case, index: int, replicas: int) -> tuple[dict[str, torch.Tensor], Step]:
+    """The unsharded gradients on the batches of all data-parallel ranks, averaged as FSDP2 does, and the step on this
+    rank's own batch."""
+    steps = [reference_step(case.build().to(case.dtype), cast(case.inputs(i), case.dtype)) for i in range(replicas)]
+    names = steps[0].gradients.keys()
+    return {name: sum(step.gradients[name] for step in steps) / replicas for name in names}, steps[index]
+
+
+def _whole(gradient: torch.Tensor, packed: ParameterProgram | None, tp: int) -> torch.Tensor:
+    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return unpack(whole, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else whole
