@@ -1,0 +1,61 @@
+"""A plan meets a model: globs become assignments, one for each module or parameter that a rule reaches."""
+
+from __future__ import annotations
+
+from shardplan.core.diagnostics import Code, Diagnostic
+from shardplan.core.inherit import effective_sections
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.tree import ModuleTree
+
+from .combine import CONTRADICTION, contradictions
+from .dead import DEAD
+from .models import OTHER_MODEL, other_model
+from .names import Names
+from .rules import BOTH, CONFLICT, TWICE, assign, findings, layers
+from .sections import PARAMETERS, expand
+
+CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS)
+
+
+def bind(
+    plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, *, sequence_parallel: bool
+) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
+    """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
+
+    Args:
+        plan: the plan, with what it extends.
+        tree: the picture of the model.
+        sizes: of the mesh.
+        sequence_parallel: whether the `sequence_parallel` overlays are laid over the tensor-parallel rules.
+    """
+    names = Names(tree)
+    stack = layers(plan, names, sequence_parallel=sequence_parallel)
+    sections = effective_sections(plan)
+    units, about_units = expand(sections.data_parallel, "units", names)
+    checkpointed, about_checkpointed = expand(sections.activation_checkpointing, "modules", names)
+    compiled, about_compiled = expand(sections.compile, "modules", names)
+    resolved = ResolvedPlan(
+        plan=plan,
+        tree=tree,
+        sizes=sizes,
+        sequence_parallel=sequence_parallel,
+        assignments=assign(stack, names),
+        data_parallel=sections.data_parallel,
+        activation_checkpointing=sections.activation_checkpointing,
+        compile=sections.compile,
+        dp_units=units,
+        ac_modules=checkpointed,
+        compile_modules=compiled,
+    )
+    return resolved, (
+        *other_model(plan, tree),
+        *findings(stack, names),
+        *contradictions(resolved),
+        *about_units,
+        *about_checkpointed,
+        *about_compiled,
+    )
+
+
+__all__ = ["CODES", "bind"]

@@ -1,0 +1,75 @@
+"""A module's rule and the rules of its parameters: where both speak of a parameter they must agree."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.tree import parent
+from shardplan.styles import STYLES, ParameterStyle
+
+CONTRADICTION = Code(
+    code="SP206",
+    title="a module's rule and its parameter's rule contradict each other",
+    text="""A rule for a module says how all of its parameters are held; a rule for one parameter may stand beside it
+and wins for that parameter, but it must not say something else: the module's forward and the moves around it count on
+what the module's style says. A door (`gather_seq_input`, `moe_tp_experts`, ...) says nothing about parameters, so that
+rules for single parameters of the same module are the usual way to go with it.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+  model.layers.*.mlp.up_proj.weight: replicate
+""",
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts: moe_tp_experts
+  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
+  model.layers.*.mlp.experts.down_proj: rowwise
+""",
+)
+
+
+def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
+    """One finding for each two rules that contradict each other."""
+    groups: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
+    for name, assignment in resolved.parameters.items():
+        around = resolved.modules.get(parent(name))
+        if around is None or STYLES[around.rule.style].is_door:
+            continue
+        module_says = STYLES[around.rule.style].parameter(name.rpartition(".")[2])
+        if _held(around.rule, module_says) != _held(assignment.rule, STYLES[assignment.rule.style].weight):
+            key = (id(around.rule), id(assignment.rule))
+            groups.setdefault(key, (around.rule, assignment.rule, []))[2].append(name)
+    for module_rule, rule, names in groups.values():
+        yield _finding(module_rule, rule, tuple(names))
+
+
+def _held(rule: Rule, style: ParameterStyle) -> tuple[object, ...]:
+    return (style, rule.packed if style.packed else None)
+
+
+def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnostic:
+    module_style = STYLES[module_rule.style].parameter(names[0].rpartition(".")[2])
+    return Diagnostic(
+        code=CONTRADICTION.code,
+        severity=Severity.ERROR,
+        message=f"`{module_rule.style}` for {parent(names[0])} keeps {names[0]} {_words(module_style)}, but its own rule "
+        f"`{rule.style}` {_words(STYLES[rule.style].weight)}",
+        primary=Label(rule.location, f"the parameter {_words(STYLES[rule.style].weight)}"),
+        related=(Label(module_rule.location, f"the parameter {_words(module_style)}"),),
+        help="remove one of the two rules, or name a door for the module and one rule for each of its parameters",
+        modules=names,
+    )
+
+
+def _words(style: ParameterStyle) -> str:
+    if style.shard is not None:
+        return f"split by its {style.shard}put features" + (" in packed parts" if style.packed else "")
+    return "whole" if style.gradient == "complete" else "whole with a partial gradient"

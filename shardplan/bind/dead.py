@@ -1,0 +1,58 @@
+"""Keys that match nothing, and the real names that they were probably meant to be."""
+
+from __future__ import annotations
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.globs import Glob
+
+from .names import Names
+from .suggestions import suggestions
+
+DEAD = Code(
+    code="SP201",
+    title="a key that matches nothing",
+    text="""Every key of a plan must match a module or a parameter of the model, by its whole dotted name: a rule that
+matches nothing leaves something whole that was meant to be split, and torch's `parallelize_module` only warns. A rule
+that only some models need says `optional: true`; a child plan removes an inherited one with the style `none`.
+
+The patterns of `units` and `modules` must match modules.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.attn.o_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+)
+
+
+def dead(names: Names, glob: Glob, location: Location, *, lenient: bool, modules_only: bool = False) -> Diagnostic:
+    """The finding that a pattern matches nothing.
+
+    Args:
+        names: the model's names.
+        glob: the pattern.
+        location: where it stands.
+        lenient: a warning, for plans that were not written for this very model.
+        modules_only: whether only modules could have matched.
+    """
+    nothing = "no module" if modules_only else "no module and no parameter"
+    tree = names.tree
+    close = suggestions(glob, names.starred(modules_only))
+    if close:
+        help = "write " + " or ".join(f"`{name}`" for name in close)
+        help += "" if modules_only else ", or say `optional: true` if only some models have it"
+    else:
+        help = "remove it" if modules_only else "remove the rule, or say `optional: true` if only some models have it"
+    return Diagnostic(
+        code=DEAD.code,
+        severity=Severity.WARNING if lenient else Severity.ERROR,
+        message=f"`{glob.pattern}` matches {nothing} of {tree.class_names[0] if tree.class_names else 'the model'}",
+        primary=Label(location, "matches nothing"),
+        help=help,
+    )

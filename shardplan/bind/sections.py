@@ -1,0 +1,66 @@
+"""The globs of the sections that wrap modules: data-parallel units, checkpointed and compiled modules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.globs import parse_glob
+from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel
+
+from .dead import dead
+from .names import Names
+
+PARAMETERS = Code(
+    code="SP207",
+    title="parameters where modules are wanted",
+    text="""`units` and `modules` list modules: what is gathered, recomputed or compiled together is a module's
+forward. A parameter cannot be wrapped; name the module that owns it.""",
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*.mlp.experts.gate_up_proj]
+""",
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*.mlp.experts]
+""",
+)
+
+
+def expand(
+    section: DataParallel | ActivationCheckpointing | Compile | None, field: str, names: Names
+) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
+    """The modules that the globs of a section's field match, in the tree's order, and what is wrong with the globs."""
+    if section is None:
+        return (), ()
+    found: set[str] = set()
+    wrong: list[Diagnostic] = []
+    for i, pattern in enumerate(getattr(section, field)):
+        glob = parse_glob(pattern)
+        reached = names.reach(glob)
+        found.update(reached.modules)
+        if not reached.modules:
+            place = section.given.get(field) or section.location or Location("<arguments>", (field,))
+            location = replace(place, path=(*place.path, i), part="value")
+            wrong.append(
+                _parameters(pattern, location, reached.parameters)
+                if reached.parameters
+                else dead(names, glob, location, lenient=False, modules_only=True)
+            )
+    return tuple(sorted(found, key=names.order)), tuple(wrong)
+
+
+def _parameters(pattern: str, location: Location, names: tuple[str, ...]) -> Diagnostic:
+    owners = pattern.rpartition(".")[0]
+    return Diagnostic(
+        code=PARAMETERS.code,
+        severity=Severity.ERROR,
+        message=f"`{pattern}` matches parameters, such as {names[0]}, where modules are wanted",
+        primary=Label(location, f"matches {len(names)} parameters"),
+        help=f"name the module that owns them: `{owners}`",
+        modules=names,
+    )

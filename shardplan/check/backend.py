@@ -1,0 +1,82 @@
+"""The data-parallel backend is there, and can do what the mesh asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
+
+from .facts import Facts
+from .places import field_label
+
+MISSING = Code(
+    code="SP551",
+    title="a data-parallel backend that is not installed",
+    text="""`backend: megatron_fsdp` needs the package of that name, which is not a requirement of this one.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  backend: megatron_fsdp
+  units: [model.layers.*]
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  backend: fsdp2
+  units: [model.layers.*]
+""",
+)
+
+REPLICATES = Code(
+    code="SP552",
+    title="ddp with an axis that splits the model",
+    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients: it cannot shard (`dp_shard`
+above 1), and its buckets do not take the DTensor parameters of tensor parallelism. Use `fsdp2`, which replicates over
+`dp_replicate` and shards over `dp_shard`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+""",
+)
+
+CODES = (MISSING, REPLICATES)
+
+PACKAGES = {"megatron_fsdp": ("megatron_fsdp", "megatron-fsdp")}  # backend -> (module, what pip calls it)
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """Nothing where the plan has no data_parallel section."""
+    section = facts.resolved.data_parallel
+    if section is None:
+        return
+    module, package = PACKAGES.get(section.backend, ("", ""))
+    if module and find_spec(module) is None:
+        yield Diagnostic(
+            code=MISSING.code,
+            severity=Severity.ERROR,
+            message=f"the backend {section.backend} is not installed",
+            primary=field_label(section, "backend"),
+            help=f"run `pip install {package}`, or use `backend: fsdp2`",
+        )
+    sizes = facts.resolved.sizes
+    splitting = {axis: size for axis in ("dp_shard", "cp", "tp") if (size := getattr(sizes, axis) or 1) > 1}
+    if section.backend == "ddp" and splitting:
+        axes = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
+        yield Diagnostic(
+            code=REPLICATES.code,
+            severity=Severity.ERROR,
+            message=f"the backend ddp keeps the whole model on every rank, but the mesh has {axes}",
+            primary=field_label(section, "backend"),
+            help="use `backend: fsdp2`, or a mesh with dp_replicate alone",
+        )

@@ -1,0 +1,162 @@
+"""tp divides what is split: heads, features, packed parts, declared numbers, attributes. All layers at once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+
+from .facts import Facts
+from .requirements import Kind, Requirement
+from .words import sizes
+
+HEADS = Code(
+    code="SP301",
+    title="tp does not divide the attention heads or the key-value heads",
+    text="""Each rank computes whole heads. A `colwise` projection inside a module with a `head_dim` splits
+`out_features / head_dim` heads, a `rowwise` one takes them; the tp size must divide that number. Models with
+grouped-query attention have fewer key-value heads than attention heads, and both must divide.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 3
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+)
+
+KEY_VALUE = Code(
+    code="SP302",
+    title="more tp ranks than key-value heads",
+    text="""With more ranks than key-value heads some ranks would hold no key and no value. Other frameworks copy
+key-value heads to several ranks; a plan cannot say that yet, so the largest size is the number of key-value heads, or
+a divisor of it where something else in the model limits it further.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 16
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+)
+
+FEATURES = Code(
+    code="SP303",
+    title="tp does not divide the features that a style splits",
+    text="""A split dimension must come out even: the output features of a `colwise` matrix, the input features of a
+`rowwise` one (an MLP's intermediate size, an expert's width), and each part of a packed one. torch's own
+`parallelize_module` accepts an uneven split, and the shapes then disagree in the middle of the forward pass.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 3
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 7
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+
+NO_SIZE = Code(
+    code="SP307",
+    title="no tp size above 1 works",
+    text="""Without `--tp` a plan is checked at the smallest size above 1 that divides everything it splits. Here the
+numbers have no common divisor (or a vocabulary is too small), so the plan can never be used: split less, or leave the
+module with the odd number whole.""",
+    bad="""# shardplan validate smollm2-135m.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+  model.layers.0.mlp.{gate,up}_proj: {style: colwise, divides: num_hidden_layers + 1}
+  model.layers.0.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate smollm2-135m.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+  model.layers.0.mlp.{gate,up}_proj: colwise
+  model.layers.0.mlp.down_proj: rowwise
+""",
+)
+
+CODES = (HEADS, KEY_VALUE, FEATURES, NO_SIZE)
+
+CODE_OF: dict[Kind, Code] = {"heads": HEADS, "key_value_heads": HEADS, "features": FEATURES}
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each number that does not divide; what the rules declare is `check/declared.py`'s."""
+    tp = facts.tp
+    if tp is None:
+        yield _no_size(facts)
+        return
+    groups: dict[tuple[Kind, str, int], list[Requirement]] = defaultdict(list)
+    for requirement in facts.requirements:
+        if requirement.count % tp and requirement.kind in CODE_OF:
+            groups[requirement.kind, requirement.what, requirement.count].append(requirement)
+    for (kind, what, count), requirements in groups.items():
+        if kind == "key_value_heads" and count < tp:
+            yield _finding(
+                KEY_VALUE,
+                f"{what} is {count}: with tp={tp} there are more ranks than key-value heads",
+                f"use at most tp {max(facts.allowed, default=1)}, the largest size that works for this model and plan",
+                requirements,
+                facts,
+            )
+        else:
+            yield _finding(
+                CODE_OF[kind],
+                f"{what} is {count}, which tp={tp} does not divide",
+                f"use {sizes(facts.allowed)}, which divide everything that this plan splits",
+                requirements,
+                facts,
+            )
+
+
+def _finding(code: Code, message: str, help: str, requirements: list[Requirement], facts: Facts) -> Diagnostic:
+    helds = [facts.held[r.name] for r in requirements]
+    # An output side is the same rule with and without the overlay: both variants then give one finding.
+    first = min(helds, key=lambda h: (h.how.shard != "out", h.assignment.section != "tensor_parallel"))
+    return Diagnostic(
+        code=code.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=Label(first.rule.location, "splits it"),
+        help=help,
+        modules=tuple(dict.fromkeys(h.assignment.name for h in helds)),
+    )
+
+
+def _no_size(facts: Facts) -> Diagnostic:
+    counts = dict.fromkeys((r.what, r.count) for r in facts.requirements)
+    return Diagnostic(
+        code=NO_SIZE.code,
+        severity=Severity.ERROR,
+        message="no tp size above 1 divides everything that this plan splits",
+        notes=tuple(f"{what} is {count}" for what, count in counts),
+        help="leave whole what has the odd number, or its whole block",
+    )

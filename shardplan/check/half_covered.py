@@ -1,0 +1,121 @@
+"""What is left whole beside something split: it may be meant, so these are warnings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.layout import V
+from shardplan.core.plan import Rule
+from shardplan.core.tree import ModuleInfo, parent
+
+from .facts import Facts, Held
+from .words import join, star
+
+SIBLING = Code(
+    code="SP350",
+    title="a matrix left whole beside split siblings",
+    text="""Linear modules of one parent work on the same heads or features. Where some of them are split over tp and
+one is not named at all, that one computes on a value of another width, or its gradient is incomplete. If a whole copy
+is meant, say so with `replicate`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.gate_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+
+PARAMETER = Code(
+    code="SP351",
+    title="a parameter that no rule names, beside split ones",
+    text="""A parameter of the module itself (attention sinks, a bias, a stack of expert biases) is whole unless a rule
+splits it. Beside parameters that are split it then has another width than they, or a gradient of which each rank
+computes a part. If a whole copy is meant, say so with `replicate` or `replicated_with_grad_allreduce`.""",
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts: moe_tp_experts
+  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
+""",
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts: moe_tp_experts
+  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
+  model.layers.*.mlp.experts.down_proj: rowwise
+""",
+)
+
+CODES = (SIBLING, PARAMETER)
+
+MATMUL = ("linear", "conv1d")
+
+
+def stays_split(held: Held) -> bool:
+    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already is."""
+    if held.how.shard == "out":
+        return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
+    return V(-1) in held.style.takes
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each name, list indices aside."""
+    split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
+    own: dict[str, Rule] = {}  # modules that own a split parameter
+    for held in facts.splits:
+        if stays_split(held):
+            own.setdefault(held.module.name, held.rule)
+            if held.module.kind in MATMUL:
+                split[parent(held.module.name)].setdefault(held.module.name, held.rule)
+    whole: dict[str, list[str]] = defaultdict(list)
+    bare: dict[str, list[str]] = defaultdict(list)
+    reasons: dict[str, dict[str, Rule]] = {}
+    for module in facts.resolved.tree.modules.values():
+        siblings = split.get(parent(module.name)) if module.name else None
+        if module.kind in MATMUL and siblings and module.name not in own and not facts.claimed(module.name):
+            whole[star(module.name)].append(module.name)
+            reasons.setdefault(star(module.name), siblings)
+        around = split.get(module.name, {}) | ({module.name: own[module.name]} if module.name in own else {})
+        for name in _unclaimed(facts, module) if around else ():
+            bare[star(name)].append(name)
+            reasons.setdefault(star(name), around)
+    yield from (_finding(SIBLING, names, reasons[key]) for key, names in whole.items())
+    yield from (_finding(PARAMETER, names, reasons[key]) for key, names in bare.items())
+
+
+def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
+    if facts.whole_around(module.name):
+        return
+    for parameter in module.parameters:
+        name = f"{module.name}.{parameter.name}" if module.name else parameter.name
+        if name not in facts.held:
+            yield name
+
+
+def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
+    named = star(names[0]) if len(names) > 1 else names[0]
+    beside = join([f"`{name.rpartition('.')[2]}`" for name in split], "and")
+    return Diagnostic(
+        code=code.code,
+        severity=Severity.WARNING,
+        message=f"{named} is named by no rule and stays whole, while {beside} beside it {_is(split)} split",
+        primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
+        help=f"add a rule for `{named}`; if a whole copy is meant, `{named}: replicate` says so",
+        modules=tuple(names),
+    )
+
+
+def _is(split: dict[str, Rule]) -> str:
+    return "is" if len(split) == 1 else "are"

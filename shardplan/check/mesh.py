@@ -1,0 +1,33 @@
+"""Mesh axes that are not supported yet are refused, never skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
+
+from .facts import Facts
+
+AXIS = Code(
+    code="SP550",
+    title="a mesh axis that is not supported yet",
+    text="""Meshes may name the axes `ep` (expert parallelism) and `pp` (pipeline parallelism), and with size 1 they are
+ignored. Larger ones would need experts distributed over ranks, or layers over stages, which plans cannot say yet.""",
+)
+
+CODES = (AXIS,)
+
+UNSUPPORTED = {"ep": "expert parallelism", "pp": "pipeline parallelism"}
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each axis."""
+    for axis, name in UNSUPPORTED.items():
+        size = getattr(facts.resolved.sizes, axis)
+        if size > 1:
+            yield Diagnostic(
+                code=AXIS.code,
+                severity=Severity.ERROR,
+                message=f"the mesh axis {axis} has size {size}, and {name} is not supported yet",
+                help=f"use a mesh whose axis {axis} has size 1, or none",
+            )

@@ -1,0 +1,134 @@
+"""What tp has to divide: heads, features, packed parts, declared numbers and attributes, collected once.
+
+A dimension that is split into whole heads needs its number of heads divided, any other its number of features. The
+rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv 1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, Literal
+
+from shardplan.core.layout import V
+from shardplan.core.plan import Rule
+from shardplan.core.tree import parent
+
+from .numbers import attribute, declared, packed_parts
+from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
+from .words import feature_words, head_words, star
+
+if TYPE_CHECKING:
+    from .facts import Facts, Held
+
+Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
+
+LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
+WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One count that tp must divide.
+
+    Args:
+        count: the number itself.
+        what: words for it: a config number ("num_key_value_heads") or a phrase.
+        kind: where it comes from.
+        name: the parameter that is split, or the module that declares the number.
+        rule: the rule that splits or declares.
+    """
+
+    count: int
+    what: str
+    kind: Kind
+    name: str
+    rule: Rule
+
+
+def requirements(facts: Facts) -> Iterator[Requirement]:
+    """All requirements, in the tree's order: those of the splits, then the declared ones."""
+    tree = facts.resolved.tree
+    pieces = [(held, piece) for held in facts.splits if not vocabulary_rows(facts, held) for piece in _pieces(facts, held)]
+    most_heads: dict[str, int] = defaultdict(int)
+    for held, piece in pieces:
+        heads = head_count(facts, held, piece)
+        if heads is not None:
+            around = parent(held.module.name)
+            most_heads[around] = max(most_heads[around], heads)
+    words: dict[tuple[object, ...], str] = {}
+    for held, piece in pieces:
+        heads = head_count(facts, held, piece)
+        if heads is None:
+            around = tree.modules[parent(held.module.name)] if held.module.name else held.module
+            key = (piece, around.class_name, held.module.class_name, star(held.name))
+            what = words.get(key) or words.setdefault(key, _features(facts, held, piece))
+            yield Requirement(piece, what, "features", held.name, held.rule)
+            continue
+        fewer = heads < most_heads[parent(held.module.name)]
+        what = head_words(heads, fewer, tree.numbers)
+        kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
+        yield Requirement(heads, what or f"the number of heads of {star(held.module.name)}", kind, held.name, held.rule)
+    for assignment in facts.resolved.assignments.values():
+        for expression in assignment.rule.divides:
+            count = declared(expression, tree.numbers)
+            if isinstance(count, int):
+                yield Requirement(count, expression, "declared", assignment.name, assignment.rule)
+        for path in assignment.rule.divide:
+            count = attribute(facts.resolved, assignment, path)
+            if isinstance(count, int):
+                what = f"{path} of {star(assignment.name)}"
+                yield Requirement(count, what, "attribute", assignment.name, assignment.rule)
+
+
+def _pieces(facts: Facts, held: Held) -> tuple[int, ...]:
+    """The lengths that are split each on its own: the packed parts, or the dim."""
+    if not held.how.packed:
+        return (held.size,)
+    parts = packed_parts(facts.resolved, held)
+    return parts if isinstance(parts, tuple) else ()
+
+
+def head_count(facts: Facts, held: Held, size: int) -> int | None:
+    """How many heads a length splits into, or None where its shards need not be whole heads.
+
+    By structure: the module around has a `head_dim` that divides the length, and the value stays split between this
+    matrix multiplication and the attention.
+    """
+    around = facts.resolved.tree.modules.get(parent(held.module.name))
+    head_dim = around.numbers.get("head_dim") if around else None
+    if not isinstance(head_dim, int) or head_dim < 1 or size % head_dim:
+        return None
+    style = held.style
+    stays = style.computes == V(-1) and style.hands is None if held.how.shard == "out" else V(-1) in style.takes
+    return size // head_dim if stays else None
+
+
+def _features(facts: Facts, held: Held, size: int) -> str:
+    modules = facts.resolved.tree.modules
+    near = [modules[parent(held.module.name)]] if held.module.name else []
+    if held.module.kind == "other":
+        near.insert(0, held.module)
+    found = feature_words(size, near, facts.resolved.tree.numbers)
+    if found:
+        return found
+    side = "output" if held.how.shard == "out" else "input"
+    part = "each part of the" if held.how.packed else "the number of"
+    return f"{part} {side} features of {star(held.name.removesuffix('.weight'))}"
+
+
+def allowed_sizes(facts: Facts) -> tuple[int, ...]:
+    """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where the plan
+    splits nothing."""
+    if not facts.splits:
+        return (1,)
+    common = gcd(*(requirement.count for requirement in facts.requirements))
+    sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
+    rows = {held.size for held in facts.splits if vocabulary_rows(facts, held)}
+    return tuple(
+        size
+        for size in sizes
+        if (common == 0 or common % size == 0) and not any(leaves_rank_empty(n, size) for n in rows)
+    )

@@ -1,0 +1,124 @@
+"""Sequence parallelism: a plan that says how, and a length that tp divides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.layout import SEQ, V
+from shardplan.core.plan import Assignment
+from shardplan.core.tree import block
+
+from .facts import Facts
+from .regions import hands
+
+LENGTH = Code(
+    code="SP360",
+    title="a sequence length that tp does not divide",
+    text="""Under sequence parallelism each rank holds `length / tp` tokens between the blocks. Uneven slices are
+refused before anything is communicated: gloo would abort and NCCL would wait for ever. Pad the batch to the length
+that the message names.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8 --sequence-parallel --seq-len 4097
+version: "1"
+name: mine
+extends: llama
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8 --sequence-parallel --seq-len 4104
+version: "1"
+name: mine
+extends: llama
+""",
+)
+
+NO_OVERLAY = Code(
+    code="SP361",
+    title="sequence parallelism without a `sequence_parallel` section",
+    text="""Sequence parallelism was asked for, but neither the plan nor what it extends has a `sequence_parallel`
+section that says which modules work on a slice of the sequence.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+
+NO_ENTRANCE = Code(
+    code="SP362",
+    title="an embedding for sequence parallelism without the door behind it",
+    text="""`embedding_rowwise_seq` leaves the sequence whole, for the model to compute positions and masks from its
+length; a `split_seq_input` door at the first block then gives each rank its slice. Without that door the blocks hand
+on slices while the embedding hands on the whole sequence, and the two are added.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
+version: "1"
+name: mine
+extends: llama
+sequence_parallel:
+  model.layers.0: none
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
+version: "1"
+name: mine
+extends: llama
+""",
+)
+
+CODES = (LENGTH, NO_OVERLAY, NO_ENTRANCE)
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """Nothing without sequence parallelism."""
+    resolved = facts.resolved
+    if not resolved.sequence_parallel:
+        return
+    if not resolved.plan.has_overlay:
+        yield Diagnostic(
+            code=NO_OVERLAY.code,
+            severity=Severity.ERROR,
+            message=f"sequence parallelism was asked for, but the plan {resolved.plan.name!r} has no `sequence_parallel` section",
+            help="add the section, or leave sequence parallelism off",
+        )
+        return
+    if facts.seq_len is not None and facts.tp is not None and facts.seq_len % facts.tp:
+        padded = -(-facts.seq_len // facts.tp) * facts.tp
+        yield Diagnostic(
+            code=LENGTH.code,
+            severity=Severity.ERROR,
+            message=f"the sequence length is {facts.seq_len}, which tp={facts.tp} does not divide",
+            help=f"pad the sequences to {padded} tokens",
+        )
+    yield from _entrance(facts)
+
+
+def _entrance(facts: Facts) -> Iterator[Diagnostic]:
+    modules = facts.resolved.modules.values()
+    waiting = [a for a in modules if facts.style(a).partial_until_door]
+    splits = any(facts.style(a).is_door and facts.style(a).inside == V(SEQ) for a in modules)
+    slices = [a for a in modules if V(SEQ) in hands(a)]
+    if waiting and slices and not splits:
+        yield _finding(facts, waiting, slices)
+
+
+def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) -> Diagnostic:
+    tree = facts.resolved.tree
+    first = block(slices[0].name)
+    in_list = first.rpartition(".")[2].isdecimal()
+    line = f"`{tree.address(first)}: split_seq_input`" if in_list else "a `split_seq_input` rule for the first block"
+    return Diagnostic(
+        code=NO_ENTRANCE.code,
+        severity=Severity.ERROR,
+        message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, and no `split_seq_input` "
+        "door splits it for the blocks that hand on slices",
+        primary=Label(waiting[0].rule.location, "leaves the sequence whole"),
+        related=(Label(slices[0].rule.location, "hands on a slice of the sequence"),),
+        help=f"add {line} under `sequence_parallel`",
+        modules=tuple(a.name for a in waiting),
+    )

@@ -1,0 +1,33 @@
+"""How the rows of a vocabulary are dealt to the ranks: in ceil-chunks, one formula for embedding, head and loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .facts import Facts, Held
+
+
+def vocabulary_rows(facts: Facts, held: Held) -> bool:
+    """Whether the split dim holds the rows of a vocabulary, which need not divide.
+
+    By structure: rows that are looked up by id; or the output features of a head that hands on all of them (or a
+    DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is split by rows.
+    """
+    if held.style.vocabulary:
+        return True
+    if held.module.kind == "embedding" or held.how.shard != "out" or held.how.packed:
+        return False
+    hands_whole = held.style.hands is not None or held.style.dtensor_output
+    return hands_whole and held.size in facts.vocabularies
+
+
+def chunks(rows: int, ranks: int) -> tuple[int, ...]:
+    """The number of rows of each rank: chunks of ceil(rows / ranks) until nothing is left."""
+    size = -(-rows // ranks)
+    return tuple(max(0, min(size, rows - rank * size)) for rank in range(ranks))
+
+
+def leaves_rank_empty(rows: int, ranks: int) -> bool:
+    """Whether the last rank would get no row."""
+    return (ranks - 1) * -(-rows // ranks) >= rows

@@ -1,0 +1,59 @@
+"""Words of the checks' messages: names of repeated modules, lists of sizes, names of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from shardplan.core.tree import ModuleInfo
+
+
+def star(name: str) -> str:
+    """A name with its list indices as a plan would write them: `model.layers.*.mlp.up_proj`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def one_of(names: Iterable[str]) -> str:
+    """The name that stands for several: itself where it is one, else the distinct starred ones."""
+    names = tuple(dict.fromkeys(names))
+    return names[0] if len(names) == 1 else join(tuple(dict.fromkeys(map(star, names))), "and")
+
+
+def join(words: Sequence[str], last: str) -> str:
+    """ "a, b and c"."""
+    words = tuple(words)
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else ""
+
+
+def sizes(allowed: Iterable[int]) -> str:
+    """The tp sizes above 1 as "tp 2, 4 or 8"; "tp 1" where there is none."""
+    above = tuple(str(size) for size in allowed if size > 1)
+    return f"tp {join(above, 'or') or 1}"
+
+
+def head_words(count: int, key_value: bool, numbers: Mapping[str, int | float]) -> str | None:
+    """The config number that counts these heads, if there is one."""
+    first = ("num_attention_heads", "num_key_value_heads")
+    for name in reversed(first) if key_value else first:
+        if numbers.get(name) == count:
+            return name
+    return _only(n for n, value in numbers.items() if value == count and "head" in n and "dim" not in n)
+
+
+def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, int | float]) -> str | None:
+    """The number that says how wide this dimension is: one of the modules around that the config has too, else the
+    only width in the config that agrees, else one of the modules around."""
+    own = [name for module in near for name, value in module.numbers.items() if _is_count(value) and value == count]
+    shared = [name for name in own if numbers.get(name) == count]
+    if shared:
+        return shared[0]
+    widths = (n for n, value in numbers.items() if value == count and n.endswith(("_size", "_dim")))
+    return _only(widths) or (own[0] if own else None)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _only(names: Iterable[str]) -> str | None:
+    found = tuple(names)
+    return found[0] if len(found) == 1 else None
