@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -30,21 +29,22 @@ def size(text: str) -> int:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """`name=value`, the value read as JSON where it is JSON, else as text. Raises ArgumentTypeError."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form name=value")
+    """`name=value` as a pair. Raises ArgumentTypeError."""
+    from shardplan.models import parse_setting
+
     try:
-        return name.strip(), json.loads(value)
-    except (ValueError, RecursionError):
-        return name.strip(), value
+        return parse_setting(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def build_parser() -> Parser:
     """The parser of the whole command line; `args.command` names the module under `shardplan.cli` to run."""
     parser = Parser("shardplan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--version", action="version", version=f"shardplan {__version__}")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an internal error")
+    parser.add_argument(
+        "--version", action="version", version=f"shardplan {__version__}", help="print shardplan's version"
+    )
+    _debug(parser, default=False)
     parser.epilog = "example:\n  shardplan validate llama plans/llama.yaml --tp 8"
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, example, add_arguments) in COMMANDS.items():
@@ -55,14 +55,15 @@ def build_parser() -> Parser:
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(example=example)
         add_arguments(command)
+        _debug(command, default=argparse.SUPPRESS)  # said before or after the command
     return parser
 
 
 def _validate(parser: Parser) -> None:
     _model_and_plan(parser)
     _mesh(parser, tp_required=False)
+    _dp_shard(parser)
     parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
     parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
@@ -73,6 +74,7 @@ def _validate(parser: Parser) -> None:
 def _verify(parser: Parser) -> None:
     _model_and_plan(parser)
     _mesh(parser, tp_required=True)
+    _dp_shard(parser)
     parser.add_argument(
         "--processes", action="store_true", help="real gloo processes instead of a simulation in one process"
     )
@@ -105,6 +107,10 @@ def _schema(parser: Parser) -> None:
     parser.add_argument("--report", action="store_true", help="the schema of what --json prints, instead of a plan's")
 
 
+def _debug(parser: Parser, *, default: object) -> None:
+    parser.add_argument("--debug", action="store_true", default=default, help="show the trace of an internal error")
+
+
 def _model_and_plan(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
@@ -113,13 +119,17 @@ def _model_and_plan(parser: Parser) -> None:
 def _mesh(parser: Parser, *, tp_required: bool) -> None:
     tp_help = "tensor-parallel ranks" + ("" if tp_required else "; without it every size is checked")
     parser.add_argument("--tp", type=size, required=tp_required, metavar="N", help=tp_help)
-    parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help="ranks that parameters are split over (FSDP)")
     parser.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
         default=None,
         help="only the plan with, or without, its sequence_parallel section; without the option both",
     )
+
+
+def _dp_shard(parser: Parser) -> None:
+    text = "ranks that parameters and batches are split over (FSDP)"
+    parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help=text)
 
 
 def _model_options(parser: Parser) -> None:

@@ -56,7 +56,7 @@ def _report_bug(error: Exception, *, debug: bool) -> None:
         import traceback
 
         traceback.print_exception(error)
-    hint = "" if debug else " and the output of the same command after `shardplan --debug`"
+    hint = "" if debug else " and what it prints with --debug"
     print(
         f"shardplan: internal error: {type(error).__name__}: {error}\n"
         f"This is a bug in shardplan. Please report it with the command line{hint}.",

@@ -14,7 +14,7 @@ EXIT_CODES = """\
 | 0 | clean; warnings alone are clean, unless `--strict` is given |
 | 1 | findings, also a plan or a model that cannot be read or built |
 | 2 | wrong command line |
-| 3 | a bug of shardplan; `shardplan --debug COMMAND ...` shows where |
+| 3 | a bug of shardplan; please report it with what the command prints with `--debug` |
 
 Findings go to standard output, progress and errors of the command line to standard error. Colours are used on a
 terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on.
@@ -36,12 +36,15 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _table(parser: argparse.ArgumentParser) -> str:
+    """Arguments and options; `--debug` is told of once, with the exit codes."""
     rows = [(_spelling(action), _help(action)) for action in parser._actions if _is_shown(action)]
+    if not rows:
+        return "No arguments."
     return "\n".join(["| | |", "|---|---|", *(f"| `{spelling}` | {text} |" for spelling, text in rows)])
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    return action.help is not argparse.SUPPRESS and not isinstance(action, argparse._SubParsersAction)
+    return not isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)) and action.dest != "debug"
 
 
 def _spelling(action: argparse.Action) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
-from .diagnostics import Location
+from .diagnostics import Diagnostic, Location
 from .mesh import MeshSizes
 from .sources import SourceMap
 from .tree import ModuleTree
@@ -183,10 +183,11 @@ class PlanFile:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What `load_plan` returns: the plan and the text that its findings point into."""
+    """What `load_plan` returns: the plan, the text that its findings point into, and the warnings met while reading."""
 
     file: PlanFile
     sources: SourceMap = field(default_factory=SourceMap)
+    diagnostics: tuple[Diagnostic, ...] = ()
 
     @property
     def name(self) -> str:

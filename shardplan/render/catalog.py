@@ -15,6 +15,8 @@ FAMILIES = {
     "SP5": "Environment, models and applying",
 }
 
+LANGUAGES = {"shardplan ": "console", "hf ": "console", "{": "json", "def ": "python", "apply_plan(": "python"}
+
 
 @cache
 def catalog() -> dict[str, Code]:
@@ -30,7 +32,7 @@ def catalog() -> dict[str, Code]:
 def page(code: Code) -> str:
     """The page of one code as Markdown, without a heading mark."""
     parts = [f"{code.code}: {code.title}", dedent(code.text).strip()]
-    parts += [f"{word}:\n\n{_fenced(text)}" for word, text in (("Wrong", code.bad), ("Right", code.good)) if text]
+    parts += [f"{word}:\n\n{fenced(text)}" for word, text in (("Wrong", code.bad), ("Right", code.good)) if text]
     return "\n\n".join(parts)
 
 
@@ -55,9 +57,10 @@ def diagnostics_document() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fenced(text: str) -> str:
+def fenced(text: str) -> str:
+    """The text as a Markdown code block; its language follows from how it starts."""
     text = dedent(text).strip("\n")
-    language = "console" if text.startswith("$ ") else "yaml"
+    language = next((language for start, language in LANGUAGES.items() if text.startswith(start)), "yaml")
     return f"```{language}\n{text}\n```"
 
 

@@ -12,7 +12,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 
-from .catalog import catalog
+from .catalog import catalog, fenced
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
@@ -57,7 +57,7 @@ def _rule(page: Code) -> dict[str, Any]:
         "fullDescription": {"text": " ".join(page.text.split())},
     }
     if page.good:
-        rule["help"] = {"text": page.good, "markdown": f"```yaml\n{page.good}\n```"}
+        rule["help"] = {"text": page.good, "markdown": fenced(page.good)}
     return rule
 
 

@@ -1,0 +1,430 @@
+"""The public functions: each is one pipeline."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import Plan, PlanFile, ResolvedPlan
+from shardplan.core.report import Report, Variant, as_errors, ordered
+from shardplan.core.sources import SourceMap
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from shardplan.models import FoundModel
+    from shardplan.parse import Parsed
+
+    AnyModel = str | nn.Module | PreTrainedConfig
+AnyPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def load_plan(plan: AnyPlan) -> Plan:
+    """Read a plan, without a model.
+
+    Args:
+        plan: a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, or the
+            plan's content as a dict.
+
+    Raises:
+        PlanError: the plan has errors; all of them.
+        ValueError: for "auto" and "hf", which need a model.
+    """
+    from shardplan.parse import parse_plan
+    from shardplan.render import text
+
+    if isinstance(plan, Plan):
+        return plan
+    if plan in ("auto", "hf"):
+        raise ValueError(f"the plan {plan!r} depends on the model: give it to validate, verify or apply_plan")
+    parsed = parse_plan(plan)
+    if parsed.plan is None or any(d.is_error for d in parsed.diagnostics):
+        raise PlanError(parsed.diagnostics, text(parsed.diagnostics, parsed.sources, color=False))
+    return Plan(parsed.plan, parsed.sources, parsed.diagnostics)
+
+
+def validate(
+    model: AnyModel,
+    plan: AnyPlan,
+    *,
+    tp: int | None = None,
+    dp_shard: int = 1,
+    dp_replicate: int = 1,
+    cp: int = 1,
+    sequence_parallel: bool | None = None,
+    seq_len: int | None = None,
+    strict: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Report:
+    """Check a plan against a model, without touching it; every finding at once.
+
+    Args:
+        model: a module on any device, a transformers configuration, or a word as on the command line: a folder or
+            config.json, a cached hub id, a model type, `module:callable`.
+        plan: as for `load_plan`, or "auto" (the built-in plan for the model) or "hf" (the model's own tp_plan).
+        tp, dp_shard, dp_replicate, cp: mesh sizes. Without `tp`, what holds for every size is checked, the rest at
+            the smallest size above 1 that the model allows.
+        sequence_parallel: check the plan with, or without, its overlay; None checks both.
+        seq_len: the sequence length in tokens, to check its divisibility.
+        strict: warnings are errors.
+        settings: numbers of the model's configuration to change, where `model` is a word.
+        trust_remote_code: run code that a model's folder brings along, where `model` is a word.
+
+    Raises:
+        ValueError: a mesh size that is not a positive integer.
+        TypeError: something that is no model or no plan.
+    """
+    sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate, cp=cp)
+    found, about_model = _find_model(model, settings or {}, trust_remote_code)
+    read, sources, about_plan = _read_plan(plan, found)
+    findings = [*about_model, *about_plan]
+    report = Report(sources=sources, plans=(_plan_name(plan),), model=_model_name(model), sizes=sizes)
+    if found is not None and read is not None:
+        report, about_both = _check_variants(report, read, found, sequence_parallel, seq_len)
+        findings += about_both
+    findings = ordered(findings, sources)
+    return replace(report, diagnostics=as_errors(findings) if strict else findings)
+
+
+def _find_model(
+    model: AnyModel, settings: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
+    """The model, or None and why not."""
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from shardplan.models import find_model, found_from_config
+
+    try:
+        if isinstance(model, str):
+            found = find_model(model, trust_remote_code=trust_remote_code, overrides=settings)
+        elif isinstance(model, PreTrainedConfig):
+            found = found_from_config(model)
+        elif isinstance(model, nn.Module):
+            found = _found_module(model)
+        else:
+            raise TypeError(f"a model is a word, a module or a transformers configuration, not {type(model).__name__}")
+    except PlanError as error:
+        return None, error.diagnostics
+    return found, found.diagnostics
+
+
+def _found_module(model: nn.Module) -> FoundModel:
+    """A module as a found model, which builds copies of it."""
+    from copy import deepcopy
+
+    from shardplan.models import FoundModel, tree_of
+
+    config = getattr(model, "config", None)
+    return FoundModel(
+        name=type(model).__name__,
+        config=config,
+        tree=tree_of(model),
+        builder=lambda device, dtype: deepcopy(model).to(device=device, dtype=dtype),
+    )
+
+
+def _read_plan(
+    plan: AnyPlan, found: FoundModel | None
+) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
+    """The plan and its text, or None and why not. What depends on a model that was not found has no findings."""
+    from shardplan.parse import parse_plan
+
+    if isinstance(plan, Plan):
+        return plan.file, plan.sources, plan.diagnostics
+    if plan not in ("auto", "hf"):
+        parsed = parse_plan(plan)
+        return parsed.plan, parsed.sources, parsed.diagnostics
+    if found is None:
+        return None, SourceMap(), ()
+    try:
+        parsed = _auto_plan(found) if plan == "auto" else _hf_plan(found)
+    except PlanError as error:
+        return None, SourceMap(), error.diagnostics
+    return parsed.plan, parsed.sources, parsed.diagnostics
+
+
+def _auto_plan(found: FoundModel) -> Parsed:
+    """The one built-in plan for the model.
+
+    Raises:
+        PlanError: SP511, SP512.
+    """
+    from shardplan.models import choose_plan
+    from shardplan.parse import builtin_plans, parse_plan
+
+    plans = [parse_plan(name).plan for name in builtin_plans()]
+    return parse_plan(choose_plan(found.tree, [plan for plan in plans if plan is not None]))
+
+
+def _hf_plan(found: FoundModel) -> Parsed:
+    """The tensor-parallel plan that transformers has for the model. It is written for a family of models, so that a
+    rule that this one has no module for is a warning.
+
+    Raises:
+        PlanError: SP514.
+    """
+    from shardplan.models import hf_tp_plan
+    from shardplan.parse import parse_plan
+
+    styles, prefix = hf_tp_plan(found.build())
+    rules = {f"{prefix}.{key}" if prefix else key: style for key, style in styles.items()}
+    parsed = parse_plan({"version": "1", "name": "hf", "tensor_parallel": rules}, name="<hf>")
+    if parsed.plan is None:
+        return parsed
+    return replace(parsed, plan=replace(parsed.plan, lenient_dead_rules=True))
+
+
+def _check_variants(
+    report: Report, plan: PlanFile, found: FoundModel, sequence_parallel: bool | None, seq_len: int | None
+) -> tuple[Report, tuple[Diagnostic, ...]]:
+    """Bind and check each variant of the plan, all at one tp size. Findings that both have are equal."""
+    from shardplan.bind import bind
+    from shardplan.check import allowed_tp, check
+
+    wanted = (False, True) if sequence_parallel is None and plan.has_overlay else (bool(sequence_parallel),)
+    bound = [bind(plan, found.tree, report.sizes, sequence_parallel=on) for on in wanted]
+    allowed = set.intersection(*(set(allowed_tp(resolved)) for resolved, _ in bound))
+    tp = report.sizes.tp or min((size for size in allowed if size > 1), default=None)
+    sizes = replace(report.sizes, tp=tp)
+    findings = []
+    for resolved, about_binding in bound:
+        findings += [*about_binding, *check(replace(resolved, sizes=sizes), seq_len=seq_len)]
+    names: tuple[Variant, ...] = tuple("sequence_parallel" if on else "tensor_parallel" for on in wanted)
+    return replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed))), tuple(findings)
+
+
+def _model_name(model: AnyModel) -> str:
+    return model if isinstance(model, str) else type(model).__name__
+
+
+def _plan_name(plan: AnyPlan) -> str:
+    if isinstance(plan, (str, os.PathLike)):
+        return os.fspath(plan)
+    return plan.name if isinstance(plan, Plan) else str(plan.get("name", "<dict>"))
+
+
+def compile_plan(
+    model: AnyModel,
+    mesh: DeviceMesh | MeshSizes,
+    plan: AnyPlan,
+    *,
+    sequence_parallel: bool = False,
+    logits: Logits = "plan",
+    data_parallel: Override = None,
+    activation_checkpointing: Override = None,
+    compile: Override = None,
+    seq_len: int | None = None,
+    strict: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Program:
+    """Compile a plan for a model, without touching it. Deterministic, and equal on all ranks.
+
+    Args:
+        model, plan: as for `validate`.
+        mesh: a DeviceMesh with axis names, or the sizes alone.
+        sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
+        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
+        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
+            leaves the section out, True takes its defaults (on the data-parallel units), None is as the plan says.
+        seq_len: the sequence length in tokens, to check its divisibility.
+        strict: warnings are errors.
+
+    Raises:
+        PlanError: all that `validate` can tell.
+        TypeError, ValueError: a wrong argument.
+    """
+    return _compile(
+        model,
+        _sizes(mesh),
+        plan,
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        sections={
+            "data_parallel": data_parallel,
+            "activation_checkpointing": activation_checkpointing,
+            "compile": compile,
+        },
+        seq_len=seq_len,
+        strict=strict,
+        settings=settings or {},
+        trust_remote_code=trust_remote_code,
+    )[0]
+
+
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: AnyPlan,
+    *,
+    sequence_parallel: bool = False,
+    logits: Logits = "plan",
+    data_parallel: Override = None,
+    activation_checkpointing: Override = None,
+    compile: Override = None,
+    seq_len: int | None = None,
+    strict: bool = False,
+    axes: Mapping[str, str] | None = None,
+    check_inputs: bool = False,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2.
+
+    The model is changed in place and returned. Names of modules and parameters stay. Make the optimizer afterwards.
+
+    Args:
+        model: on the meta device, the CPU or a CUDA device, not sharded yet.
+        mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
+            understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
+        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, seq_len, strict: as for
+            `compile_plan`.
+        axes: axis -> the mesh's name for it, where it is none of the known spellings.
+        check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
+        src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
+
+    Raises:
+        PlanError: all that `validate` can tell; the model is untouched.
+        ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
+        RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
+    """
+    from shardplan.apply.agreement import check_inputs_once, check_same_program
+    from shardplan.apply.apply import apply_program, refuse_used
+    from shardplan.apply.mesh import read_mesh
+
+    refuse_used(model)
+    plan_mesh = read_mesh(mesh, axes)
+    program, warnings = _compile(
+        model,
+        plan_mesh.sizes,
+        plan,
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        sections={
+            "data_parallel": data_parallel,
+            "activation_checkpointing": activation_checkpointing,
+            "compile": compile,
+        },
+        seq_len=seq_len,
+        strict=strict,
+    )
+    plan_mesh.check_sections(program.resolved)
+    check_same_program(program.describe(), mesh)
+    apply_program(model, plan_mesh, program, src_data_rank=src_data_rank, diagnostics=warnings)
+    if check_inputs and plan_mesh.tp is not None:
+        check_inputs_once(model, plan_mesh.tp)
+    return model
+
+
+def verify(
+    model: AnyModel,
+    plan: AnyPlan,
+    *,
+    tp: int,
+    dp_shard: int = 1,
+    dp_replicate: int = 1,
+    sequence_parallel: bool | None = None,
+    logits: Logits = "plan",
+    processes: bool = False,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> VerifyReport:
+    """Prove a plan numerically: a small copy of the model, sharded, against the same copy unsharded - the loss, the
+    logits and every parameter's gradient on every rank.
+
+    Args:
+        model, plan: as for `validate`.
+        tp, dp_shard, dp_replicate: mesh sizes.
+        sequence_parallel: with or without the overlay; None proves both where the plan has one.
+        processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
+            above 1.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: the plan has errors.
+        ValueError: data parallelism without `processes`, or a process group exists already.
+    """
+    from shardplan.verify.prove import prove
+
+    sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
+    if sizes.world_size > tp and not processes:
+        raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
+    found, about_model = _find_model(model, settings or {}, trust_remote_code)
+    read, sources, about_plan = _read_plan(plan, found)
+    report = Report(sources=sources, plans=(_plan_name(plan),), model=_model_name(model), sizes=sizes)
+    _raise_errors((*about_model, *about_plan), sources, strict=False)
+    _, about_both = _check_variants(report, read, found, sequence_parallel, None)
+    _raise_errors((*about_model, *about_plan, *about_both), sources, strict=False)
+    wanted = (False, True) if sequence_parallel is None and read.has_overlay else (bool(sequence_parallel),)
+    return prove(found, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
+
+
+def applied(model: nn.Module) -> Applied:
+    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives; printable.
+
+    Raises:
+        ValueError: no plan was applied to it, or applying one failed half-way.
+    """
+    from shardplan.apply import applied as lookup
+
+    return lookup(model)
+
+
+def _compile(
+    model: AnyModel,
+    sizes: MeshSizes,
+    plan: AnyPlan,
+    *,
+    sequence_parallel: bool,
+    logits: Logits,
+    sections: Mapping[str, Override],
+    seq_len: int | None,
+    strict: bool,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[Program, tuple[Diagnostic, ...]]:
+    """The program, and the warnings met on the way."""
+    from shardplan.apply.overrides import overriding_document, switch, with_logits, with_parent
+    from shardplan.bind import bind
+    from shardplan.check import check
+    from shardplan.lower import lower
+    from shardplan.parse import parse_plan
+
+    found, about_model = _find_model(model, settings or {}, trust_remote_code)
+    read, sources, about_plan = _read_plan(plan, found)
+    findings = [*about_model, *about_plan]
+    if (document := overriding_document(sections)) is not None:
+        over = parse_plan(document, name="<arguments>")
+        findings += over.diagnostics
+        sources = SourceMap({**sources.files, **over.sources.files})
+        read = with_parent(over.plan, read) if over.plan and read else None
+    _raise_errors(findings, sources, strict=strict)
+    overlay = sequence_parallel and sizes.tp != 1
+    bound = {on: bind(read, found.tree, sizes, sequence_parallel=on) for on in {False, overlay}}
+    resolved, about_both = bound[overlay]
+    findings += [*about_both, *check(resolved, seq_len=seq_len)]
+    _raise_errors(findings, sources, strict=strict)
+    finish = lambda resolved: with_logits(switch(resolved, sections), logits)  # noqa: E731
+    program = lower(finish(resolved), finish(bound[False][0]) if overlay else None)
+    return program, tuple(findings)
+
+
+def _raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool) -> None:
+    from shardplan.render import text
+
+    findings = ordered(as_errors(findings) if strict else findings, sources)
+    if any(d.is_error for d in findings):
+        raise PlanError(findings, text(findings, sources, color=False))
+
+
+def _sizes(mesh: DeviceMesh | MeshSizes) -> MeshSizes:
+    from shardplan.apply.mesh import read_mesh
+
+    return mesh if isinstance(mesh, MeshSizes) else read_mesh(mesh).sizes

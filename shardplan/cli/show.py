@@ -1,0 +1,35 @@
+"""`shardplan show`: what a plan does to each module of a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+
+from shardplan import api
+from shardplan.core.mesh import MeshSizes
+from shardplan.render import report_text, wants_color
+
+from .exits import CLEAN, FINDINGS
+from .validate import report_of
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = report_of(args)
+    color = wants_color(sys.stdout)
+    if not findings.ok:
+        print(report_text(findings, color=color))
+        return FINDINGS
+    from shardplan.render.program import program_text
+
+    with redirect_stdout(sys.stderr):
+        program = api.compile_plan(
+            args.model,
+            MeshSizes(tp=args.tp),
+            args.plan,
+            sequence_parallel=bool(args.sequence_parallel),
+            settings=dict(args.settings),
+            trust_remote_code=args.trust_remote_code,
+        )
+    print(program_text(program, findings.sources, color=color, all_rows=args.all))
+    return CLEAN

@@ -1,0 +1,40 @@
+"""`shardplan validate`: a plan against a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+
+from shardplan import api
+from shardplan.core.report import Report
+
+from .output import finish, progress
+
+
+def run(args: argparse.Namespace) -> int:
+    return finish(report_of(args), args)
+
+
+def report_of(args: argparse.Namespace) -> Report:
+    """The findings about MODEL and PLAN. What the model's own code prints goes to stderr: stdout is the report's."""
+    said = vars(args)
+    options = {name: said[name] for name in OPTIONS if name in said}
+    progress(f"reading {args.model}")
+    try:
+        with redirect_stdout(sys.stderr):
+            return api.validate(args.model, args.plan, settings=dict(args.settings), **options)
+    finally:
+        progress("")
+
+
+OPTIONS = (
+    "tp",
+    "dp_shard",
+    "dp_replicate",
+    "cp",
+    "sequence_parallel",
+    "seq_len",
+    "strict",
+    "trust_remote_code",
+)

@@ -1,0 +1,44 @@
+"""`shardplan verify`: the numeric proof of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from contextlib import redirect_stdout
+
+from shardplan import api
+from shardplan.render import json_text, to_json, wants_color
+from shardplan.render.proof import proof_text
+
+from .exits import CLEAN, FINDINGS
+from .output import finish, progress
+from .validate import report_of
+
+
+def run(args: argparse.Namespace) -> int:
+    findings = report_of(args)
+    if not findings.ok:
+        return finish(findings, args)
+    gc.freeze()  # what was imported stays; what the proof leaves behind is collected
+    gc.enable()
+    try:
+        with redirect_stdout(sys.stderr):
+            report = api.verify(
+                args.model,
+                args.plan,
+                tp=args.tp,
+                dp_shard=args.dp_shard,
+                sequence_parallel=args.sequence_parallel,
+                processes=args.processes,
+                settings=dict(args.settings),
+                trust_remote_code=args.trust_remote_code,
+                progress=progress,
+            )
+    finally:
+        progress("")
+    if args.json:
+        print(json_text(to_json(report)))
+    else:
+        print(proof_text(report, color=wants_color(sys.stdout), all_rows=args.all))
+    return CLEAN if report.ok else FINDINGS

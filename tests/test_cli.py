@@ -1,0 +1,122 @@
+"""The command line's frame: help, exit codes, output streams."""
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import shardplan
+from shardplan.cli.arguments import COMMANDS, build_parser
+from shardplan.cli.main import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*words: str, **options) -> subprocess.CompletedProcess:
+    """A real process: the program as installed."""
+    return subprocess.run(
+        [sys.executable, "-m", "shardplan", *words], cwd=ROOT, capture_output=True, text=True, **options
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_an_example_that_the_parser_takes(command, capsys):
+    assert main([command, "--help"]) == 0
+    *_, marker, example = capsys.readouterr().out.strip().split("\n")
+    assert marker == "example:"
+    words = example.partition(" > ")[0].split()
+    assert words[:2] == ["shardplan", command]
+    assert build_parser().parse_args(words[1:]).command == command
+
+
+def test_every_command_has_its_module():
+    for command in COMMANDS:
+        assert (ROOT / "shardplan" / "cli" / f"{command}.py").exists()
+
+
+def test_version_is_the_package_s(capsys):
+    assert main(["--version"]) == 0
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    assert capsys.readouterr().out == f"shardplan {declared}\n" == f"shardplan {shardplan.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["frobnicate"],
+        ["lint"],
+        ["validate", "llama"],
+        ["validate", "llama", "llama", "--tp", "0"],
+        ["validate", "llama", "llama", "--tp", "two"],
+        ["validate", "llama", "llama", "--set", "hidden_size"],
+        ["verify", "llama", "llama"],
+        ["explain", "SP999"],
+        ["explain", "nonsense"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_command_line_is_2(words, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and "error: " in captured.err
+
+
+def test_an_unknown_code_names_the_nearest(capsys):
+    assert main(["explain", "SP20"]) == 2
+    assert "SP201" in capsys.readouterr().err
+
+
+def test_explain_prints_the_page_whatever_the_case(capsys):
+    assert main(["explain", "sp301"]) == 0
+    assert capsys.readouterr().out.startswith("SP301: ")
+
+
+def raising(error: BaseException):
+    def run(args):
+        raise error
+
+    return run
+
+
+def test_our_own_bug_is_3_and_asks_for_a_report(monkeypatch, capsys):
+    monkeypatch.setattr("shardplan.cli.schema.run", raising(AssertionError("that cannot be")))
+    assert main(["schema"]) == 3
+    shown = capsys.readouterr().err
+    assert "AssertionError: that cannot be" in shown and "report" in shown and "Traceback" not in shown
+    for words in (["--debug", "schema"], ["schema", "--debug"]):
+        assert main(words) == 3
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_interrupt_is_130(monkeypatch, capsys):
+    monkeypatch.setattr("shardplan.cli.schema.run", raising(KeyboardInterrupt()))
+    assert main(["schema"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_as_a_program():
+    result = run("schema", "--report")
+    assert result.returncode == 0 and result.stderr == ""
+    assert json.loads(result.stdout)["title"] == "shardplan report"
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb") as closed:
+        result = subprocess.run(
+            [sys.executable, "-m", "shardplan", "schema", "--report"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE
+        )
+    assert result.stderr == b"" and result.returncode == 141
+
+
+def test_output_that_the_terminal_cannot_encode_is_escaped():
+    plan = "/no/such/plán.yaml"
+    result = run("lint", plan, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert result.returncode == 1 and result.stderr == ""
+    assert "pl\\xe1n.yaml" in result.stdout
