@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Plan, PlanFile, ResolvedPlan
-from shardplan.core.report import Report, Variant, as_errors, ordered
+from shardplan.core.plan import Plan, PlanFile
+from shardplan.core.report import Report, Variant, VerifyReport, as_errors, ordered
 from shardplan.core.sources import SourceMap
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig
 
+    from shardplan.apply import Applied
+    from shardplan.apply.overrides import Logits, Override
+    from shardplan.lower import Program
     from shardplan.models import FoundModel
     from shardplan.parse import Parsed
 
@@ -96,38 +100,13 @@ def _find_model(
     model: AnyModel, settings: Mapping[str, Any], trust_remote_code: bool
 ) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
     """The model, or None and why not."""
-    from torch import nn
-    from transformers import PreTrainedConfig
-
-    from shardplan.models import find_model, found_from_config
+    from shardplan.models import find_any
 
     try:
-        if isinstance(model, str):
-            found = find_model(model, trust_remote_code=trust_remote_code, overrides=settings)
-        elif isinstance(model, PreTrainedConfig):
-            found = found_from_config(model)
-        elif isinstance(model, nn.Module):
-            found = _found_module(model)
-        else:
-            raise TypeError(f"a model is a word, a module or a transformers configuration, not {type(model).__name__}")
+        found = find_any(model, settings=settings, trust_remote_code=trust_remote_code)
     except PlanError as error:
         return None, error.diagnostics
     return found, found.diagnostics
-
-
-def _found_module(model: nn.Module) -> FoundModel:
-    """A module as a found model, which builds copies of it."""
-    from copy import deepcopy
-
-    from shardplan.models import FoundModel, tree_of
-
-    config = getattr(model, "config", None)
-    return FoundModel(
-        name=type(model).__name__,
-        config=config,
-        tree=tree_of(model),
-        builder=lambda device, dtype: deepcopy(model).to(device=device, dtype=dtype),
-    )
 
 
 def _read_plan(
@@ -351,7 +330,7 @@ def verify(
         PlanError: the plan has errors.
         ValueError: data parallelism without `processes`, or a process group exists already.
     """
-    from shardplan.verify.prove import prove
+    from shardplan.verify.prove import Source, prove
 
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     if sizes.world_size > tp and not processes:
@@ -363,7 +342,8 @@ def verify(
     _, about_both = _check_variants(report, read, found, sequence_parallel, None)
     _raise_errors((*about_model, *about_plan, *about_both), sources, strict=False)
     wanted = (False, True) if sequence_parallel is None and read.has_overlay else (bool(sequence_parallel),)
-    return prove(found, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
+    source = Source(model, dict(settings or {}), trust_remote_code)
+    return prove(source, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
 
 
 def applied(model: nn.Module) -> Applied:

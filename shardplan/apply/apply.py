@@ -69,7 +69,7 @@ def _compile(work: Work) -> bool:
 
 def _data_parallel(work: Work) -> bool:
     mesh, resolved = work.mesh.data_parallel, work.program.resolved
-    if mesh is None:
+    if mesh is None or resolved.data_parallel is None:
         return False
     BACKENDS[resolved.data_parallel.backend](work.model, mesh, resolved.data_parallel, resolved.dp_units)
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardplan.lower.program import Program
-from shardplan.training.loss import causal_lm_loss
+from shardplan.torchlib.vocabulary_loss import causal_lm_loss
 
 
 def use_sharded_loss(model: nn.Module, program: Program) -> None:

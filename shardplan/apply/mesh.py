@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
+from shardplan.core.plan import ResolvedPlan
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,15 @@ class PlanMesh:
             shard_name = "_".join(shard_axes)
             self.mesh[shard_axes]._flatten(shard_name)
         return self.mesh[(replicate, shard_name)] if replicate else self.mesh[shard_name]
+
+    def check_sections(self, resolved: ResolvedPlan) -> None:
+        """Raise ValueError where the mesh has data-parallel ranks and the plan says nothing about them."""
+        ranks = self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp
+        if ranks > 1 and resolved.data_parallel is None:
+            raise ValueError(
+                f"the mesh has {ranks} data-parallel ranks, but plan {resolved.plan.name!r} has no data_parallel "
+                'section: add one, or pass data_parallel={"backend": "fsdp2", "units": [...]}'
+            )
 
     def _replicate_only(self, replicate: str | None) -> DeviceMesh | None:
         if replicate is None:

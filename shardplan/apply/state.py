@@ -10,20 +10,9 @@ from torch.optim import Optimizer
 
 from shardplan.core.program import ParameterProgram
 from shardplan.lower.program import Program
-from shardplan.torchlib.packing import pack, unpack
+from shardplan.torchlib.packing import unpack
 
-
-def _local_slice(full: Tensor, like: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as `like` is: over tp first, then (strided) over what FSDP added."""
-    mesh = like.device_mesh
-    cuts = [(axis, placement) for axis, placement in enumerate(like.placements) if isinstance(placement, Shard)]
-    strided = [(a, p) for a, p in enumerate(like.placements) if not isinstance(p, Shard) and p.is_shard()]
-    local = full
-    for axis, placement in (*cuts, *strided):
-        chunks = local.chunk(mesh.size(axis), dim=placement.dim)
-        rank = mesh.get_local_rank(axis)
-        local = chunks[rank] if rank < len(chunks) else local.narrow(placement.dim, 0, 0)
-    return local
+from .slices import like
 
 
 def to_original(value: DTensor, parameter: ParameterProgram, tp: int) -> DTensor:
@@ -35,16 +24,12 @@ def to_original(value: DTensor, parameter: ParameterProgram, tp: int) -> DTensor
     return distribute_tensor(full, value.device_mesh, placements, src_data_rank=None)
 
 
-def to_packed(value: Tensor, like: DTensor, parameter: ParameterProgram, tp: int) -> DTensor:
-    """A tensor with rows in the original order (a DTensor, or whole on every rank) as `like` is stored."""
-    full = value.full_tensor() if isinstance(value, DTensor) else value
-    if tuple(full.shape) != tuple(like.shape):
-        return value  # torch's own size mismatch names the parameter
-    packed = pack(full.to(like.device), parameter.dim, parameter.parts, tp)
-    local = _local_slice(packed, like).to(like.dtype).contiguous()
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+def to_packed(value: Tensor, stored: DTensor, parameter: ParameterProgram) -> Tensor:
+    """A tensor with rows in the original order (a DTensor, or whole on every rank) as `stored` is stored."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if whole.shape != stored.shape:
+        return value  # torch's own message about the sizes names the parameter
+    return like(whole, stored, parameter)
 
 
 def packed_parameters(program: Program) -> dict[str, ParameterProgram]:
@@ -64,7 +49,7 @@ def keep_original_order(model: nn.Module, program: Program) -> bool:
     for full_name, parameter in packed.items():
         owner = model.get_submodule(full_name.rpartition(".")[0])
         owner.register_state_dict_post_hook(_save_hook(parameter, tp))
-        owner.register_load_state_dict_pre_hook(_load_hook(parameter, tp))
+        owner.register_load_state_dict_pre_hook(_load_hook(parameter))
     return bool(packed)
 
 
@@ -77,11 +62,11 @@ def _save_hook(parameter: ParameterProgram, tp: int) -> Any:
     return save
 
 
-def _load_hook(parameter: ParameterProgram, tp: int) -> Any:
+def _load_hook(parameter: ParameterProgram) -> Any:
     def load(module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
         key = prefix + parameter.name
         if key in state_dict:
-            state_dict[key] = to_packed(state_dict[key], module._parameters[parameter.name], parameter, tp)
+            state_dict[key] = to_packed(state_dict[key], module._parameters[parameter.name], parameter)
 
     return load
 
@@ -110,7 +95,7 @@ def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, program: Progra
         return {**state_dict, "state": change(state_dict["state"], convert)}
 
     def load(_: Optimizer, state_dict: dict) -> dict:
-        convert = lambda value, parameter, program: to_packed(value, parameter, program, tp)  # noqa: E731
+        convert = lambda value, parameter, program: to_packed(value, parameter, program)  # noqa: E731
         return {**state_dict, "state": change(state_dict["state"], convert)}
 
     optimizer.register_state_dict_post_hook(save)

@@ -14,11 +14,13 @@ from .settings import parse_setting
 from .words import classify
 
 if TYPE_CHECKING:
+    from .anything import find_any
     from .found import FoundModel, find_model, found_from_config, tree_of_config
     from .hf import hf_tp_plan
     from .tree import tree_of
 
 LAZY = {
+    "find_any": "anything",
     "FoundModel": "found",
     "find_model": "found",
     "found_from_config": "found",
@@ -32,6 +34,7 @@ __all__ = [
     "FoundModel",
     "choose_plan",
     "classify",
+    "find_any",
     "find_model",
     "found_from_config",
     "hf_tp_plan",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import logging
+import pickle
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,11 +31,20 @@ from .compare import compare_step
 from .steps import Step, cast, reference_step
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
+
+
+class Recipe(Protocol):
+    """What makes a case in each process; it can be pickled."""
+
+    sizes: MeshSizes
+
+    def case(self, dtype: torch.dtype, kind: str) -> Case: ...
 
 
 @dataclass(frozen=True)
 class Case:
-    """What each process needs to run one proof; everything in it can be pickled.
+    """What one process needs to run a proof.
 
     Args:
         build: makes the unsharded model, the same in every process.
@@ -50,26 +61,28 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-def run_processes(case: Case) -> tuple[Comparison, ...]:
-    """Run the case on as many processes as the mesh has ranks; each row is the worst over the ranks."""
+def run_processes(recipe: Recipe, dtype: torch.dtype, kind: str) -> tuple[Comparison, ...]:
+    """Run a case on as many processes as the mesh has ranks; each row is the worst over the ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pt")
-        multiprocessing.spawn(_worker, (case, str(rendezvous), str(result)), nprocs=case.sizes.world_size)
-        return torch.load(result, weights_only=False)
+        rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pickle")
+        arguments = (recipe, dtype, kind, str(rendezvous), str(result))
+        multiprocessing.spawn(_worker, arguments, nprocs=recipe.sizes.world_size)
+        return pickle.loads(result.read_bytes())
 
 
-def _worker(rank: int, case: Case, rendezvous: str, result: str) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, kind: str, rendezvous: str, result: str) -> None:
     torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=case.sizes.world_size
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=recipe.sizes.world_size, timeout=TIMEOUT
     )
     try:
-        rows = _prove(case)
+        rows = _prove(recipe.case(dtype, kind))
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
         if rank == 0:
-            torch.save(tuple(max(same, key=lambda r: r.error) for same in zip(*gathered, strict=True)), result)
+            worst = tuple(max(same, key=lambda row: row.error) for same in zip(*gathered, strict=True))
+            Path(result).write_bytes(pickle.dumps(worst))
     finally:
         dist.destroy_process_group()
 

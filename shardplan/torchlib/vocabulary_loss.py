@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from shardplan.torchlib.chunks import chunk_size
-from shardplan.torchlib.moves import all_reduce
+from .chunks import chunk_size
+from .moves import all_reduce
 
 IGNORE_INDEX = -100
 

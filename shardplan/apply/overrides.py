@@ -1,0 +1,69 @@
+"""Keyword arguments of `apply_plan` laid over what a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from shardplan.core.plan import ActivationCheckpointing, Assignment, Compile, PlanFile, ResolvedPlan
+
+Override = Mapping[str, Any] | bool | None
+Logits = Literal["plan", "replicated", "sharded"]
+
+SECTIONS = ("data_parallel", "activation_checkpointing", "compile")
+UNITS = {"data_parallel": "dp_units", "activation_checkpointing": "ac_modules", "compile": "compile_modules"}
+HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab"}
+
+
+def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | None:
+    """The given sections as the document of a child plan, to be read and checked as one; None where none is given.
+
+    Raises:
+        TypeError: a section is neither a mapping nor a bool nor None.
+    """
+    for name, value in overrides.items():
+        if not (value is None or isinstance(value, (bool, Mapping))):
+            raise TypeError(f"{name} must be a mapping (the plan's section), True, False or None, not {value!r}")
+    given = {name: dict(value) for name, value in overrides.items() if isinstance(value, Mapping)}
+    return {"version": "1", "name": "arguments", **given} if given else None
+
+
+def with_parent(child: PlanFile, parent: PlanFile) -> PlanFile:
+    """The child plan over a parent that was read before."""
+    return replace(child, name=parent.name, models=parent.models, parent=parent)
+
+
+def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> ResolvedPlan:
+    """Switch sections off (False) or on with their defaults (True: the modules are the data-parallel units)."""
+    for name, value in overrides.items():
+        if value is False:
+            resolved = replace(resolved, **{name: None, UNITS[name]: ()})
+        elif value is True and getattr(resolved, name) is None:
+            if name == "data_parallel":
+                raise ValueError("data_parallel=True says no units: the plan has no such section, pass a mapping")
+            section = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile}[name]
+            resolved = replace(resolved, **{name: section(), UNITS[name]: resolved.dp_units})
+    return resolved
+
+
+def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
+    """Exchange the style of the output head.
+
+    Raises:
+        ValueError: an unknown word, or a plan that has no head to exchange.
+    """
+    if logits == "plan":
+        return resolved
+    if logits not in HEADS:
+        raise ValueError(f'logits must be "plan", "replicated" or "sharded", not {logits!r}')
+    heads = [a for a in resolved.assignments.values() if a.rule.style in HEADS.values()]
+    if not heads and logits == "sharded":
+        raise ValueError(
+            f'logits="sharded": no module of the model has the style {HEADS["replicated"]} or {HEADS["sharded"]} '
+            f"in plan {resolved.plan.name!r}"
+        )
+    changed: dict[str, Assignment] = {
+        a.name: replace(a, rule=replace(a.rule, style=HEADS[logits])) for a in heads
+    }
+    return replace(resolved, assignments={**resolved.assignments, **changed})

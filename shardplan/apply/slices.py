@@ -1,0 +1,42 @@
+"""Whole tensors and the slices that a planned model keeps of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from shardplan.core.program import ParameterProgram
+from shardplan.torchlib.packing import pack
+
+
+def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `stored` is: over tp first, then (strided) over what FSDP added."""
+    mesh = stored.device_mesh
+    sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if placement.is_shard()]
+    local = whole
+    for axis, placement in sorted(sharded, key=lambda cut: type(cut[1]) is not Shard):
+        chunks = local.chunk(mesh.size(axis), dim=placement.dim)
+        rank = mesh.get_local_rank(axis)
+        local = chunks[rank] if rank < len(chunks) else local.narrow(placement.dim, 0, 0)
+    return local
+
+
+def like(whole: Tensor, stored: DTensor, packed: ParameterProgram | None = None) -> DTensor:
+    """A whole tensor, with rows in the original order, as a DTensor that is stored as another one is.
+
+    Args:
+        whole: on every rank.
+        stored: a parameter of a planned model (its last mesh axis is tp where it is packed).
+        packed: how it is packed, if it is.
+    """
+    whole = whole.to(device=stored.device, dtype=stored.dtype)
+    if packed is not None:
+        whole = pack(whole, packed.dim, packed.parts, stored.device_mesh.size(stored.device_mesh.ndim - 1))
+    return DTensor.from_local(
+        _own_slice(whole, stored).contiguous(),
+        stored.device_mesh,
+        stored.placements,
+        run_check=False,
+        shape=stored.shape,
+        stride=stored.stride(),
+    )

@@ -1,0 +1,44 @@
+"""From whatever names a model, in Python or on the command line, to a found model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .found import FoundModel, find_model, found_from_config
+from .tree import tree_of
+
+
+def find_any(model: Any, *, settings: Mapping[str, Any] = {}, trust_remote_code: bool = False) -> FoundModel:
+    """The model behind a word, a transformers configuration or a module.
+
+    Args:
+        model: as for `shardplan.validate`.
+        settings, trust_remote_code: as for `find_model`, where `model` is a word.
+
+    Raises:
+        PlanError: SP501 to SP510.
+        TypeError: it is none of these.
+    """
+    if isinstance(model, str):
+        return find_model(model, trust_remote_code=trust_remote_code, overrides=settings)
+    if isinstance(model, PreTrainedConfig):
+        return found_from_config(model)
+    if isinstance(model, nn.Module):
+        return _found_module(model)
+    raise TypeError(f"a model is a word, a module or a transformers configuration, not {type(model).__name__}")
+
+
+def _found_module(model: nn.Module) -> FoundModel:
+    """A module as a found model, which builds copies of it."""
+    config = getattr(model, "config", None)
+    return FoundModel(
+        name=type(model).__name__,
+        config=config if isinstance(config, PreTrainedConfig) else None,
+        tree=tree_of(model),
+        builder=lambda device, dtype: deepcopy(model).to(device=device, dtype=dtype),
+    )

@@ -1,0 +1,168 @@
+"""The numeric proof of a plan: a small copy of the model, sharded, against the same copy unsharded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.apply.overrides import Logits, with_logits
+from shardplan.bind import bind
+from shardplan.check import check
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.core.program import ModuleProgram
+from shardplan.core.report import Comparison, Variant, VariantProof, VerifyReport
+from shardplan.lower import Program, lower
+from shardplan.models import find_any, tree_of
+from shardplan.twin import Twin, make_twin
+
+from .processes import Case, run_processes
+from .simulate import simulate
+from .steps import cast, reference_step
+
+
+@dataclass(frozen=True)
+class Source:
+    """What names the model: as the user gave it, so that other processes can find it too."""
+
+    model: Any
+    settings: Mapping[str, Any]
+    trust_remote_code: bool = False
+
+    def twin(self, tp: int) -> Twin:
+        found = find_any(self.model, settings=self.settings, trust_remote_code=self.trust_remote_code)
+        return make_twin(found, tp=tp)
+
+
+def compile_for(
+    model: nn.Module, plan: PlanFile, sizes: MeshSizes, *, sequence_parallel: bool, logits: Logits = "plan"
+) -> Program:
+    """The program of a plan for a small copy.
+
+    Raises:
+        PlanError: the plan, which fits the model itself, has errors on the copy.
+    """
+    tree = tree_of(model)
+    bound = {on: bind(plan, tree, sizes, sequence_parallel=on) for on in {False, sequence_parallel}}
+    resolved, findings = bound[sequence_parallel]
+    findings = (*findings, *check(resolved))
+    if any(d.is_error for d in findings):
+        raise PlanError(findings)
+    return lower(
+        with_logits(resolved, logits), with_logits(bound[False][0], logits) if sequence_parallel else None
+    )
+
+
+def prove(
+    source: Source,
+    plan: PlanFile,
+    sizes: MeshSizes,
+    variants: Sequence[bool],
+    *,
+    logits: Logits,
+    processes: bool,
+    progress: Callable[[str], None],
+) -> VerifyReport:
+    """Prove a plan without errors.
+
+    Args:
+        variants: with the overlay (True) or without (False), or both.
+
+    Raises:
+        PlanError: no small copy of the model can be made.
+        ValueError: a process group exists already, and the simulation needs its own.
+    """
+    start = time.monotonic()
+    progress("building a small copy of the model")
+    twin = source.twin(sizes.tp)
+    proofs = []
+    for on in variants:
+        progress(f"{_variant(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
+        case = TwinCase(source, plan, sizes, on, logits)
+        rows = _settle(lambda dtype, case=case: _run(case, twin, processes, dtype))
+        program = compile_for(twin.build(), plan, sizes, sequence_parallel=on, logits=logits)
+        proofs.append(VariantProof(_variant(on), rows, *_counts(twin.build(), program.modules)))
+    return VerifyReport(
+        model=source.model if isinstance(source.model, str) else type(source.model).__name__,
+        plan=plan.name,
+        sizes=sizes,
+        variants=tuple(proofs),
+        processes=processes,
+        seconds=time.monotonic() - start,
+    )
+
+
+@dataclass(frozen=True)
+class TwinCase:
+    """One proof, as something that other processes can be handed."""
+
+    source: Source
+    plan: PlanFile
+    sizes: MeshSizes
+    sequence_parallel: bool
+    logits: Logits
+
+    def program(self, model: nn.Module) -> Program:
+        return compile_for(
+            model, self.plan, self.sizes, sequence_parallel=self.sequence_parallel, logits=self.logits
+        )
+
+    def case(self, dtype: torch.dtype, kind: str) -> Case:
+        """The same for `run_processes`: each process makes the small copy anew."""
+        twin = self.source.twin(self.sizes.tp)
+        return Case(twin.build, lambda seed: twin.inputs(seed, kind), self.program, self.sizes, dtype)
+
+
+def _variant(sequence_parallel: bool) -> Variant:
+    return "sequence_parallel" if sequence_parallel else "tensor_parallel"
+
+
+def _run(case: TwinCase, twin: Twin, processes: bool, dtype: torch.dtype) -> tuple[Comparison, ...]:
+    """Every kind of input that the model takes; each row is the worst of them."""
+    runs = []
+    for kind in twin.kinds:
+        if processes:
+            runs.append(run_processes(case, dtype, kind))
+            continue
+        inputs = cast(twin.inputs(kind=kind), dtype)
+        model = twin.build().to(dtype)
+        program = case.program(model)
+        reference = reference_step(twin.build().to(dtype), inputs)
+        runs.append(simulate(model, inputs, program, reference))
+    rows: dict[str, Comparison] = {}
+    for row in (row for run in runs for row in run):
+        known = rows.get(row.name)
+        if known is None or _weight(row) > _weight(known):
+            rows[row.name] = row
+    return tuple(rows.values())
+
+
+def _weight(row: Comparison) -> tuple[int, float]:
+    return (("unproven", "equal", "differs").index(row.verdict), row.error)
+
+
+def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Comparison, ...]:
+    """Run in float32; what differs there may be rounding, so the whole case runs again in float64, which decides."""
+    rows = run(torch.float32)
+    if all(row.verdict != "differs" for row in rows):
+        return rows
+    exact = {row.name: row for row in run(torch.float64)}
+    return tuple(exact.get(row.name, row) if row.verdict == "differs" else row for row in rows)
+
+
+def _counts(model: nn.Module, modules: Mapping[str, ModuleProgram]) -> tuple[int, int]:
+    """(elements of all parameters, elements of those that are split), tied ones once."""
+    split = {
+        f"{module.name}.{p.name}" if module.name else p.name
+        for module in modules.values()
+        for p in module.parameters
+        if p.dim is not None
+    }
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    return sum(sizes.values()), sum(n for name, n in sizes.items() if name in split)

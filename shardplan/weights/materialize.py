@@ -1,0 +1,130 @@
+"""From a planned model on the meta device to one with memory, buffers and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.apply.applied import applied
+from shardplan.apply.slices import like
+from shardplan.apply.state import packed_parameters
+from shardplan.core.program import ParameterProgram
+from shardplan.core.tree import block
+
+
+def materialize(
+    model: nn.Module, device: str | torch.device, *, state_dict: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """Give a planned meta-device model memory, then buffers and random weights, then, if given, its weights.
+
+    The random weights are those that the unsharded model's own initialisation draws: every rank draws a block whole
+    and keeps its slices. So all ranks must have the same random state (`torch.manual_seed`), and the result is the
+    same for every mesh. The order matters: modules with buffers outside the state dict (rotary tables, embedding
+    scales) compute them in the same call that resets their weights, so weights are loaded last.
+
+    Args:
+        model: what `apply_plan` returned, on the meta device.
+        device: where the memory is: "cuda", "cpu".
+        state_dict: whole tensors by name, on every rank, or DTensors (what `model.state_dict()` of any mesh gives).
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a parameter is not on the meta device, a module does not say how it is initialised, or no plan was
+            applied.
+    """
+    record = applied(model)
+    filled = [name for name, p in model.named_parameters() if not p.is_meta]
+    if filled:
+        raise ValueError(f"{filled[0]} is not on the meta device: materialize would overwrite it")
+    packed = packed_parameters(record.program) if record.tp > 1 else {}
+    model.to_empty(device=device)
+    with torch.no_grad():
+        _initialize(model, packed, torch.device(device))
+    if state_dict is not None:
+        model.load_state_dict(state_dict)
+    return model
+
+
+def _initialize(model: nn.Module, packed: Mapping[str, ParameterProgram], device: torch.device) -> None:
+    """Initialise block by block, in the order of `nn.Module.apply`, children first."""
+    seen: set[int] = set()
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def visit(module: nn.Module, initializer: nn.Module) -> None:
+        if callable(getattr(module, "_init_weights", None)):
+            initializer = module
+        name = names[id(module)]
+        if block(name) == name and name:
+            with _whole_parameters(module, name, packed, device, seen):
+                _apply(module, initializer, _initialize_module)
+            return
+        for child in module.children():
+            visit(child, initializer)
+        with _whole_parameters(module, name, packed, device, seen, recurse=False):
+            _initialize_module(module, initializer)
+
+    visit(model, model)
+
+
+def _apply(module: nn.Module, initializer: nn.Module, act: Callable[[nn.Module, nn.Module], None]) -> None:
+    if callable(getattr(module, "_init_weights", None)):
+        initializer = module
+    for child in module.children():
+        _apply(child, initializer, act)
+    act(module, initializer)
+
+
+def _initialize_module(module: nn.Module, initializer: nn.Module) -> None:
+    own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+    if callable(getattr(initializer, "_init_weights", None)):  # transformers' models
+        initializer._init_weights(module)
+    elif own and callable(getattr(module, "reset_parameters", None)):  # torch's modules
+        module.reset_parameters()
+    elif own:
+        raise ValueError(
+            f"{type(module).__name__} has parameters or buffers but neither reset_parameters() nor a model with "
+            "_init_weights(module): give it one, so that a meta-device model can be initialised"
+        )
+
+
+@contextmanager
+def _whole_parameters(
+    module: nn.Module,
+    name: str,
+    packed: Mapping[str, ParameterProgram],
+    device: torch.device,
+    seen: set[int],
+    *,
+    recurse: bool = True,
+) -> Iterator[None]:
+    """DTensor parameters are plain whole tensors while the context lasts; then each keeps its slice of them.
+
+    A tied parameter is drawn under each of its names, as in the unsharded model before it is tied, and the first
+    one's values stay.
+    """
+    owners = list(module.named_modules(prefix=name, remove_duplicate=False)) if recurse else [(name, module)]
+    exchanged = []
+    for owner_name, owner in owners:
+        for leaf, parameter in owner._parameters.items():
+            if isinstance(parameter, DTensor):
+                whole = nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad
+                )
+                exchanged.append((owner, leaf, parameter, whole, f"{owner_name}.{leaf}" if owner_name else leaf))
+    for owner, leaf, _, whole, _ in exchanged:
+        owner._parameters[leaf] = whole
+    try:
+        yield
+    finally:
+        for owner, leaf, parameter, _, _ in exchanged:
+            owner._parameters[leaf] = parameter
+    for _, _, parameter, whole, full_name in exchanged:
+        if id(parameter) not in seen:
+            seen.add(id(parameter))
+            parameter.to_local().copy_(like(whole.detach(), parameter, packed.get(full_name)).to_local())
