@@ -16,6 +16,8 @@ from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
 from shardplan.torchlib.regime import Shared
 
+from .state import keep_optimizer_order
+
 _KEY = "_shardplan_applied"
 
 
@@ -70,6 +72,18 @@ class Applied:
                 f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
                 "apply_plan replaces parameters, so make the optimizer after it"
             )
+
+
+    def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's state_dict and load_state_dict speak the original order of packed rows, as the model's
+        do, so that a checkpoint can be read at another tp. Does nothing for a model without packed parameters.
+
+        Raises:
+            ValueError: the optimizer holds tensors that are not parameters of the model.
+        """
+        self.check_optimizer(optimizer)
+        if self.tp > 1:
+            keep_optimizer_order(optimizer, self.model, self.program)
 
 
 def _counted(counter: Counter[str]) -> str:

@@ -19,6 +19,7 @@ from .contract import check_unchanged, names_of
 from .fsdp2 import apply_fsdp2
 from .heads import use_sharded_loss
 from .mesh import PlanMesh
+from .refusals import refuse_attention_maps
 from .shard import shard
 from .state import keep_original_order
 from .ties import restore_ties, tied_groups
@@ -43,6 +44,7 @@ def _tensor_parallel(work: Work) -> bool:
         return False
     work.shared = shard(work.model, work.mesh.tp, work.program, src_data_rank=work.src_data_rank)
     use_sharded_loss(work.model, work.program)
+    refuse_attention_maps(work.model)
     return True
 
 
@@ -77,14 +79,14 @@ def _data_parallel(work: Work) -> bool:
 
 BACKENDS: dict[str, Callable[..., None]] = {"fsdp2": apply_fsdp2}
 
-# The order that works: checkpointing outside the styles (a wrapper before them would rename modules and the rules
-# would match nothing), ties before FSDP2 (both names in one group), FSDP2 last (its hooks outermost).
+# The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
+# checkpoint around the compiled forward (docs/decisions/0002), FSDP2 last (its hooks outermost).
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("tensor parallel", _tensor_parallel),
     ("ties", _ties),
     ("packed checkpoints", _packed_checkpoints),
-    ("activation checkpointing", _activation_checkpointing),
     ("compile", _compile),
+    ("activation checkpointing", _activation_checkpointing),
     ("data parallel", _data_parallel),
 )
 

@@ -98,6 +98,20 @@ class LocalParameters:
         return torch.zeros_like(local, requires_grad=False)
 
 
+def _read(
+    names: tuple[tuple[nn.Module, str], ...], *, trained_only: bool = False
+) -> tuple[list[tuple[nn.Module, str, DTensor]], list[Tensor]]:
+    """The DTensors among the named parameters and their local tensors. (A loop: torch.compile traces it inside a
+    checkpoint, where it cannot trace a comprehension that closes over something.)"""
+    members, locals_ = [], []
+    for owner, name in names:
+        parameter = owner._parameters[name]
+        if isinstance(parameter, DTensor) and (parameter.requires_grad or not trained_only):
+            members.append((owner, name, parameter))
+            locals_.append(parameter.to_local(grad_placements=[Replicate()]))
+    return members, locals_
+
+
 def _call_with(
     forward: Callable[..., Any],
     members: list[tuple[nn.Module, str, Tensor]],
@@ -122,12 +136,7 @@ class SubtreeParameters:
         self.members = members
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        members = [
-            (owner, name, parameter)
-            for owner, name in self.members
-            if isinstance(parameter := owner._parameters[name], DTensor)
-        ]
-        locals_ = [parameter.to_local(grad_placements=[Replicate()]) for _, _, parameter in members]
+        members, locals_ = _read(self.members)
         return _call_with(forward, members, locals_, args, kwargs)
 
 
@@ -140,13 +149,8 @@ class GroupedGradients:
         self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        members = [
-            (owner, name, parameter)
-            for owner, name in self.members[self.regime.sequence_parallel]
-            if isinstance(parameter := owner._parameters[name], DTensor) and parameter.requires_grad
-        ]
+        members, locals_ = _read(self.members[self.regime.sequence_parallel], trained_only=True)
         if not members or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        locals_ = [parameter.to_local(grad_placements=[Replicate()]) for _, _, parameter in members]
         summed = sum_gradients(members[0][2].device_mesh, locals_, self.regime.reduce_dtype)
         return _call_with(forward, members, summed, args, kwargs)
