@@ -1,0 +1,32 @@
+# Everything runs in a virtual environment made from pyproject.toml and constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Where the CPU build of torch is, for a pip whose own sources do not have it.
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: demo test test-all schemas docs cases bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (a minute or two)"
+	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed, this is " + sys.version'
+	@$(PYTHON) -m venv $(VENV)
+	@$(INSTALL) || $(INSTALL) --extra-index-url $(TORCH_CPU_INDEX)
+	@touch $@
+
+demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
+	@$(BIN)/python -m demo
+
+test: $(VENV)/.installed  ## what every change must pass
+	$(PYTEST) -m "not slow"
+
+test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
+	$(PYTEST) -m slow
+
+schemas docs cases: $(VENV)/.installed  ## write generated files anew
+	$(BIN)/python tests/write_generated.py $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache
