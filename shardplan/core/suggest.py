@@ -1,0 +1,17 @@
+"""What a misspelled word was meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+LONGEST = 80  # characters: what is longer is not a misspelled word, and comparing takes time
+
+
+def closest(word: str, choices: Iterable[str]) -> str | None:
+    """The choice that is most like the word, upper and lower case aside; None where none is near."""
+    if len(word) > LONGEST:
+        return None
+    spelled = {choice.lower(): choice for choice in choices}
+    found = get_close_matches(word.lower(), spelled, n=1, cutoff=0.6)
+    return spelled[found[0]] if found else None

@@ -1,0 +1,119 @@
+"""A checked document -> `PlanFile`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardplan.core.diagnostics import Location
+from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, PlanFile, Rule
+from shardplan.styles import canonical_style
+
+from .models import (
+    ActivationCheckpointingFields,
+    CompileFields,
+    DataParallelFields,
+    MixedPrecisionFields,
+    PlanDocument,
+    RuleOptions,
+)
+from .nodes import Path
+
+
+def build_plan(document: PlanDocument, file: str, name: str, parent: PlanFile | None) -> PlanFile:
+    """The plan that a document without errors says.
+
+    Args:
+        file: its display name.
+        name: the plan's name, where the document has none.
+        parent: the plan that it extends.
+    """
+    return PlanFile(
+        name=document.name or name,
+        file=file,
+        version=document.version,
+        description=document.description,
+        models=tuple(document.models),
+        tensor_parallel=_rules(document.tensor_parallel, "tensor_parallel", file),
+        sequence_parallel=_rules(document.sequence_parallel, "sequence_parallel", file),
+        data_parallel=_data_parallel(document.data_parallel, file),
+        activation_checkpointing=_activation_checkpointing(document.activation_checkpointing, file),
+        compile=_compile(document.compile, file),
+        parent=parent,
+    )
+
+
+def _rules(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple[Rule, ...]:
+    return tuple(_rule(pattern, entry, Location(file, (section, pattern))) for pattern, entry in rules.items())
+
+
+def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
+    written = entry if isinstance(entry, str) else entry.style
+    style = canonical_style(written)
+    assert style is not None, written
+    options = {} if isinstance(entry, str) else {name: getattr(entry, name) for name in entry.model_fields_set}
+    options.pop("style", None)
+    if isinstance(options.get("packed"), list):
+        options["packed"] = tuple(map(str, options["packed"]))
+    for name in ("divide", "divides"):
+        if name in options:
+            options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
+    if "read_outside" in options:
+        options["read_outside"] = tuple(options["read_outside"])
+    return Rule(pattern, style, location, **options)
+
+
+def _data_parallel(fields: DataParallelFields | None, file: str) -> DataParallel | None:
+    if fields is None:
+        return None
+    path = ("data_parallel",)
+    values, given = _given(fields, path, file)
+    if "units" in values:
+        values["units"] = tuple(values["units"])
+    if "mixed_precision" in values:
+        values["mixed_precision"] = _mixed_precision(values["mixed_precision"], (*path, "mixed_precision"), file)
+    prefetch = values.pop("prefetch", None)
+    given.pop("prefetch", None)
+    if prefetch is not None:
+        ahead, places = _given(prefetch, (*path, "prefetch"), file)
+        values |= {f"{name}_prefetch": value for name, value in ahead.items()}
+        given |= {f"{name}_prefetch": place for name, place in places.items()}
+    return DataParallel(**values, location=Location(file, path), given=given)
+
+
+def _mixed_precision(fields: MixedPrecisionFields, path: Path, file: str) -> MixedPrecision:
+    values, given = _given(fields, path, file)
+    return MixedPrecision(**values, given=given)
+
+
+def _activation_checkpointing(
+    fields: ActivationCheckpointingFields | None, file: str
+) -> ActivationCheckpointing | None:
+    if fields is None:
+        return None
+    path = ("activation_checkpointing",)
+    values, given = _with_modules(fields, path, file)
+    return ActivationCheckpointing(**values, location=Location(file, path), given=given)
+
+
+def _compile(fields: CompileFields | None, file: str) -> Compile | None:
+    if fields is None:
+        return None
+    path = ("compile",)
+    values, given = _with_modules(fields, path, file)
+    return Compile(**values, location=Location(file, path), given=given)
+
+
+def _with_modules(fields: Any, path: Path, file: str) -> tuple[dict[str, Any], dict[str, Location]]:
+    values, given = _given(fields, path, file)
+    if "modules" in values:
+        values["modules"] = tuple(values["modules"])
+    return values, given
+
+
+def _given(fields: Any, path: Path, file: str) -> tuple[dict[str, Any], dict[str, Location]]:
+    """The fields that a document sets, in the order of the model, and where."""
+    names = [name for name in type(fields).model_fields if name in fields.model_fields_set]
+    return (
+        {name: getattr(fields, name) for name in names},
+        {name: Location(file, (*path, name)) for name in names},
+    )

@@ -1,0 +1,105 @@
+"""Collecting what is wrong with one document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity, Span
+
+from .limits import MAX_FINDINGS
+from .nodes import ListNode, MapNode, Node, Path, Scalar
+
+TOO_LARGE = Code(
+    code="SP111",
+    title="a plan is too large",
+    text="""
+    A plan is read in bounded time and memory, whatever it contains: a file of at most 1 MiB with at most 100,000 keys
+    and values, at most 16 levels deep; patterns of at most 1,000 characters that stand for at most 1,000 alternatives
+    each and 20,000 together. Aliases (`*name`) count each time that they are used. Only the first 200 findings about
+    a file are shown.
+
+    Real plans are far below: one that lists every module of a model of 126 layers by name has 0.1 MiB. Write one
+    pattern where many entries say the same.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.{0,1,2,3,4}{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}.mlp.up_proj: colwise
+    """,
+    good="""
+    tensor_parallel:
+      model.layers.*.mlp.up_proj: colwise
+    """,
+)
+
+
+class Findings:
+    """The findings about one document, in the order in which they are made.
+
+    Args:
+        file: the document's display name.
+        found: those that its reader made.
+    """
+
+    def __init__(self, file: str, found: Iterable[Diagnostic] = ()):
+        self.file = file
+        self._found = list(found)[:MAX_FINDINGS]
+
+    def add(
+        self,
+        code: Code,
+        message: str,
+        path: Path = (),
+        part: Literal["key", "value"] = "value",
+        *,
+        span: Span | None = None,
+        label: str = "",
+        related: Iterable[Label] = (),
+        notes: tuple[str, ...] = (),
+        help: str | None = None,
+        severity: Severity = Severity.ERROR,
+    ) -> None:
+        """Notes a finding at a path of the document, or at a span where the path is not exact enough."""
+        if len(self._found) == MAX_FINDINGS:
+            code, message, related, notes = TOO_LARGE, f"there are more than {MAX_FINDINGS} findings", (), ()
+            help, label, severity = "mend the first ones: the others may go with them", "", Severity.ERROR
+        elif self.full:
+            return
+        primary = Label(self.place(path, part, span), label)
+        self._found.append(Diagnostic(code.code, severity, message, primary, tuple(related), notes, help))
+
+    def place(self, path: Path, part: Literal["key", "value"] = "value", span: Span | None = None) -> Location:
+        """A place in the document."""
+        return Location(self.file, path, part, span)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more is noted."""
+        return len(self._found) > MAX_FINDINGS
+
+    @property
+    def all(self) -> tuple[Diagnostic, ...]:
+        return tuple(self._found)
+
+
+def quoted(text: str, most: int = 60) -> str:
+    """Text of the user in a message: on one line, without control characters, not too long."""
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: most + 1])
+    return f"`{shown[:most]}...`" if len(text) > most else f"`{shown}`"
+
+
+def describe(node: Node | None) -> str:
+    """What a value is, in words."""
+    match node:
+        case None | Scalar(None):
+            return "nothing"
+        case Scalar(bool(value)):
+            return "true" if value else "false"
+        case Scalar(str(value)):
+            return f"the text {quoted(value)}" if value else "an empty text"
+        case Scalar(_, text):
+            return f"the number {quoted(text)[1:-1]}"
+        case ListNode():
+            return "a list"
+        case MapNode():
+            return "a mapping"

@@ -1,0 +1,301 @@
+"""The document as pydantic models: which fields there are and what each may hold.
+
+The JSON Schema is made from them; the texts are what an editor shows. What a style takes is not said here: it follows
+from the style records (`options`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+
+from shardplan.core import expressions, globs
+from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, Rule
+
+from .options import none_rule, option_rules, style_schema
+
+WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+ATTRIBUTE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
+
+TAGS: set[str] = set()  # the words for the types of fields that may have several
+
+
+def either(*options: tuple[type, Any, str]) -> Any:
+    """A field of several types: for each the Python type of the value, the annotation, and its words in a message."""
+    words = {cls: text for cls, _, text in options}
+    TAGS.update(words.values())
+    tagged = tuple(Annotated[annotation, Tag(text)] for _, annotation, text in options)
+    return Annotated[Union[tagged], Discriminator(lambda value: words.get(type(value), ""))]
+
+
+def _default(cls: type, name: str) -> Any:
+    """The default of a dataclass's field: what a plan means that does not say it. For documentation only: what a
+    document leaves out is never taken from the models."""
+    return cls.__dataclass_fields__[name].default
+
+
+GlobText = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=globs.MAX_LENGTH,
+        description="A glob over whole dotted names: `*`, `?` and `[...]` never match a dot, `**` matches zero or "
+        "more segments, `{a,b}` are alternatives.",
+        examples=["model.layers.*"],
+    ),
+]
+ExpressionText = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=expressions.MAX_LENGTH,
+        description="An expression over the numbers of the model's configuration, with + - * // and parentheses.",
+        examples=["num_key_value_heads * (hidden_size // num_attention_heads)"],
+    ),
+]
+AttributeName = Annotated[str, Field(pattern=ATTRIBUTE, max_length=200)]
+StyleName = Annotated[str, WithJsonSchema(style_schema())]
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+PartCount = Annotated[int, Field(ge=2, description="The number of parts, all of one size.")]
+PartSize = either(
+    (int, Annotated[int, Field(ge=1)], "a whole number"), (str, ExpressionText, "an expression")
+)
+PartSizes = Annotated[list[PartSize], Field(min_length=2, description="The sizes of the parts.")]
+Packed = either((int, PartCount, "a whole number"), (list, PartSizes, "a list of sizes"))
+Expressions = either(
+    (str, ExpressionText, "an expression"),
+    (list, Annotated[list[ExpressionText], Field(min_length=1)], "a list of them"),
+)
+Attributes = either(
+    (str, AttributeName, "an attribute's name"),
+    (list, Annotated[list[AttributeName], Field(min_length=1)], "a list of them"),
+)
+Reshard = either(
+    (bool, bool, "true or false"),
+    (str, Literal["all_but_last"], "`all_but_last`"),
+    (int, Annotated[int, Field(ge=1)], "a number of ranks"),
+)
+CpuOffload = either((bool, bool, "true or false"), (str, Literal["pinned"], "`pinned`"))
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class RuleOptions(_Model):
+    """A style together with options."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": option_rules()})
+
+    style: StyleName = Field(description="What to do with the modules or parameters.", examples=["colwise"])
+    optional: bool = Field(
+        default=_default(Rule, "optional"),
+        description="The rule may match nothing. Without it, a rule that matches no module and no parameter is an "
+        "error.",
+        examples=[True],
+    )
+    override: bool = Field(
+        default=_default(Rule, "override"),
+        description="The rule may differ from an earlier rule of the same section for the same module, and replaces "
+        "it there. Without it, two different rules for one module are an error.",
+        examples=[True],
+    )
+    argument: AttributeName = Field(
+        default=None,
+        description="The argument of the module's `forward` that is moved. Without it, the first.",
+        examples=["hidden_states"],
+    )
+    grad: Literal["partial", "complete"] = Field(
+        default=None,
+        description="What the readers of a gathered value hand back: `partial` where each rank has a part of its "
+        "gradient (column-wise matrices read it), `complete` where every rank has all of it. Without it, it is "
+        "found from the structure.",
+        examples=["complete"],
+    )
+    output: Literal["gather", "all_reduce", "reduce_scatter"] = Field(
+        default=None,
+        description="What the module's output goes through: `gather` hands the whole sequence on, `all_reduce` adds "
+        "up the ranks' partial sums, `reduce_scatter` adds them up and splits the result along the sequence.",
+        examples=["gather"],
+    )
+    packed: Packed = Field(
+        default=None,
+        description="The parts of a packed dimension, each of which is split: their sizes, or their number where "
+        "they are equal. Without it, two equal parts.",
+        examples=[3, ["hidden_size", "num_key_value_heads * head_dim", "num_key_value_heads * head_dim"]],
+    )
+    divide: Attributes = Field(
+        default=None,
+        description="Attributes of the module to divide by tp, because its forward counts with them. What begins "
+        "with `config.` is changed in a copy of the configuration.",
+        examples=[["num_heads"], "config.num_attention_heads"],
+    )
+    divides: Expressions = Field(
+        default=None,
+        description="Numbers of the model's configuration that tp must divide.",
+        examples=["num_key_value_heads"],
+    )
+    seq_dim: int = Field(
+        default=_default(Rule, "seq_dim"),
+        ge=0,
+        le=8,
+        description="The sequence dimension of what is moved: 1 in [batch, sequence, hidden].",
+        examples=[0],
+    )
+    read_outside: list[Annotated[int, Field(ge=0, le=100)]] = Field(
+        default=None,
+        min_length=1,
+        description="Positions in the module's output that are also read outside the tensor-parallel region by "
+        "something that every rank computes in full, like an auxiliary loss on router logits.",
+        examples=[[0]],
+    )
+
+
+Entry = either((str, StyleName, "a style's name"), (dict, RuleOptions, "a mapping with a style and its options"))
+
+
+class MixedPrecisionFields(_Model):
+    """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
+
+    param: Dtype = Field(default=None, description="The dtype in which layers compute.", examples=["bfloat16"])
+    reduce: Dtype = Field(default=None, description="The dtype in which gradients are added up.", examples=["float32"])
+    output: Dtype = Field(default=None, description="The dtype of the model's output.", examples=["float32"])
+    cast_forward_inputs: bool = Field(
+        default=_default(MixedPrecision, "cast_forward_inputs"),
+        description="Cast the inputs of each unit to `param`.",
+        examples=[False],
+    )
+
+
+class PrefetchFields(_Model):
+    """How many units to gather ahead of the one that computes."""
+
+    forward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1])
+    backward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2])
+
+
+class DataParallelFields(_Model):
+    """How the model is wrapped over the data-parallel ranks."""
+
+    backend: Literal["fsdp2", "megatron_fsdp", "ddp"] = Field(
+        default=_default(DataParallel, "backend"),
+        description="`fsdp2`: torch's fully_shard. `megatron_fsdp`: the megatron-fsdp package. `ddp`: torch's "
+        "DistributedDataParallel, every rank a whole copy.",
+        examples=["fsdp2"],
+    )
+    units: list[GlobText] = Field(
+        default=list(_default(DataParallel, "units")),
+        description="Modules whose parameters are gathered together, usually each layer.",
+        examples=[["model.layers.*"]],
+    )
+    reshard_after_forward: Reshard = Field(
+        default=_default(DataParallel, "reshard_after_forward"),
+        description="Whether a unit's gathered parameters are freed after its forward: true, false, `all_but_last` "
+        "(the last unit, needed first in backward, is kept), or a number of ranks to keep them sharded over.",
+        examples=["all_but_last"],
+    )
+    mixed_precision: MixedPrecisionFields = Field(
+        default=None,
+        description="Dtypes of parameters, gradient reduction and output.",
+        examples=[{"param": "bfloat16", "reduce": "float32"}],
+    )
+    cpu_offload: CpuOffload = Field(
+        default=_default(DataParallel, "cpu_offload"),
+        description="Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned memory.",
+        examples=["pinned"],
+    )
+    prefetch: PrefetchFields = Field(
+        default=None,
+        description="How far ahead units are gathered. Without it, the backend's own choice.",
+        examples=[{"forward": 1, "backward": 2}],
+    )
+
+
+class ActivationCheckpointingFields(_Model):
+    """Modules whose activations are not kept but computed again in the backward pass."""
+
+    modules: list[GlobText] = Field(
+        default=list(_default(ActivationCheckpointing, "modules")),
+        description="The modules, usually each layer.",
+        examples=[["model.layers.*"]],
+    )
+    mode: Literal["full"] = Field(
+        default=_default(ActivationCheckpointing, "mode"),
+        description="`full`: everything inside is computed again.",
+        examples=["full"],
+    )
+
+
+class CompileFields(_Model):
+    """Modules whose forward is compiled with torch.compile, each on its own."""
+
+    modules: list[GlobText] = Field(
+        default=list(_default(Compile, "modules")),
+        description="The modules, usually each layer.",
+        examples=[["model.layers.*"]],
+    )
+    fullgraph: bool = Field(
+        default=_default(Compile, "fullgraph"),
+        description="A graph break is an error, as in torch.compile.",
+        examples=[False],
+    )
+    backend: str = Field(
+        default=_default(Compile, "backend"),
+        min_length=1, max_length=200,
+        description="torch.compile's backend.",
+        examples=["inductor"],
+    )
+
+
+class PlanDocument(_Model):
+    """How to split a model over ranks: tensor and sequence parallelism, data parallelism, activation checkpointing."""
+
+    model_config = ConfigDict(title="shardplan plan", json_schema_extra={"allOf": [none_rule()]})
+
+    version: Literal["1"] = Field(
+        description='The version of the plan language, as text: `version: "1"`.', examples=["1"]
+    )
+    name: Annotated[str, Field(pattern=WORD, max_length=100)] = Field(
+        default=None, description="The plan's name. Without it, the file's name.", examples=["llama"]
+    )
+    description: str = Field(
+        default="", description="What the plan is for, in a sentence.", examples=["Llama-like dense decoders"]
+    )
+    models: list[Annotated[str, Field(pattern=WORD, max_length=100)]] = Field(
+        default=[],
+        description="The models that the plan is for: Hugging Face model types (`config.model_type`) or class names.",
+        examples=[["llama", "LlamaForCausalLM"]],
+    )
+    extends: Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)] = Field(
+        default=None,
+        description="The plan that this one extends: the name of a built-in plan, or a file beside this one (a name "
+        "that ends in .yaml, .yml or .json).",
+        examples=["llama", "base.yaml"],
+    )
+    tensor_parallel: dict[GlobText, Entry] = Field(
+        default={},
+        description="A style for each glob over names of modules or parameters.",
+        examples=[{"model.layers.*.mlp.down_proj": "rowwise"}],
+    )
+    sequence_parallel: dict[GlobText, Entry] = Field(
+        default={},
+        description="Rules laid over `tensor_parallel` when sequence parallelism is on.",
+        examples=[{"model.layers.*.mlp.down_proj": "rowwise_seq"}],
+    )
+    data_parallel: DataParallelFields = Field(
+        default=None,
+        description="How the model is wrapped over the data-parallel ranks.",
+        examples=[{"backend": "fsdp2", "units": ["model.layers.*"]}],
+    )
+    activation_checkpointing: ActivationCheckpointingFields = Field(
+        default=None,
+        description="Modules whose activations are computed again in the backward pass.",
+        examples=[{"modules": ["model.layers.*"], "mode": "full"}],
+    )
+    compile: CompileFields = Field(
+        default=None,
+        description="Modules whose forward is compiled on its own.",
+        examples=[{"modules": ["model.layers.*"]}],
+    )

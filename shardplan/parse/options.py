@@ -1,0 +1,83 @@
+"""Which style takes which option, as the style records have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shardplan.styles import ALIASES, NONE, STYLES, Style, canonical_style
+
+# Options that only some styles take. `style`, `optional` and `override` go with every style, and with `none`.
+TAKEN_BY: dict[str, Callable[[Style], bool]] = {
+    "argument": lambda style: style.argument_option,
+    "grad": lambda style: style.grad_option,
+    "output": lambda style: bool(style.output_option),
+    "packed": lambda style: style.packed_option,
+    "divide": lambda style: True,
+    "divides": lambda style: True,
+    "seq_dim": lambda style: style.seq_option,
+    "read_outside": lambda style: style.read_outside_option,
+}
+OUTPUTS = ("gather", "all_reduce", "reduce_scatter")
+
+
+def spellings(style: Style) -> tuple[str, ...]:
+    """All names of a style."""
+    return (style.name, *style.aliases)
+
+
+def style_names() -> tuple[str, ...]:
+    """Every name that a rule's style can have, `none` last."""
+    return (*STYLES, *ALIASES, NONE)
+
+
+def takers(option: str, value: str | None = None) -> tuple[str, ...]:
+    """The names of the styles that take an option; for `output`, that take this value of it."""
+    return tuple(
+        name
+        for style in STYLES.values()
+        if TAKEN_BY[option](style) and (value is None or value in style.output_option)
+        for name in spellings(style)
+    )
+
+
+def takes(name: str, option: str) -> bool:
+    """Whether the style of that name takes the option."""
+    style = STYLES.get(canonical_style(name) or "")
+    return option not in TAKEN_BY or (style is not None and TAKEN_BY[option](style))
+
+
+def style_schema() -> dict[str, Any]:
+    """The JSON Schema of a style's name: each with the text that an editor shows."""
+    described = [(style.name, style.summary) for style in STYLES.values()]
+    described += [(alias, f"The same as `{name}`.") for alias, name in ALIASES.items()]
+    described.append((NONE, "Removes what the plan inherits for these modules."))
+    return {
+        "type": "string",
+        "oneOf": [{"const": name, "description": text} for name, text in described],
+    }
+
+
+def option_rules() -> list[dict[str, Any]]:
+    """JSON Schema conditions on a rule with options: who says this option has one of these styles."""
+    rules = [({"required": [option]}, takers(option)) for option in TAKEN_BY]
+    rules += [
+        ({"required": ["output"], "properties": {"output": {"const": value}}}, takers("output", value))
+        for value in OUTPUTS
+    ]
+    return [{"if": said, "then": {"properties": {"style": {"enum": list(names)}}}} for said, names in rules]
+
+
+def none_rule() -> dict[str, Any]:
+    """The JSON Schema condition that only a plan which extends another says `none`."""
+    removal = {
+        "anyOf": [
+            {"const": NONE},
+            {"type": "object", "required": ["style"], "properties": {"style": {"const": NONE}}},
+        ]
+    }
+    section = {"additionalProperties": {"not": removal}}
+    return {
+        "if": {"not": {"required": ["extends"]}},
+        "then": {"properties": {"tensor_parallel": section, "sequence_parallel": section}},
+    }
