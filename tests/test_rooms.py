@@ -44,7 +44,7 @@ EXTERNAL = {
     "torch": set(PLACE) - DATA_ROOMS,
     "transformers": set(PLACE) - DATA_ROOMS,
     "pydantic": {"parse"},
-    "ruamel": {"parse"},
+    "yaml": {"parse"},
 }
 NO_PACKAGES = {"core"}  # the standard library alone
 
