@@ -330,7 +330,7 @@ def verify(
         PlanError: the plan has errors.
         ValueError: data parallelism without `processes`, or a process group exists already.
     """
-    from shardplan.verify.prove import Source, prove
+    from shardplan.proof.prove import Source, prove
 
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     if sizes.world_size > tp and not processes:

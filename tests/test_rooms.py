@@ -17,7 +17,7 @@ LAYERS = (
     {"compat"},
     {"api"},
     {"render"},
-    {"verify"},
+    {"proof"},
     {"synth"},
     {"estimate"},
     {"weights"},

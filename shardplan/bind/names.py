@@ -6,7 +6,7 @@ segment is a look-up: the time is linear in the names that are reached, not in t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -19,7 +19,7 @@ MOST_STARRED = 2000  # names with `*` for list indices; real models have some te
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """The modules and parameters that a glob matches: their names in the model, in the tree's order."""
+    """The modules and parameters that a glob matches, by their names in the model: layer after layer."""
 
     modules: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
@@ -45,43 +45,55 @@ class _State:
             state = state.depth
 
 
-_States = tuple[_State, ...]
+class _Place:
+    """All the states that a name may be in, and where each next segment leads; known places are used again."""
+
+    __slots__ = ("after", "final", "literals", "states")
+
+    def __init__(self, states: tuple[_State, ...]):
+        self.states = states
+        self.final = any(state.final for state in states)
+        self.after: dict[str, _Place | None] = {}
+        # The only segments that lead on, or None where a pattern may let others through.
+        free = any(state.loops or state.patterns for state in states)
+        self.literals = None if free else tuple(dict.fromkeys(text for state in states for text in state.literals))
 
 
-def _compile(glob: Glob) -> _States:
-    start = _State()
-    for alternative in glob.alternatives:
-        state = start
-        for segment in alternative:
-            if segment.any_depth:
-                state.depth = state.depth or _State(loops=True)
-                state = state.depth
-            elif segment.literal:
-                state = state.literals.setdefault(segment.text, _State())
-            else:
-                state = state.patterns.setdefault(segment, _State())
-        state.final = True
-    return tuple(start.with_depth())
+class _Walk:
+    """A glob, ready to be walked along names."""
 
+    def __init__(self, glob: Glob):
+        start = _State()
+        for alternative in glob.alternatives:
+            state = start
+            for segment in alternative:
+                if segment.any_depth:
+                    state.depth = state.depth or _State(loops=True)
+                    state = state.depth
+                elif segment.literal:
+                    state = state.literals.setdefault(segment.text, _State())
+                else:
+                    state = state.patterns.setdefault(segment, _State())
+            state.final = True
+        self.places: dict[tuple[_State, ...], _Place] = {}
+        self.start = self._place(tuple(start.with_depth()))
 
-def _step(states: _States, segment: str) -> _States:
-    """The states after one more segment of a name."""
-    after: dict[_State, None] = {}
-    for state in states:
-        if state.loops:
-            after[state] = None
-        following = [state.literals[segment]] if segment in state.literals else []
-        following += [to for pattern, to in state.patterns.items() if pattern.matches(segment)]
-        for to in following:
-            after.update(dict.fromkeys(to.with_depth()))
-    return tuple(after)
+    def _place(self, states: tuple[_State, ...]) -> _Place:
+        return self.places.get(states) or self.places.setdefault(states, _Place(states))
 
-
-def _literals(states: _States) -> set[str] | None:
-    """The only segments that lead on, or None where a pattern may let others through."""
-    if any(state.loops or state.patterns for state in states):
-        return None
-    return {text for state in states for text in state.literals}
+    def step(self, place: _Place, segment: str) -> _Place | None:
+        """Where one more segment of a name leads; None where no name goes on so."""
+        if segment not in place.after:
+            after: dict[_State, None] = {}
+            for state in place.states:
+                if state.loops:
+                    after[state] = None
+                following = [state.literals[segment]] if segment in state.literals else []
+                following += [to for pattern, to in state.patterns.items() if pattern.matches(segment)]
+                for to in following:
+                    after.update(dict.fromkeys(to.with_depth()))
+            place.after[segment] = self._place(tuple(after)) if after else None
+        return place.after[segment]
 
 
 class Names:
@@ -89,18 +101,6 @@ class Names:
 
     def __init__(self, tree: ModuleTree):
         self.tree = tree
-
-    @cached_property
-    def _order(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.tree.modules)}
-
-    def order(self, name: str) -> tuple[int, int]:
-        """Where a module or parameter stands in the tree; a parameter right behind its module."""
-        place = self._order.get(name)
-        if place is not None:
-            return place, -1
-        module, parameter = self.tree.parameters[name]
-        return self._order[module.name], module.parameters.index(parameter)
 
     def starred(self, modules_only: bool) -> tuple[str, ...]:
         """The names that rules see, list indices as `*`, each once; at most MOST_STARRED of them."""
@@ -120,39 +120,33 @@ class Names:
 
     def reach(self, glob: Glob) -> Reached:
         """All modules and parameters whose whole name matches."""
-        states = _compile(glob)
+        walk = _Walk(glob)
+        place: _Place | None = walk.start
         prefix = self.tree.base_prefix
         for segment in prefix.split(".") if prefix else ():
-            states = _step(states, segment)
-        modules: list[str] = []
+            place = walk.step(place, segment) if place else None
+        modules: list[str] = [""] if place and prefix and place.final else []
         parameters: list[str] = []
-        if prefix and any(state.final for state in states):
-            modules.append("")
-        pending = [("", states)]
+        pending = [("", place)] if place else []
         while pending:
-            name, states = pending.pop()
-            if not states:
-                continue
-            parameters += self._parameters(name, states)
-            for child, after in self._children(name, states):
-                if any(state.final for state in after):
-                    modules.append(child)
-                pending.append((child, after))
-        return Reached(tuple(sorted(modules, key=self.order)), tuple(sorted(parameters, key=self.order)))
+            name, place = pending.pop()
+            base = f"{name}." if name else ""
+            for parameter in self.tree.modules[name].parameters:
+                found = walk.step(place, parameter.name)
+                if found and found.final:
+                    parameters.append(base + parameter.name)
+            following = []
+            for child in self._children(name, base, place):
+                after = walk.step(place, child[len(base) :])
+                if after is not None:
+                    following.append((child, after))
+            pending += reversed([(child, after) for child, after in following if after.literals != ()])
+            modules += [child for child, after in following if after.final]
+        return Reached(tuple(modules), tuple(parameters))
 
-    def _children(self, name: str, states: _States) -> Iterator[tuple[str, _States]]:
-        base = f"{name}." if name else ""
+    def _children(self, name: str, base: str, place: _Place) -> Sequence[str]:
+        """The children that may lead on."""
         children = self.tree.children[name]
-        literals = _literals(states)
-        if literals is not None and len(literals) < len(children):
-            children = tuple(base + text for text in literals if base + text in self.tree.modules)
-        for child in children:
-            after = _step(states, child[len(base) :])
-            if after:
-                yield child, after
-
-    def _parameters(self, name: str, states: _States) -> Iterator[str]:
-        base = f"{name}." if name else ""
-        for parameter in self.tree.modules[name].parameters:
-            if any(state.final for state in _step(states, parameter.name)):
-                yield base + parameter.name
+        if place.literals is None or len(place.literals) >= len(children):
+            return children
+        return [base + text for text in place.literals if base + text in self.tree.modules]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
 from shardplan.core.plan import Assignment, PlanFile, Rule, Section
+from shardplan.core.tree import ModuleTree, parent
 from shardplan.styles import NONE
 
 from .dead import dead
@@ -114,8 +115,19 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
     for layer in stack:
         for name, (rule, is_parameter) in _winners(layer).items():
             held[name] = Assignment(name, is_parameter, rule, layer.section)
-    kept = (assignment for assignment in held.values() if assignment.rule.style != NONE)
-    return {a.name: a for a in sorted(kept, key=lambda a: names.order(a.name))}
+    kept = {name: assignment for name, assignment in held.items() if assignment.rule.style != NONE}
+    return {name: kept[name] for name in _in_order(kept, names.tree)}
+
+
+def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[str]:
+    """The names as they stand in the tree, parameters behind their modules."""
+    owners = {parent(name) for name, assignment in assignments.items() if assignment.is_parameter}
+    for module in tree.modules.values():
+        if module.name in assignments:
+            yield module.name
+        if module.name in owners:
+            names = (f"{module.name}.{p.name}" if module.name else p.name for p in module.parameters)
+            yield from (name for name in names if name in assignments)
 
 
 def _winners(layer: Layer) -> dict[str, tuple[Rule, bool]]:

@@ -51,7 +51,7 @@ def expand(
                 if reached.parameters
                 else dead(names, glob, location, lenient=False, modules_only=True)
             )
-    return tuple(sorted(found, key=names.order)), tuple(wrong)
+    return tuple(name for name in names.tree.modules if name in found), tuple(wrong)
 
 
 def _parameters(pattern: str, location: Location, names: tuple[str, ...]) -> Diagnostic:

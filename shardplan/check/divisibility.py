@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import gcd
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 
 from .facts import Facts
 from .requirements import Kind, Requirement
-from .words import sizes
+from .words import one_of, sizes
 
 HEADS = Code(
     code="SP301",
@@ -152,11 +153,19 @@ def _finding(code: Code, message: str, help: str, requirements: list[Requirement
 
 
 def _no_size(facts: Facts) -> Diagnostic:
-    counts = dict.fromkeys((r.what, r.count) for r in facts.requirements)
+    groups: dict[tuple[str, int], list[Requirement]] = defaultdict(list)
+    for requirement in facts.requirements:
+        groups[requirement.what, requirement.count].append(requirement)
+    # What alone stands in the way: without it, the other counts have a common divisor.
+    alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
+    if len(alone) == 1 and len(groups) > 1:
+        help = f"leave whole what {alone[0][0]} counts, {one_of(r.name for r in groups[alone[0]])}, with its whole block"
+    else:
+        help = "split less: leave whole the blocks whose numbers have no divisor in common with the others"
     return Diagnostic(
         code=NO_SIZE.code,
         severity=Severity.ERROR,
         message="no tp size above 1 divides everything that this plan splits",
-        notes=tuple(f"{what} is {count}" for what, count in counts),
-        help="leave whole what has the odd number, or its whole block",
+        notes=tuple(f"{what} is {count}" for what, count in groups),
+        help=help,
     )

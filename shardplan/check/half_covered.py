@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.layout import V
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, parent
+from shardplan.styles import feature_dim
 
-from .facts import Facts, Held
+from .facts import Facts
+from .requirements import stays_split
 from .words import join, star
 
 SIBLING = Code(
@@ -63,13 +64,6 @@ CODES = (SIBLING, PARAMETER)
 MATMUL = ("linear", "conv1d")
 
 
-def stays_split(held: Held) -> bool:
-    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already is."""
-    if held.how.shard == "out":
-        return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
-    return V(-1) in held.style.takes
-
-
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each name, list indices aside."""
     split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
@@ -84,7 +78,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     reasons: dict[str, dict[str, Rule]] = {}
     for module in facts.resolved.tree.modules.values():
         siblings = split.get(parent(module.name)) if module.name else None
-        if module.kind in MATMUL and siblings and module.name not in own and not facts.claimed(module.name):
+        if (
+            module.kind in MATMUL
+            and siblings
+            and module.name not in own
+            and not facts.claimed(module.name)
+            and not _feeds(facts, module, siblings)
+        ):
             whole[star(module.name)].append(module.name)
             reasons.setdefault(star(module.name), siblings)
         around = split.get(module.name, {}) | ({module.name: own[module.name]} if module.name in own else {})
@@ -93,6 +93,29 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             reasons.setdefault(star(name), around)
     yield from (_finding(SIBLING, names, reasons[key]) for key, names in whole.items())
     yield from (_finding(PARAMETER, names, reasons[key]) for key, names in bare.items())
+
+
+def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
+    """Whether the matrix comes before a split one that reads it whole: the first half of a low-rank projection.
+
+    Its output is as wide as a sibling's input and it reads something else than that sibling does; nor does it read
+    what a sibling splits.
+    """
+    out, into = _widths(module)
+    split = [
+        _widths(facts.resolved.tree.modules[name])
+        for name in siblings
+        if facts.held[f"{name}.weight"].how.shard == "out"
+    ]
+    return any(i == out and i != into for _, i in split) and all(o != into for o, _ in split)
+
+
+def _widths(module: ModuleInfo) -> tuple[int, int]:
+    """The output and input features of a matrix."""
+    weight = module.parameter("weight")
+    assert weight is not None  # a Linear or Conv1D
+    dims = [feature_dim(module.kind, "weight", side, 2) for side in ("out", "in")]
+    return weight.shape[dims[0] or 0], weight.shape[dims[1] or 0]
 
 
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
 
+WHOLE_HEAD = {"head_dim", "head_size"}  # what modules call the features of one head
+HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
 LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
 WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
 
@@ -94,16 +96,27 @@ def _pieces(facts: Facts, held: Held) -> tuple[int, ...]:
 def head_count(facts: Facts, held: Held, size: int) -> int | None:
     """How many heads a length splits into, or None where its shards need not be whole heads.
 
-    By structure: the module around has a `head_dim` that divides the length, and the value stays split between this
-    matrix multiplication and the attention.
+    By structure: the module around knows the size of a head, and the value stays split between this matrix
+    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q and k and
+    one for v), that which gives a number of heads of the configuration.
     """
-    around = facts.resolved.tree.modules.get(parent(held.module.name))
-    head_dim = around.numbers.get("head_dim") if around else None
-    if not isinstance(head_dim, int) or head_dim < 1 or size % head_dim:
+    if not stays_split(held):
         return None
-    style = held.style
-    stays = style.computes == V(-1) and style.hands is None if held.how.shard == "out" else V(-1) in style.takes
-    return size // head_dim if stays else None
+    modules, numbers = facts.resolved.tree.modules, facts.resolved.tree.numbers
+    around = modules.get(parent(held.module.name))
+    head_sizes = {n: around.numbers[n] for n in HEAD_SIZES if n in around.numbers} if around else {}
+    counts = {n: size // width for n, width in head_sizes.items() if width > 0 and size % width == 0}
+    named = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(counts.values())
+    if named:
+        return max(named)
+    return next(iter(counts.values()), None) if head_sizes.keys() <= WHOLE_HEAD and len(head_sizes) == 1 else None
+
+
+def stays_split(held: Held) -> bool:
+    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already is."""
+    if held.how.shard == "out":
+        return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
+    return V(-1) in held.style.takes
 
 
 def _features(facts: Facts, held: Held, size: int) -> str:

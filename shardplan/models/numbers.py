@@ -33,7 +33,7 @@ def config_numbers(config: Any) -> dict[str, Number]:
     text = text_config(config)
     numbers = dict(_dotted(config))
     numbers.update(_plain(text))
-    if "head_dim" not in numbers:
+    if "head_dim" not in numbers and config_value(text, "head_dim") is None:
         hidden, heads = numbers.get("hidden_size"), numbers.get("num_attention_heads")
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0:
             numbers["head_dim"] = hidden // heads
@@ -49,6 +49,13 @@ def text_config(config: Any) -> Any:
         return get()
     except ValueError:  # both an encoder's and a decoder's text configuration
         return get(decoder=True)
+
+
+def config_value(config: Any, name: str, default: Any = None) -> Any:
+    """A field under either of its names. Reads past the guard of configurations whose layers differ in the field."""
+    stored = getattr(config, "attribute_map", {}).get(name, name)
+    attributes = _attributes(config)
+    return attributes[stored] if stored in attributes else default
 
 
 def _dotted(config: Any, prefix: str = "") -> Iterator[tuple[str, Number]]:
@@ -67,10 +74,11 @@ def _dotted(config: Any, prefix: str = "") -> Iterator[tuple[str, Number]]:
 
 def _plain(config: Any) -> dict[str, Number]:
     """A configuration's own numbers, under the names of its `attribute_map` too."""
+    vary = getattr(config, "per_layer_attributes", None) or ()  # no one number for all layers
     numbers = {
         name: number
         for name, value in _attributes(config).items()
-        if not name.startswith("_") and (number := _number(value)) is not None
+        if not name.startswith("_") and name not in vary and (number := _number(value)) is not None
     }
     for alias, stored in getattr(config, "attribute_map", {}).items():
         if stored in numbers:

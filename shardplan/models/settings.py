@@ -12,6 +12,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 
 from .codes import UNKNOWN_SETTING
 from .findings import did_you_mean, finding
+from .numbers import config_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -81,7 +82,7 @@ def with_settings(
 def settable(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every setting that can be changed, dotted, with its value."""
     for name in _settable(config):
-        yield f"{prefix}{name}", getattr(config, name, None)
+        yield f"{prefix}{name}", config_value(config, name)
     for name in _nested(config):
         yield from settable(getattr(config, name), f"{prefix}{name}.")
 
@@ -96,5 +97,5 @@ def _settable(config: PreTrainedConfig) -> Iterator[str]:
     names = {name for name in declared if not name.startswith("_")}
     aliases = {alias for alias, stored in config.attribute_map.items() if stored in names}
     for name in sorted(names | aliases):
-        if isinstance(getattr(config, name, None), (int, float, str, type(None))):
+        if isinstance(config_value(config, name), (int, float, str, type(None))):
             yield name

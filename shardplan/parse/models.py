@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from typing_extensions import TypeAliasType
 
 from shardplan.core import expressions, globs
 from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, Rule
@@ -55,7 +56,7 @@ ExpressionText = Annotated[
     ),
 ]
 AttributeName = Annotated[str, Field(pattern=ATTRIBUTE, max_length=200)]
-StyleName = Annotated[str, WithJsonSchema(style_schema())]
+StyleName = TypeAliasType("StyleName", Annotated[str, WithJsonSchema(style_schema())])
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 PartCount = Annotated[int, Field(ge=2, description="The number of parts, all of one size.")]
@@ -153,7 +154,9 @@ class RuleOptions(_Model):
     )
 
 
-Entry = either((str, StyleName, "a style's name"), (dict, RuleOptions, "a mapping with a style and its options"))
+Entry = TypeAliasType(
+    "Entry", either((str, StyleName, "a style's name"), (dict, RuleOptions, "a mapping with a style and its options"))
+)
 
 
 class MixedPrecisionFields(_Model):
