@@ -8,9 +8,12 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import applied, apply_plan, compile_plan, load_plan, validate, verify
+    from .apply import without_sequence_parallel
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
+    from .training import causal_lm_loss, vocabulary_parallel_nll
+    from .weights import materialize
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan` and
 # linting a plan import neither torch nor pydantic.
@@ -21,6 +24,10 @@ _EXPORTS = {
     "apply_plan": "shardplan.api",
     "verify": "shardplan.api",
     "applied": "shardplan.api",
+    "without_sequence_parallel": "shardplan.apply",
+    "materialize": "shardplan.weights",
+    "causal_lm_loss": "shardplan.training",
+    "vocabulary_parallel_nll": "shardplan.training",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
     "Report": "shardplan.core.report",
