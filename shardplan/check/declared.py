@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
@@ -10,7 +9,6 @@ from shardplan.core.plan import Rule
 
 from .facts import Facts
 from .numbers import attribute, declared, packed_parts
-from .requirements import Requirement
 from .words import sizes
 
 PARTS = Code(
@@ -132,7 +130,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     for held in facts.splits:
         parts = packed_parts(resolved, held) if held.how.packed else ()
         if isinstance(parts, str):
-            yield PARTS, parts, held.rule, held.assignment.name
+            yield from ((PARTS, parts, held.rule, name) for name in held.assigned)
     for assignment in resolved.assignments.values():
         rule, style = assignment.rule, facts.style(assignment)
         for expression in rule.divides:
@@ -170,18 +168,15 @@ def _named(names: tuple[str, ...]) -> str:
 
 
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
-    groups: dict[tuple[int, str, int], list[Requirement]] = defaultdict(list)
     seen = {r.count for r in facts.requirements if r.kind not in DECLARED}  # these counts are reported with the splits
     for requirement in facts.requirements:
         if requirement.kind in DECLARED and requirement.count % tp and requirement.count not in seen:
-            groups[id(requirement.rule), requirement.what, requirement.count].append(requirement)
-    for (_, what, count), requirements in groups.items():
-        declared_count = requirements[0].kind == "declared"
-        yield Diagnostic(
-            code=(DIVIDES if declared_count else DIVIDE).code,
-            severity=Severity.ERROR,
-            message=f"{what} is {count}, which tp={tp} does not divide",
-            primary=Label(requirements[0].rule.location, f"declares {'`divides`' if declared_count else '`divide`'}"),
-            help=f"use {sizes(facts.allowed)}, which divide everything that this plan splits",
-            modules=tuple(dict.fromkeys(r.name for r in requirements)),
-        )
+            code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")
+            yield Diagnostic(
+                code=code.code,
+                severity=Severity.ERROR,
+                message=f"{requirement.what} is {requirement.count}, which tp={tp} does not divide",
+                primary=Label(requirement.rule.location, f"declares `{field}`"),
+                help=f"use {sizes(facts.allowed)}, which divide everything that this plan splits",
+                modules=requirement.modules,
+            )

@@ -126,7 +126,6 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
                 f"{what} is {count}: with tp={tp} there are more ranks than key-value heads",
                 f"use at most tp {max(facts.allowed, default=1)}, the largest size that works for this model and plan",
                 requirements,
-                facts,
             )
         else:
             yield _finding(
@@ -134,21 +133,19 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
                 f"{what} is {count}, which tp={tp} does not divide",
                 f"use {sizes(facts.allowed)}, which divide everything that this plan splits",
                 requirements,
-                facts,
             )
 
 
-def _finding(code: Code, message: str, help: str, requirements: list[Requirement], facts: Facts) -> Diagnostic:
-    helds = [facts.held[r.name] for r in requirements]
-    # An output side is the same rule with and without the overlay: both variants then give one finding.
-    first = min(helds, key=lambda h: (h.how.shard != "out", h.assignment.section != "tensor_parallel"))
+def _finding(code: Code, message: str, help: str, requirements: list[Requirement]) -> Diagnostic:
+    # The rule of an output side is the same with and without the overlay: both variants then give one finding.
+    first = next((r for r in requirements if r.from_output), requirements[0])
     return Diagnostic(
         code=code.code,
         severity=Severity.ERROR,
         message=message,
         primary=Label(first.rule.location, "splits it"),
         help=help,
-        modules=tuple(dict.fromkeys(h.assignment.name for h in helds)),
+        modules=tuple(dict.fromkeys(name for r in requirements for name in r.modules)),
     )
 
 
@@ -159,7 +156,7 @@ def _no_size(facts: Facts) -> Diagnostic:
     # What alone stands in the way: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
-        help = f"leave whole what {alone[0][0]} counts, {one_of(r.name for r in groups[alone[0]])}, with its whole block"
+        help = f"leave whole what {alone[0][0]} counts, {one_of(name for r in groups[alone[0]] for name in r.modules)}, with its whole block"
     else:
         help = "split less: leave whole the blocks whose numbers have no divisor in common with the others"
     return Diagnostic(

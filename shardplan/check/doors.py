@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.layout import SEQ, Layout, R, V
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import parent
 
 from .facts import Facts
 from .regions import hands, inside
@@ -76,17 +76,17 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 def _nested(facts: Facts) -> Iterator[Diagnostic]:
     modules = facts.resolved.modules
     doors = {name: a for name, a in modules.items() if inside(a) is not None and facts.style(a).takes}
-    around = {name: tuple(m for m in ancestors(name) if m in doors) for name in modules} if doors else {}
+    nearest = _nearest(facts, doors)
     regions: dict[str, list[tuple[str, tuple[Layout, ...]]]] = defaultdict(list)
-    for name, outers in around.items():
-        for outer in outers:
-            regions[outer].append((name, hands(modules[name])))
+    for name, assignment in modules.items():
+        outer = nearest.get(name)
+        while outer is not None:
+            regions[outer].append((name, hands(assignment)))
+            outer = nearest.get(outer)
     pairs: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, door in doors.items():
-        if not around[name]:
-            continue
-        outer = doors[around[name][0]]
-        if _argument(facts, door) != _argument(facts, outer):
+        outer = doors.get(nearest.get(name, ""))
+        if outer is None or _argument(facts, door) != _argument(facts, outer):
             continue
         takes = facts.style(door).takes
         if inside(outer) in takes or _handed_within(regions[outer.name], name, takes):
@@ -103,6 +103,16 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
             help="remove one of the two doors",
             modules=tuple(names),
         )
+
+
+def _nearest(facts: Facts, doors: Mapping[str, Assignment]) -> Mapping[str, str]:
+    """The door that each module stands in, itself not counted; modules outside every door are not there."""
+    nearest: dict[str, str] = {}
+    for name in facts.resolved.tree.modules if doors else ():
+        around = parent(name)
+        if name and (around in doors or around in nearest):
+            nearest[name] = around if around in doors else nearest[around]
+    return nearest
 
 
 def _argument(facts: Facts, door: Assignment) -> str | None:

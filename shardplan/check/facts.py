@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, ancestors, parent
+from shardplan.core.tree import ModuleInfo, ParameterInfo, parent
 from shardplan.styles import STYLES, ParameterStyle, Style, feature_dim
 from shardplan.styles.record import WHOLE
 
-from .requirements import Requirement, allowed_sizes, requirements
+from .requirements import HEAD_SIZES, Requirement, allowed_sizes, requirements
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """How one parameter is held on the tp axis.
+    """Parameters that are held alike on the tp axis: by one rule, of one shape, in repeated layers.
 
     Args:
-        name: its full name.
-        module: its owner.
-        parameter: its shape and dtype.
-        assignment: the rule that says so: of the parameter itself or of its module.
+        names: their full names.
+        assigned: what the rule names: the parameters themselves, or their modules.
+        module, around: the owner of the first, and the module that holds that owner.
+        parameter: the first one's short name, shape and dtype.
+        assignment: the first one's.
         style: the rule's style.
         how: what the style does with this parameter.
         dim: the dim (from 0) that is split, None for a whole copy.
     """
 
-    name: str
+    names: tuple[str, ...]
+    assigned: tuple[str, ...]
     module: ModuleInfo
+    around: ModuleInfo
     parameter: ParameterInfo
     assignment: Assignment
     style: Style
@@ -62,46 +65,81 @@ class Facts:
     def style(self, assignment: Assignment) -> Style:
         return STYLES[assignment.rule.style]
 
-    def fits(self, assignment: Assignment) -> bool:
-        """Whether the style can work on what the rule names; `check/kinds.py` reports where it cannot."""
+    @cached_property
+    def misfits(self) -> Mapping[str, Assignment]:
+        """The assignments whose style cannot work on what they name; `check/kinds.py` reports them."""
+        return {name: a for name, a in self.resolved.assignments.items() if not self._fits(a)}
+
+    def _fits(self, assignment: Assignment) -> bool:
         style = self.style(assignment)
         if assignment.is_parameter:
             module, parameter = self.resolved.tree.parameters[assignment.name]
-            shard = style.weight.shard
-            placed = shard is None or feature_dim(module.kind, parameter.name, shard, len(parameter.shape)) is not None
-            return style.on_parameters and placed
+            whole = style.weight.shard is None
+            return style.on_parameters and (whole or _dim(module, parameter, style.weight) is not None)
         module = self.resolved.tree.modules[assignment.name]
         if style.kinds is not None and module.kind not in style.kinds:
             return False
         return not style.shards_parameters or module.parameter("weight") is not None
 
     @cached_property
-    def held(self) -> Mapping[str, Held]:
-        """Every parameter that a fitting rule claims, itself or through its module, in the tree's order."""
-        modules = {n: a for n, a in self.resolved.modules.items() if not self.style(a).is_door and self.fits(a)}
-        parameters = {n: a for n, a in self.resolved.parameters.items() if self.fits(a)}
-        owners = modules.keys() | {parent(name) for name in parameters}
-        result = {}
-        for module in self.resolved.tree.modules.values():
-            if module.name not in owners:
+    def groups(self) -> tuple[Held, ...]:
+        """Every parameter that a fitting rule claims, itself or through its module, those held alike together; in the
+        order in which the first of each stands in the tree."""
+        members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
+        for name, module, parameter, assignment in self._claims():
+            around = self._around(module)
+            likeness = (
+                id(assignment.rule), assignment.is_parameter, module.kind, module.class_name, parameter.name,
+                parameter.shape, around.class_name, *(around.numbers.get(n) for n in HEAD_SIZES),
+            )  # fmt: skip
+            members.setdefault(likeness, []).append((name, module, parameter, assignment))
+        return tuple(map(self._group, members.values()))
+
+    def _claims(self) -> Iterator[tuple[str, ModuleInfo, ParameterInfo, Assignment]]:
+        tree, misfits = self.resolved.tree, self.misfits
+        own = {n: a for n, a in self.resolved.parameters.items() if n not in misfits}
+        owners = {parent(name) for name in own}
+        for module in tree.modules.values():
+            above = self.resolved.modules.get(module.name)
+            if above is not None and (module.name in misfits or self.style(above).is_door):
+                above = None
+            if above is None and module.name not in owners:
                 continue
             for parameter in module.parameters:
                 name = f"{module.name}.{parameter.name}" if module.name else parameter.name
-                assignment = parameters.get(name) or modules.get(module.name)
+                assignment = own.get(name, above)
                 if assignment is not None:
-                    result[name] = self._hold(name, module, parameter, assignment)
-        return result
+                    yield name, module, parameter, assignment
 
-    def _hold(self, name: str, module: ModuleInfo, parameter: ParameterInfo, assignment: Assignment) -> Held:
+    def _around(self, module: ModuleInfo) -> ModuleInfo:
+        return self.resolved.tree.modules[parent(module.name)]
+
+    def _group(self, members: list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]) -> Held:
+        names, modules, parameters, assignments = zip(*members, strict=True)
+        module, parameter, assignment = modules[0], parameters[0], assignments[0]
         style = self.style(assignment)
         how = style.weight if assignment.is_parameter else style.parameter(parameter.name)
-        dim = feature_dim(module.kind, parameter.name, how.shard, len(parameter.shape)) if how.shard else None
-        return Held(name, module, parameter, assignment, style, how, dim)
+        return Held(
+            names=names,
+            assigned=tuple(a.name for a in assignments),
+            module=module,
+            around=self._around(module),
+            parameter=parameter,
+            assignment=assignment,
+            style=style,
+            how=how,
+            dim=_dim(module, parameter, how),
+        )
+
+    @cached_property
+    def held(self) -> Mapping[str, Held]:
+        """How each parameter is held that a fitting rule claims."""
+        return {name: group for group in self.groups for name in group.names}
 
     @cached_property
     def splits(self) -> tuple[Held, ...]:
         """The parameters that are split over tp."""
-        return tuple(held for held in self.held.values() if held.dim is not None)
+        return tuple(group for group in self.groups if group.dim is not None)
 
     @cached_property
     def vocabularies(self) -> frozenset[int]:
@@ -128,27 +166,40 @@ class Facts:
         return next((size for size in self.allowed if size > 1), None)
 
     @cached_property
-    def _units(self) -> frozenset[str]:
-        return frozenset(self.resolved.dp_units)
-
-    def unit_of(self, module: str) -> str:
-        """The innermost FSDP unit that holds a module; "" is the root's."""
-        return next((name for name in (module, *ancestors(module)) if name in self._units), "")
+    def unit_of(self) -> Mapping[str, str]:
+        """The innermost FSDP unit that each module belongs to; "" is the root's."""
+        units = frozenset(self.resolved.dp_units)
+        found: dict[str, str] = {"": ""}
+        for name in self.resolved.tree.modules:
+            found[name] = name if name in units else found[parent(name)]
+        return found
 
     def claimed(self, module: str) -> bool:
         """Whether a rule names the module, one of its parameters, or, as a whole copy, a module around it."""
-        return module in self._claimed or self.whole_around(module)
-
-    def whole_around(self, module: str) -> bool:
-        """Whether a rule keeps a module around this one whole."""
-        around = (self.resolved.modules.get(name) for name in ancestors(module))
-        return any(assignment is not None and self._keeps_whole(assignment) for assignment in around)
-
-    def _keeps_whole(self, assignment: Assignment) -> bool:
-        style = self.style(assignment)
-        return style.owns_parameters and style.weight == WHOLE and not style.takes and style.tail is None
+        return module in self._claimed or module in self.whole
 
     @cached_property
     def _claimed(self) -> frozenset[str]:
-        doors = (n for n, a in self.resolved.modules.items() if not self.style(a).is_door)
-        return frozenset(doors) | {parent(name) for name in self.resolved.parameters}
+        owners = (name for name, a in self.resolved.modules.items() if not self.style(a).is_door)
+        return frozenset(owners) | {parent(name) for name in self.resolved.parameters}
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The modules inside one that a rule keeps whole."""
+        keeps = {name for name, a in self.resolved.modules.items() if _keeps_whole(self.style(a))}
+        inside: set[str] = set()
+        for name in self.resolved.tree.modules if keeps else ():
+            if name and (parent(name) in keeps or parent(name) in inside):
+                inside.add(name)
+        return frozenset(inside)
+
+
+def _keeps_whole(style: Style) -> bool:
+    return style.owns_parameters and style.weight == WHOLE and not style.takes and style.tail is None
+
+
+def _dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> int | None:
+    """The dim that is split; None for a whole copy, and where the parameter has no such dim."""
+    if how.shard is None or not parameter.shape:
+        return None
+    return feature_dim(module.kind, parameter.name, how.shard, len(parameter.shape))

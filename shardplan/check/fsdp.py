@@ -132,10 +132,12 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
+    if len({parameter.dtype for _, parameter in facts.resolved.tree.parameters.values()}) < 2:
+        return
     by_unit: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, (module, parameter) in facts.resolved.tree.parameters.items():
         if parameter.requires_grad:
-            by_unit[facts.unit_of(module.name)][parameter.dtype].append(name)
+            by_unit[facts.unit_of[module.name]][parameter.dtype].append(name)
     mixed = {unit: dtypes for unit, dtypes in by_unit.items() if len(dtypes) > 1}
     if not mixed:
         return

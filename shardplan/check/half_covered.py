@@ -66,33 +66,29 @@ MATMUL = ("linear", "conv1d")
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each name, list indices aside."""
+    tree = facts.resolved.tree
+    own: dict[str, Rule] = {}  # modules that own a split parameter, and its rule
     split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
-    own: dict[str, Rule] = {}  # modules that own a split parameter
     for held in facts.splits:
         if stays_split(held):
-            own.setdefault(held.module.name, held.rule)
-            if held.module.kind in MATMUL:
-                split[parent(held.module.name)].setdefault(held.module.name, held.rule)
-    whole: dict[str, list[str]] = defaultdict(list)
-    bare: dict[str, list[str]] = defaultdict(list)
-    reasons: dict[str, dict[str, Rule]] = {}
-    for module in facts.resolved.tree.modules.values():
-        siblings = split.get(parent(module.name)) if module.name else None
-        if (
-            module.kind in MATMUL
-            and siblings
-            and module.name not in own
-            and not facts.claimed(module.name)
-            and not _feeds(facts, module, siblings)
-        ):
-            whole[star(module.name)].append(module.name)
-            reasons.setdefault(star(module.name), siblings)
-        around = split.get(module.name, {}) | ({module.name: own[module.name]} if module.name in own else {})
-        for name in _unclaimed(facts, module) if around else ():
-            bare[star(name)].append(name)
-            reasons.setdefault(star(name), around)
-    yield from (_finding(SIBLING, names, reasons[key]) for key, names in whole.items())
-    yield from (_finding(PARAMETER, names, reasons[key]) for key, names in bare.items())
+            for name in held.names:
+                owner = parent(name)
+                own.setdefault(owner, held.rule)
+                if held.module.kind in MATMUL:
+                    split[parent(owner)].setdefault(owner, held.rule)
+    whole: dict[str, tuple[list[str], dict[str, Rule]]] = {}
+    for around, siblings in split.items():
+        for name in tree.children[around]:
+            if name not in own and tree.modules[name].kind in MATMUL and not facts.claimed(name):
+                if not _feeds(facts, tree.modules[name], siblings):
+                    whole.setdefault(star(name), ([], siblings))[0].append(name)
+    bare: dict[str, tuple[list[str], dict[str, Rule]]] = {}
+    for owner in dict.fromkeys((*split, *own)):
+        for name in _unclaimed(facts, tree.modules[owner]):
+            beside = split.get(owner, {}) | ({owner: own[owner]} if owner in own else {})
+            bare.setdefault(star(name), ([], beside))[0].append(name)
+    yield from (_finding(SIBLING, names, beside) for names, beside in whole.values())
+    yield from (_finding(PARAMETER, names, beside) for names, beside in bare.values())
 
 
 def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
@@ -119,11 +115,9 @@ def _widths(module: ModuleInfo) -> tuple[int, int]:
 
 
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
-    if facts.whole_around(module.name):
-        return
     for parameter in module.parameters:
         name = f"{module.name}.{parameter.name}" if module.name else parameter.name
-        if name not in facts.held:
+        if name not in facts.held and module.name not in facts.whole:
             yield name
 
 

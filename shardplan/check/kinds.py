@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
@@ -89,13 +88,12 @@ WORDS: dict[ModuleKind, str] = {
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
-    misfits: dict[tuple[Rule, str, str], list[Assignment]] = defaultdict(list)
-    for assignment in facts.resolved.assignments.values():
-        if not facts.fits(assignment):
-            code, what = _reason(facts, assignment)
-            misfits[assignment.rule, code, what].append(assignment)
-    for (rule, code, what), assignments in misfits.items():
-        yield _finding(rule, code, what, tuple(a.name for a in assignments))
+    groups: dict[tuple[int, str, str], tuple[Rule, list[str]]] = {}
+    for name, assignment in facts.misfits.items():
+        code, what = _reason(facts, assignment)
+        groups.setdefault((id(assignment.rule), code, what), (assignment.rule, []))[1].append(name)
+    for (_, code, what), (rule, names) in groups.items():
+        yield _finding(rule, code, what, tuple(names))
 
 
 def _reason(facts: Facts, assignment: Assignment) -> tuple[str, str]:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 from shardplan.core.layout import V
 from shardplan.core.plan import Rule
-from shardplan.core.tree import parent
 
 from .numbers import attribute, declared, packed_parts
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
-from .words import feature_words, head_words, star
+from .words import feature_words, head_words, one_of
 
 if TYPE_CHECKING:
     from .facts import Facts, Held
@@ -39,50 +38,55 @@ class Requirement:
         count: the number itself.
         what: words for it: a config number ("num_key_value_heads") or a phrase.
         kind: where it comes from.
-        name: the parameter that is split, or the module that declares the number.
+        modules: what the rule names: modules, or single parameters.
         rule: the rule that splits or declares.
+        from_output: whether the output side of a matrix is split.
     """
 
     count: int
     what: str
     kind: Kind
-    name: str
+    modules: tuple[str, ...]
     rule: Rule
+    from_output: bool = False
 
 
 def requirements(facts: Facts) -> Iterator[Requirement]:
     """All requirements, in the tree's order: those of the splits, then the declared ones."""
-    tree = facts.resolved.tree
+    numbers = facts.resolved.tree.numbers
     pieces = [(held, piece) for held in facts.splits if not vocabulary_rows(facts, held) for piece in _pieces(facts, held)]
+    heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
     most_heads: dict[str, int] = defaultdict(int)
-    for held, piece in pieces:
-        heads = head_count(facts, held, piece)
-        if heads is not None:
-            around = parent(held.module.name)
-            most_heads[around] = max(most_heads[around], heads)
-    words: dict[tuple[object, ...], str] = {}
-    for held, piece in pieces:
-        heads = head_count(facts, held, piece)
+    for held, _, heads in heads_of:
+        most_heads[held.around.name] = max(most_heads[held.around.name], heads or 0)
+    for held, piece, heads in heads_of:
+        from_output = held.how.shard == "out"
         if heads is None:
-            around = tree.modules[parent(held.module.name)] if held.module.name else held.module
-            key = (piece, around.class_name, held.module.class_name, star(held.name))
-            what = words.get(key) or words.setdefault(key, _features(facts, held, piece))
-            yield Requirement(piece, what, "features", held.name, held.rule)
+            yield Requirement(piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output)
             continue
-        fewer = heads < most_heads[parent(held.module.name)]
-        what = head_words(heads, fewer, tree.numbers)
+        fewer = heads < most_heads[held.around.name]
+        what = head_words(heads, fewer, numbers) or f"the number of heads of {one_of(held.assigned)}"
         kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
-        yield Requirement(heads, what or f"the number of heads of {star(held.module.name)}", kind, held.name, held.rule)
-    for assignment in facts.resolved.assignments.values():
-        for expression in assignment.rule.divides:
-            count = declared(expression, tree.numbers)
+        yield Requirement(heads, what, kind, held.assigned, held.rule, from_output)
+    yield from _declared(facts)
+
+
+def _declared(facts: Facts) -> Iterator[Requirement]:
+    resolved = facts.resolved
+    groups: dict[tuple[int, str, int, Kind], tuple[Rule, list[str]]] = {}
+    for assignment in resolved.assignments.values():
+        rule = assignment.rule
+        for expression in rule.divides:
+            count = declared(expression, resolved.tree.numbers)
             if isinstance(count, int):
-                yield Requirement(count, expression, "declared", assignment.name, assignment.rule)
-        for path in assignment.rule.divide:
-            count = attribute(facts.resolved, assignment, path)
+                groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
+        for path in rule.divide:
+            count = attribute(resolved, assignment, path)
             if isinstance(count, int):
-                what = f"{path} of {star(assignment.name)}"
-                yield Requirement(count, what, "attribute", assignment.name, assignment.rule)
+                groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
+    for (_, path, count, kind), (rule, names) in groups.items():
+        what = path if kind == "declared" else f"{path} of {one_of(names)}"
+        yield Requirement(count, what, kind, tuple(names), rule)
 
 
 def _pieces(facts: Facts, held: Held) -> tuple[int, ...]:
@@ -102,9 +106,8 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
     """
     if not stays_split(held):
         return None
-    modules, numbers = facts.resolved.tree.modules, facts.resolved.tree.numbers
-    around = modules.get(parent(held.module.name))
-    head_sizes = {n: around.numbers[n] for n in HEAD_SIZES if n in around.numbers} if around else {}
+    numbers, own = facts.resolved.tree.numbers, held.around.numbers
+    head_sizes = {name: own[name] for name in HEAD_SIZES if name in own}
     counts = {n: size // width for n, width in head_sizes.items() if width > 0 and size % width == 0}
     named = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(counts.values())
     if named:
@@ -120,16 +123,13 @@ def stays_split(held: Held) -> bool:
 
 
 def _features(facts: Facts, held: Held, size: int) -> str:
-    modules = facts.resolved.tree.modules
-    near = [modules[parent(held.module.name)]] if held.module.name else []
-    if held.module.kind == "other":
-        near.insert(0, held.module)
+    near = (held.module, held.around) if held.module.kind == "other" else (held.around,)
     found = feature_words(size, near, facts.resolved.tree.numbers)
     if found:
         return found
     side = "output" if held.how.shard == "out" else "input"
-    part = "each part of the" if held.how.packed else "the number of"
-    return f"{part} {side} features of {star(held.name.removesuffix('.weight'))}"
+    part = "the length of a part of the" if held.how.packed else "the number of"
+    return f"{part} {side} features of {one_of(held.assigned)}"
 
 
 def allowed_sizes(facts: Facts) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         if len(set(places.values())) > 1:
             yield _held(facts, places)
         if fully_shards(facts.resolved):
-            units = {name: facts.unit_of(parent(name)) for name in group}
+            units = {name: facts.unit_of[parent(name)] for name in group}
             if len(set(units.values())) > 1:
                 yield _units(facts, units)
 

@@ -83,7 +83,7 @@ def _finding(rows: int, tp: int, helds: list[Held]) -> Diagnostic:
         help="use a smaller tp size, or leave it whole with `replicate`"
         if empty
         else f"nothing has to be changed; a vocabulary of {-(-rows // tp) * tp} rows would be even",
-        modules=tuple(dict.fromkeys(held.assignment.name for held in helds)),
+        modules=tuple(dict.fromkeys(name for held in helds for name in held.assigned)),
     )
 
 
