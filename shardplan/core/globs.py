@@ -16,10 +16,11 @@ them side by side: a literal segment is a look-up. Their number is counted befor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from itertools import product
+from itertools import chain, product
 from math import prod
 from typing import TypeVar
 
@@ -49,6 +50,10 @@ class CharacterSet:
     ranges: tuple[tuple[str, str], ...]
     negated: bool = False
 
+    def __str__(self) -> str:
+        ranges = (first if first == last else f"{first}-{last}" for first, last in self.ranges)
+        return f"[{'!' if self.negated else ''}{''.join(ranges)}]"
+
     def fits(self, character: str) -> bool:
         return self.negated != any(first <= character <= last for first, last in self.ranges)
 
@@ -61,9 +66,12 @@ class Token(Enum):
     DEPTH = "**"
     DOT = "."
 
+    def __str__(self) -> str:
+        return self.value
+
 
 STAR, ONE, DEPTH, DOT = Token
-Element = str | Token | CharacterSet  # a str is one character that stands for itself
+Element = str | Token | CharacterSet  # a str stands for itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,15 +80,17 @@ class Segment:
 
     Args:
         text: as in the pattern, its alternatives chosen.
-        elements: its characters; (DEPTH,) stands for zero or more whole segments.
+        elements: its characters, one by one; (DEPTH,) stands for zero or more whole segments; empty where the segment
+            is `text` itself.
     """
 
     text: str
-    elements: tuple[Element, ...]
-    literal: bool = field(init=False, compare=False)
+    elements: tuple[Element, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "literal", all(isinstance(element, str) for element in self.elements))
+    @property
+    def literal(self) -> bool:
+        """Whether it matches its own text and nothing else."""
+        return not self.elements
 
     @property
     def any_depth(self) -> bool:
@@ -89,7 +99,7 @@ class Segment:
 
     def matches(self, segment: str) -> bool:
         """Whether one segment of a name (without dots) fits. `**` fits every segment."""
-        if self.literal:
+        if not self.elements:
             return self.text == segment
         if self.elements in ((STAR,), (DEPTH,)):
             return True
@@ -230,27 +240,29 @@ def _segments(elements: tuple[Element, ...], pattern: str) -> tuple[Segment, ...
             pieces[-1].append(element)
     result: list[Segment] = []
     for piece in pieces:
-        text = "".join(map(_text, piece))
         if not piece:
-            chosen = "".join(map(_text, elements))
+            chosen = _text(elements)
             where = f"`{chosen}`, one of its alternatives," if chosen != pattern else "it"
             raise GlobError(f"{where} has an empty segment", 0, len(pattern))
-        if DEPTH in piece and len(piece) > 1:
-            raise GlobError(f"`**` stands for whole segments, it cannot be a part of one (`{text}`)", 0, len(pattern))
-        segment = Segment(text, tuple(piece))
+        segment = _segment(piece, pattern)
         if not (segment.any_depth and result and result[-1].any_depth):
             result.append(segment)
     return tuple(result)
 
 
-def _text(element: Element) -> str:
-    match element:
-        case Token():
-            return element.value
-        case CharacterSet(ranges, negated):
-            return "[" + "!" * negated + "".join(a if a == b else f"{a}-{b}" for a, b in ranges) + "]"
-        case _:
-            return element
+def _segment(piece: list[Element], pattern: str) -> Segment:
+    text = _text(piece)
+    if all(isinstance(element, str) for element in piece):
+        return Segment(text)
+    if DEPTH in piece and len(piece) > 1:
+        reason = f"`**` stands for whole segments, it cannot be a part of one (`{text}`)"
+        raise GlobError(reason, 0, len(pattern))
+    characters = (list(element) if isinstance(element, str) else [element] for element in piece)
+    return Segment(text, tuple(chain.from_iterable(characters)))
+
+
+def _text(elements: Iterable[Element]) -> str:
+    return "".join([element if isinstance(element, str) else str(element) for element in elements])
 
 
 class _Reader:
@@ -272,6 +284,10 @@ class _Reader:
         current: list[Element | _Choice] = []
         while self.position < len(self.pattern):
             at = self.position
+            if plain := _PLAIN.match(self.pattern, at):
+                current.append(plain[0])
+                self.position = plain.end()
+                continue
             character = self.pattern[at]
             self.position += 1
             if character == "{":
@@ -335,6 +351,7 @@ class _Reader:
         return CharacterSet(tuple(ranges), negated)
 
 
+_PLAIN = re.compile(r"\w+")
 _SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
 _REFUSED = {
     "]": "a `]` closes nothing",

@@ -199,6 +199,7 @@ def _fields(path: Path) -> tuple[str, ...]:
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
     """The model that a field's annotation speaks of."""
+    annotation = getattr(annotation, "__value__", annotation)
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)

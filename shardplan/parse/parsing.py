@@ -130,7 +130,7 @@ def compile_document(document: Document, source: SourceFile, chain: tuple[Origin
     check_rules(document.root, findings)
     extends = node_at(document.root, ("extends",))
     parent = None
-    if isinstance(extends, Scalar) and isinstance(extends.value, str) and extends.value:
+    if isinstance(extends, Scalar) and isinstance(extends.value, str):
         parent = _parent(extends.value, chain, findings)
     own = Parsed(None, SourceMap({source.name: source}), findings.all)
     if parent is not None:
