@@ -1,0 +1,153 @@
+"""Running a function on N real processes: gloo on the CPU, one process per rank, kept for the next call.
+
+    results = on_ranks(4, function, *arguments)  # function(*arguments) on every rank; what each returned, by rank
+
+The function is a module's own (it is pickled), and asks `torch.distributed` for its rank. Starting a group costs
+several seconds of imports, so it is kept until another number of ranks is asked for or a call goes wrong.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+START = 240.0  # seconds for the imports of all ranks, on a busy machine
+GRACE = 5.0  # seconds for the other ranks' own errors, after the first one
+
+
+class RanksFailed(Exception):
+    """What went wrong on which rank: the rank's own traceback, its death, or the time-out."""
+
+    def __init__(self, errors: dict[int, str]):
+        self.errors = errors
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in sorted(errors.items())))
+
+
+class Ranks:
+    """A group of processes that hold one gloo process group."""
+
+    def __init__(self, count: int):
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.connections, self.processes = [], []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            arguments = (rank, count, str(Path(self.folder.name, "rendezvous")), theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+        try:
+            self._answers(time.monotonic() + START)
+        except RanksFailed:
+            self.close()
+            raise
+
+    def call(self, function: Callable[..., Any], arguments: tuple, seconds: float) -> list[Any]:
+        task = pickle.dumps((function, arguments))
+        for connection in self.connections:
+            connection.send_bytes(task)
+        return self._answers(time.monotonic() + seconds)
+
+    def _answers(self, deadline: float) -> list[Any]:
+        waiting: dict[Connection, int] = {connection: rank for rank, connection in enumerate(self.connections)}
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                errors |= {rank: "no answer in time: it hangs, or waits for another rank" for rank in waiting.values()}
+                break
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    fine, value = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    self.processes[rank].join(GRACE)
+                    fine, value = False, f"died with exit code {self.processes[rank].exitcode}"
+                (results if fine else errors)[rank] = value
+                if not fine:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        if errors:
+            raise RanksFailed(errors)
+        return [results[rank] for rank in sorted(results)]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+_group: Ranks | None = None
+
+
+def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+    """Call a function on `count` ranks.
+
+    Args:
+        seconds: what the call may take before it counts as hanging.
+
+    Returns:
+        What it returned, by rank.
+
+    Raises:
+        RanksFailed: it raised, died or hung on some rank.
+    """
+    global _group
+    if _group is None or len(_group.processes) != count:
+        stop()
+        _group = Ranks(count)
+    try:
+        return _group.call(function, arguments, seconds)
+    except BaseException:
+        stop()
+        raise
+
+
+def stop() -> None:
+    """End the group, if there is one."""
+    global _group
+    if _group is not None:
+        _group.close()
+        _group = None
+
+
+atexit.register(stop)
+
+
+def _serve(rank: int, count: int, rendezvous: str, connection: Connection) -> None:
+    """One rank: answer calls until the other end is closed."""
+    import torch
+    import torch.distributed as dist
+
+    import shardplan  # noqa: F401
+
+    torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count, timeout=timedelta(seconds=60)
+    )
+    connection.send_bytes(pickle.dumps((True, None)))
+    while True:
+        try:
+            function, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = (True, function(*arguments))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        connection.send_bytes(pickle.dumps(answer))
