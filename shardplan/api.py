@@ -143,21 +143,15 @@ def _auto_plan(found: FoundModel) -> Parsed:
 
 
 def _hf_plan(found: FoundModel) -> Parsed:
-    """The tensor-parallel plan that transformers has for the model. It is written for a family of models, so that a
-    rule that this one has no module for is a warning.
+    """The tensor-parallel plan that transformers has for the model.
 
     Raises:
         PlanError: SP514.
     """
     from shardplan.models import hf_tp_plan
-    from shardplan.parse import parse_plan
+    from shardplan.parse import from_hf_tp_plan
 
-    styles, prefix = hf_tp_plan(found.build())
-    rules = {f"{prefix}.{key}" if prefix else key: style for key, style in styles.items()}
-    parsed = parse_plan({"version": "1", "name": "hf", "tensor_parallel": rules}, name="<hf>")
-    if parsed.plan is None:
-        return parsed
-    return replace(parsed, plan=replace(parsed.plan, lenient_dead_rules=True))
+    return from_hf_tp_plan(*hf_tp_plan(found.build()))
 
 
 def _check_variants(
@@ -256,7 +250,8 @@ def apply_plan(
 ) -> nn.Module:
     """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2.
 
-    The model is changed in place and returned. Names of modules and parameters stay. Make the optimizer afterwards.
+    The model is changed in place and returned (with the backend ddp, its wrapper). Names of modules and parameters
+    stay. Make the optimizer afterwards.
 
     Args:
         model: on the meta device, the CPU or a CUDA device, not sharded yet.
@@ -273,32 +268,33 @@ def apply_plan(
         ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
         RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
     """
-    from shardplan.apply.agreement import check_inputs_once, check_same_program
+    from shardplan.apply.agreement import check_inputs_once, same_on_all_ranks
     from shardplan.apply.apply import apply_program, refuse_used
     from shardplan.apply.mesh import read_mesh
 
     refuse_used(model)
     plan_mesh = read_mesh(mesh, axes)
-    program, warnings = _compile(
-        model,
-        plan_mesh.sizes,
-        plan,
-        sequence_parallel=sequence_parallel,
-        logits=logits,
-        sections={
-            "data_parallel": data_parallel,
-            "activation_checkpointing": activation_checkpointing,
-            "compile": compile,
-        },
-        seq_len=seq_len,
-        strict=strict,
-    )
-    plan_mesh.check_sections(program.resolved)
-    check_same_program(program.describe(), mesh)
-    apply_program(model, plan_mesh, program, src_data_rank=src_data_rank, diagnostics=warnings)
+    with same_on_all_ranks(mesh) as say:
+        program, warnings = _compile(
+            model,
+            plan_mesh.sizes,
+            plan,
+            sequence_parallel=sequence_parallel,
+            logits=logits,
+            sections={
+                "data_parallel": data_parallel,
+                "activation_checkpointing": activation_checkpointing,
+                "compile": compile,
+            },
+            seq_len=seq_len,
+            strict=strict,
+        )
+        plan_mesh.check_sections(program.resolved)
+        say(program.describe())
+    result = apply_program(model, plan_mesh, program, src_data_rank=src_data_rank, diagnostics=warnings)
     if check_inputs and plan_mesh.tp is not None:
-        check_inputs_once(model, plan_mesh.tp)
-    return model
+        check_inputs_once(result, plan_mesh.tp)
+    return result
 
 
 def verify(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -10,21 +12,36 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def check_same_program(text: str, mesh: DeviceMesh) -> None:
-    """Compare a program's description over the mesh before anything else is communicated.
+@contextmanager
+def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Callable[[str], None]]:
+    """Compare over the mesh what each rank is about to do, before anything else is communicated.
+
+    The context yields a function to be told that, as text. Where a rank raises instead, the others learn it here
+    rather than wait for it later.
 
     Raises:
-        RuntimeError: ranks have different programs.
+        RuntimeError: ranks say different things, or some failed and others did not.
     """
+    said: list[str] = []
+    try:
+        yield said.append
+    except Exception as error:
+        _all_say(f"failed: {error}", mesh)
+        raise
+    if not _all_say("".join(said), mesh):
+        raise RuntimeError(
+            "ranks compiled different programs, or it failed on some of them (another plan, model or version there); "
+            "compare compile_plan(...).describe() between the ranks"
+        )
+
+
+def _all_say(text: str, mesh: DeviceMesh) -> bool:
+    """Whether every rank of the mesh says the same."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     low = torch.tensor([number, -number], dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    if low.tolist() != [number, -number]:
-        raise RuntimeError(
-            "ranks compiled different programs (another plan, model or version on some of them); "
-            "compare program.describe() between the ranks"
-        )
+    return low.tolist() == [number, -number]
 
 
 def _fingerprint(x: Tensor) -> float:

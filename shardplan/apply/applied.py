@@ -30,6 +30,8 @@ class Applied:
         diagnostics: the warnings it was compiled with.
         steps: the phases that ran, in order.
         tp: the size of the tp axis.
+        model: what `apply_plan` returned.
+        shared: the switches of the tensor-parallel styles; None where tp is 1.
     """
 
     program: Program
@@ -90,8 +92,9 @@ def _counted(counter: Counter[str]) -> str:
     return ", ".join(f"{n} {op}" for op, n in sorted(counter.items())) or "no collectives"
 
 
-def remember(record: Applied) -> None:
-    """Attach the record to its model."""
+def remember(record: Applied, model: nn.Module) -> None:
+    """Attach the record to the model, and to the wrapper around it if there is one."""
+    model.__dict__[_KEY] = record
     record.model.__dict__[_KEY] = record
 
 

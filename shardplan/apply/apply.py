@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.plan import DataParallel
 from shardplan.lower.program import Program
+from shardplan.torchlib.failures import module_of
 from shardplan.torchlib.regime import Shared
 
 from .applied import Applied, mark_unusable, remember, was_touched
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
+from .ddp import apply_ddp
 from .fsdp2 import apply_fsdp2
 from .heads import use_sharded_loss
 from .mesh import PlanMesh
@@ -35,6 +39,7 @@ class Work:
     src_data_rank: int | None
     ties: tuple[tuple[str, ...], ...] = ()
     shared: Shared | None = None
+    result: nn.Module | None = None
     steps: list[str] = field(default_factory=list)
 
 
@@ -70,14 +75,22 @@ def _compile(work: Work) -> bool:
 
 
 def _data_parallel(work: Work) -> bool:
-    mesh, resolved = work.mesh.data_parallel, work.program.resolved
-    if mesh is None or resolved.data_parallel is None:
+    resolved = work.program.resolved
+    if resolved.data_parallel is None:
         return False
-    BACKENDS[resolved.data_parallel.backend](work.model, mesh, resolved.data_parallel, resolved.dp_units)
+    mesh = work.mesh.data_parallel(resolved.data_parallel.backend)
+    if mesh is None:
+        return False
+    wrap = BACKENDS[resolved.data_parallel.backend]
+    work.result = wrap(work.model, mesh, resolved.data_parallel, resolved.dp_units)
     return True
 
 
-BACKENDS: dict[str, Callable[..., None]] = {"fsdp2": apply_fsdp2}
+# (model, data-parallel mesh, section, unit names) -> what the caller gets: the model, or a wrapper around it.
+BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Sequence[str]], nn.Module]] = {
+    "fsdp2": apply_fsdp2,
+    "ddp": apply_ddp,
+}
 
 # The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
 # checkpoint around the compiled forward (docs/decisions/0002), FSDP2 last (its hooks outermost).
@@ -107,11 +120,11 @@ def apply_program(
     *,
     src_data_rank: int | None,
     diagnostics: tuple[Diagnostic, ...] = (),
-) -> Applied:
-    """Run the phases.
+) -> nn.Module:
+    """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
     Raises:
-        RuntimeError: a step failed; names it. The model is then marked unusable.
+        RuntimeError: a step failed; names it and the module. The model is then marked unusable.
     """
     work = Work(model, mesh, program, src_data_rank)
     before = names_of(model)
@@ -121,8 +134,11 @@ def apply_program(
             if phase(work):
                 work.steps.append(name)
         except Exception as error:
-            raise RuntimeError(f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}: {error}") from error
+            where = f" at {module}" if (module := module_of(error)) else ""
+            raise RuntimeError(
+                f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}{where}: {error}"
+            ) from error
         check_unchanged(before, model, name)
-    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, model, work.shared)
-    remember(record)
-    return record
+    result = work.result if work.result is not None else model
+    remember(Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared), model)
+    return result

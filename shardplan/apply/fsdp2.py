@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardplan.core.plan import DataParallel, MixedPrecision
+from shardplan.torchlib.failures import at_module
 
 
-def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, units: Sequence[str]) -> None:
-    """Shard the units, inner ones first, then the root, which keeps what no unit holds.
+def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, units: Sequence[str]) -> nn.Module:
+    """Shard the units, inner ones first, then the root, which keeps what no unit holds. Returns the same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
@@ -21,10 +22,12 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, units
     """
     options = {"mesh": mesh, "mp_policy": _policy(section.mixed_precision), "offload_policy": _offload(section)}
     modules = [model.get_submodule(name) for name in units]
-    for module in sorted(modules, key=lambda m: len(list(m.modules()))):
-        fully_shard(module, **options, reshard_after_forward=_reshard(section, module is modules[-1]))
+    for name, module in sorted(zip(units, modules, strict=True), key=lambda unit: -unit[0].count(".")):
+        with at_module(name):
+            fully_shard(module, **options, reshard_after_forward=_reshard(section, module is modules[-1]))
     fully_shard(model, **options)
     _prefetch(modules, section)
+    return model
 
 
 def _reshard(section: DataParallel, last: bool) -> bool | int:

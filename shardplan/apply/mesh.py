@@ -35,18 +35,28 @@ class PlanMesh:
         """The one-dimensional tp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names["tp"]] if "tp" in self.names else None
 
-    @property
-    def data_parallel(self) -> DeviceMesh | None:
-        """What FSDP2 shards over: [dp_replicate,] dp_shard x cp flattened. None without a data-parallel axis."""
-        shard_axes = tuple(self.names[a] for a in ("dp_shard", "cp") if a in self.names)
+    def data_parallel(self, backend: str) -> DeviceMesh | None:
+        """What a backend works over: FSDP2 over [dp_replicate,] dp_shard x cp flattened, DDP over dp_replicate. None
+        without such an axis.
+
+        Raises:
+            ValueError: FSDP2 with dp_replicate alone.
+        """
         replicate = self.names.get("dp_replicate")
+        if backend == "ddp":
+            return self.mesh[replicate] if replicate else None
+        shard_axes = tuple(self.names[axis] for axis in ("dp_shard", "cp") if axis in self.names)
         if not shard_axes:
-            return self._replicate_only(replicate)
-        shard_name = shard_axes[0]
+            if replicate:
+                raise ValueError(
+                    f"the mesh has the axis {replicate!r} but no dp_shard axis: FSDP2's hybrid sharding needs both "
+                    "(a dp_shard axis of size 1 will do)"
+                )
+            return None
+        name = "_".join(shard_axes)
         if len(shard_axes) > 1:
-            shard_name = "_".join(shard_axes)
-            self.mesh[shard_axes]._flatten(shard_name)
-        return self.mesh[(replicate, shard_name)] if replicate else self.mesh[shard_name]
+            self.mesh[shard_axes]._flatten(name)
+        return self.mesh[(replicate, name)] if replicate else self.mesh[name]
 
     def check_sections(self, resolved: ResolvedPlan) -> None:
         """Raise ValueError where the mesh has data-parallel ranks and the plan says nothing about them."""
@@ -56,14 +66,6 @@ class PlanMesh:
                 f"the mesh has {ranks} data-parallel ranks, but plan {resolved.plan.name!r} has no data_parallel "
                 'section: add one, or pass data_parallel={"backend": "fsdp2", "units": [...]}'
             )
-
-    def _replicate_only(self, replicate: str | None) -> DeviceMesh | None:
-        if replicate is None:
-            return None
-        raise ValueError(
-            f"the mesh has the axis {replicate!r} but no dp_shard axis: FSDP2's hybrid sharding needs both "
-            "(a dp_shard axis of size 1 will do)"
-        )
 
 
 def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMesh:

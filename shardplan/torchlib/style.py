@@ -13,6 +13,7 @@ from shardplan.core.program import ModuleProgram
 
 from .attributes import divide_attributes
 from .boundaries import Enter, Leave, acts
+from .failures import at_module
 from .forward import wrap_forward
 from .outputs import gather_hidden_states
 from .parameters import GroupedGradients, LocalParameters, SubtreeParameters, distribute
@@ -43,9 +44,10 @@ class ModuleStyle(ParallelStyle):
         return f"ModuleStyle({self.program.name!r}, {self.program.style})"
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._store(module, device_mesh)
-        self._read(module, device_mesh)
-        self._hook(module, device_mesh)
+        with at_module(self.program.name):
+            self._store(module, device_mesh)
+            self._read(module, device_mesh)
+            self._hook(module, device_mesh)
         return module
 
     def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
