@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
 from shardplan.core.plan import ResolvedPlan
+from shardplan.torchlib.meshes import flatten
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class PlanMesh:
             return None
         name = "_".join(shard_axes)
         if len(shard_axes) > 1:
-            self.mesh[shard_axes]._flatten(name)
+            flatten(self.mesh, shard_axes, name)
         return self.mesh[(replicate, name)] if replicate else self.mesh[name]
 
     def check_sections(self, resolved: ResolvedPlan) -> None:

@@ -1,0 +1,13 @@
+"""What of a DeviceMesh has no public name yet."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> None:
+    """Make several axes of a mesh available as one, under a new name.
+
+    `DeviceMesh._flatten` is what torchtitan calls for dp_shard x cp (torch 2.11 to 2.13 have no public spelling).
+    """
+    mesh[axes]._flatten(name)
