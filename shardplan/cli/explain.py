@@ -11,10 +11,10 @@ from .exits import CLEAN, UsageError
 
 
 def run(args: argparse.Namespace) -> int:
-    pages = catalog()
-    code = pages.get(args.code.upper())
+    pages, word = catalog(), args.code.upper()
+    code = pages.get(word)
     if code is None:
-        near = get_close_matches(args.code.upper(), pages, n=3, cutoff=0.5)
+        near = [known for known in pages if known.startswith(word)][:3] or get_close_matches(word, pages, cutoff=0.5)
         hint = f"; the nearest are {', '.join(near)}" if near else "; codes look like SP301"
         raise UsageError(f"there is no code {args.code}{hint}")
     print(page(code))

@@ -6,13 +6,13 @@ import argparse
 
 from shardplan.core.report import Report, as_errors, ordered
 from shardplan.core.sources import SourceMap
-from shardplan.parse import parse_plan
+from shardplan.parse import lint_plan
 
 from .output import finish
 
 
 def run(args: argparse.Namespace) -> int:
-    parsed = [parse_plan(word) for word in dict.fromkeys(args.plans)]
+    parsed = [lint_plan(word) for word in dict.fromkeys(args.plans)]
     sources = SourceMap({name: file for one in parsed for name, file in one.sources.files.items()})
     findings = ordered((d for one in parsed for d in one.diagnostics), sources)
     report = Report(

@@ -11,12 +11,14 @@ from shardplan import api
 from shardplan.render import json_text, to_json, wants_color
 from shardplan.render.proof import proof_text
 
-from .exits import CLEAN, FINDINGS
+from .exits import CLEAN, FINDINGS, UsageError
 from .output import finish, progress
 from .validate import report_of
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.dp_shard > 1 and not args.processes:
+        raise UsageError("FSDP2 does not run in the simulation: --dp-shard above 1 needs --processes")
     findings = report_of(args)
     if not findings.ok:
         return finish(findings, args)

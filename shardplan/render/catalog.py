@@ -15,7 +15,7 @@ FAMILIES = {
     "SP5": "Environment, models and applying",
 }
 
-LANGUAGES = {"shardplan ": "console", "hf ": "console", "{": "json", "def ": "python", "apply_plan(": "python"}
+LANGUAGES = {"$ ": "console", "shardplan ": "console", "hf ": "console", "{": "json", "def ": "python", "apply_plan(": "python"}
 
 
 @cache
