@@ -11,9 +11,9 @@ from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, OutputMove
 from shardplan.core.tree import ModuleInfo, ancestors, block
 from shardplan.styles import STYLES, Style, feature_dim
+from shardplan.styles.stored import lower_parameters
 
 from .arrivals import arrives, door_output, gathered
-from .parameters import lower_parameters
 from .program import Program
 
 

@@ -6,8 +6,8 @@ from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo, ParameterInfo
-from shardplan.styles import STYLES, ParameterStyle, feature_dim
-from shardplan.styles.record import WHOLE
+from . import STYLES, ParameterStyle, feature_dim
+from .record import WHOLE
 
 
 def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:

@@ -1,0 +1,128 @@
+"""What the style records say of each module: what may arrive, what is moved to what, how parameters are held.
+
+Types come from nowhere else. A record that does not say enough is refused when this file is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardplan.core.layout import SEQ, I, Layout, P, R, V
+from shardplan.core.moves import move_ops
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.program import ParameterProgram
+from shardplan.core.tree import ModuleInfo
+from shardplan.styles import STYLES, Style
+from shardplan.styles.stored import lower_parameters
+
+OUTPUTS = {"gather": (V(SEQ), R), "all_reduce": (P, I), "reduce_scatter": (P, V(SEQ))}  # what `output:` says
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """One module as its rule and its style's record have it.
+
+    Args:
+        name: its full name.
+        assignment: its rule, or None.
+        parameters: every parameter that it owns.
+        takes: what may arrive; empty: as it comes.
+        inside: what the module's forward gets; None: as it came.
+        argument: the argument that `takes` speaks of: a name, None for the first, "*" for all with floating point.
+        computes: what the forward is said to return, where the record says it.
+        hands: what is handed on; None: what the forward returned.
+        open_gradient: whether `hands` may be R or I, as its readers have it.
+        vocabulary: rows of the whole table, where they are looked up by id.
+        tail, outside, divide: as in `core.program.ModuleProgram`.
+        declared: the output is a declared split of the logits, handed on as if whole.
+    """
+
+    name: str
+    assignment: Assignment | None
+    parameters: tuple[ParameterProgram, ...]
+    takes: tuple[Layout, ...] = ()
+    inside: Layout | None = None
+    argument: str | None = None
+    computes: Layout | None = None
+    hands: Layout | None = None
+    open_gradient: bool = False
+    vocabulary: int | None = None
+    tail: int = 0
+    outside: tuple[int, ...] = ()
+    divide: tuple[str, ...] = ()
+    declared: bool = False
+
+    @property
+    def style(self) -> Style | None:
+        return STYLES[self.assignment.rule.style] if self.assignment else None
+
+
+def boundaries(plan: ResolvedPlan) -> Mapping[str, Boundary]:
+    """The boundary of every module, by name, in the tree's order."""
+    door = any(P in STYLES[a.rule.style].takes for a in plan.modules.values())
+    return {name: _boundary(plan, module, door) for name, module in plan.tree.modules.items()}
+
+
+def _boundary(plan: ResolvedPlan, module: ModuleInfo, door: bool) -> Boundary:
+    assignment = plan.modules.get(module.name)
+    parameters = lower_parameters(plan, module)
+    if assignment is None:
+        return Boundary(module.name, None, parameters)
+    rule, style = assignment.rule, STYLES[assignment.rule.style]
+    inside, computes, hands = style.inside, style.computes, style.hands
+    if inside == R and rule.grad == "complete" and style.is_door:
+        inside = I
+    open_gradient = False
+    if rule.output is not None:
+        computes, hands = OUTPUTS[rule.output]
+        if rule.output == "gather":
+            open_gradient = rule.grad is None
+            hands = I if rule.grad == "complete" else R
+    elif style.partial_until_door:
+        hands = P if door else I
+    elif style.dtensor_output:
+        hands = I
+    at = rule.seq_dim
+    return Boundary(
+        name=module.name,
+        assignment=assignment,
+        parameters=parameters,
+        takes=tuple(layout.at(at) for layout in style.takes),
+        inside=inside.at(at) if inside else None,
+        argument="*" if style.argument == "floats" else rule.argument,
+        computes=computes.at(at) if computes else None,
+        hands=hands.at(at) if hands else None,
+        open_gradient=open_gradient,
+        vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
+        tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
+        outside=rule.read_outside,
+        divide=rule.divide,
+        declared=style.dtensor_output,
+    )
+
+
+def missing(style: Style) -> str | None:
+    """What a record lacks for its layouts to be proven, or None."""
+    if style.takes and style.inside is None:
+        return "takes a layout, but does not say what the module's forward gets"
+    for src in style.takes:
+        if move_ops(src, style.inside) is None:
+            return f"takes {src} and gives {style.inside}, which is no move"
+    hands = P if style.partial_until_door and style.computes == P else style.hands
+    if hands is not None and style.computes is None:
+        return f"hands on {hands}, but does not say what the module computes"
+    if hands is not None and move_ops(style.computes, hands) is None:
+        return f"computes {style.computes} and hands on {hands}, which is no move"
+    if style.shards_parameters and style.computes is None:
+        return "splits parameters, but does not say what the module then computes"
+    if style.bias is not None and style.weight.shard == "in" and not style.bias_after:
+        return "splits input features, but adds the bias on every rank"
+    if style.vocabulary and style.computes != P:
+        return "looks rows up by id, but does not compute a partial sum"
+    return None
+
+
+for _style in STYLES.values():
+    if (_reason := missing(_style)) is not None:
+        raise TypeError(f"style {_style.name}: {_reason}")

@@ -1,0 +1,448 @@
+"""The types of all values of a run, and where they do not fit.
+
+How a value is spread over the ranks (whole, split, a sum) is told by comparing what each rank has with what the
+unsharded model has at the same place. Whether the gradient of a whole value is complete (I) or a partial sum (R)
+follows from how it is read, as the chain rule has it, operation by operation:
+
+| result | a whole operand's gradient on this rank |
+|---|---|
+| split | is this rank's slice's share: a partial sum |
+| sum | is this rank's summand's share: a partial sum |
+| whole | is complete where the result's is, and a partial sum where the result's is |
+
+So a result that is split or a sum wants R of its whole operands, and a whole result wants all of one type, which it
+has too. Nothing depends on which operation it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.layout import I, Layout, R
+from shardplan.torchlib.packing import packed_order
+from shardplan.twin.trace import Event, Trace, argument_names
+
+from .boundaries import Boundary
+from .finding import Finding, Kind, Operand
+from .spread import SUM, WHOLE, Spread, chunk, scale, spread_of
+
+LAYOUTS = {"split": "V", "sum": "P"}
+
+
+@dataclass(frozen=True, slots=True)
+class Type:
+    """The type of a value.
+
+    Args:
+        kind: I, R, V, P; "whole" without a gradient that could be partial; "tail": I, but for its last features, R;
+            "?": not compared.
+        spread: how it is spread.
+        sources: what a value that was not compared was made from.
+        tail: the number of its last features that are R.
+    """
+
+    kind: str
+    spread: Spread = WHOLE
+    sources: frozenset[int] = frozenset()
+    tail: int = 0
+
+    def describe(self, ndim: int) -> str:
+        if self.kind == "V":
+            dim = self.spread.dim
+            name = f"V({dim - ndim if dim == ndim - 1 else dim})"
+            return f"{name} in packed parts" if self.spread.order else name
+        return {"tail": f"I, its last {self.tail} features R"}.get(self.kind, self.kind)
+
+
+FREE = Type("whole")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Args:
+        findings: in the order of the run.
+        arrivals: what arrives at each module that takes I or R; at one that gathers its output, what it hands on.
+        operations: how many operations were typed.
+    """
+
+    findings: tuple[Finding, ...]
+    arrivals: Mapping[str, Layout]
+    operations: int
+
+
+class Prover:
+    """Types one run.
+
+    Args:
+        model: the unsharded model.
+        plan: the boundary of each module.
+        reference: the unsharded run.
+        runs: the run of each rank.
+        gathers: what modules with an open gradient hand on; R where not said.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, Boundary],
+        reference: Trace,
+        runs: Sequence[Trace],
+        gathers: Mapping[str, Layout],
+        spreads: dict[tuple[int, int], Spread | None],
+    ):
+        self.model, self.plan, self.reference, self.runs, self.gathers = model, plan, reference, runs, gathers
+        self.run = runs[0]
+        self.types: dict[int, Type] = {}
+        self.maker: dict[int, str] = {}
+        self.doubtful: set[int] = set()
+        self.reported: set[tuple[Kind, str]] = set()
+        self.findings: list[Finding] = []
+        self.arrivals: dict[str, Layout] = {}
+        self.spreads = spreads  # (value, 0) -> spread; the same for every choice of `gathers`
+        self.operations = 0
+
+    def prove(self) -> Proof:
+        self._parameters()
+        for event in self.run.events:
+            getattr(self, f"_{event.kind}")(event)
+        for run in self.runs[1:]:
+            if run.crash is not None and self.run.crash is None:
+                self._crash(run.crash, other_rank=True)
+        return Proof(tuple(self.findings), self.arrivals, self.operations)
+
+    def _parameters(self) -> None:
+        declared = {
+            f"{b.name}.{p.name}" if b.name else p.name: (b, p) for b in self.plan.values() for p in b.parameters
+        }
+        for number, name in self.run.parameters.items():
+            _, parameter = declared[name]
+            if parameter.dim is not None:
+                order = self._packed(parameter.parts) if parameter.parts else None
+                self.types[number] = Type("V", Spread("split", parameter.dim, order))
+            else:
+                self.types[number] = Type("R" if parameter.gradient == "partial" else "I")
+            self.maker[number] = name.rpartition(".")[0]
+
+    def _packed(self, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        order = packed_order(parts, len(self.runs)).view(len(self.runs), -1)
+        return tuple(tuple(indices) for indices in order.tolist())
+
+    # Comparing.
+
+    @cached_property
+    def _whole_parameters(self) -> Mapping[str, Tensor]:
+        return {name: self.reference.values[number] for number, name in self.reference.parameters.items()}
+
+    def _unsharded(self, event: Event, values: tuple[int, ...], index: int) -> Tensor:
+        """The reference of a value; of what a module computes before a bias is added, without the bias."""
+        whole = self.reference.values[values[index]]
+        if event.place[2] in ("atom", "out") and index == 0:
+            boundary = self.plan[event.module]
+            for parameter in boundary.parameters:
+                if parameter.withheld:
+                    whole = whole - self._whole_parameters[f"{boundary.name}.{parameter.name}"]
+        return whole
+
+    def _spread(self, event: Event, index: int, *, inputs: bool = False) -> Spread | str | None:
+        """How a value of an event is spread; "?" where the runs are out of step."""
+        others = [run.at.get(event.place) for run in (self.reference, *self.runs)]
+        count = len(event.inputs if inputs else event.outputs)
+        for other in others:
+            if other is None or other.name != event.name or len(other.inputs if inputs else other.outputs) != count:
+                return "?"
+        numbers = [other.inputs if inputs else other.outputs for other in others]
+        key = (numbers[1][index], int(inputs))
+        if key not in self.spreads:
+            whole = self._unsharded(event, numbers[0], index)
+            locals_ = [run.values[n[index]] for run, n in zip(self.runs, numbers[1:], strict=True)]
+            found = spread_of(locals_, whole)
+            if found is None:
+                noise = max((scale(self.reference.values[i]) for i in others[0].inputs), default=0.0)
+                found = spread_of(locals_, whole, noise)
+            self.spreads[key] = found
+        return self.spreads[key]
+
+    def type_of(self, number: int) -> Type:
+        return self.types.get(number, FREE)
+
+    def _sources(self, numbers: Iterable[int]) -> list[int]:
+        """The differentiable values among these; in place of one that was not compared, what it was made from."""
+        result: dict[int, None] = {}
+        for number in numbers:
+            if self.run.requires_grad[number]:
+                found = self.type_of(number)
+                result.update(dict.fromkeys(sorted(found.sources) if found.kind == "?" else [number]))
+        return list(result)
+
+    # Events.
+
+    def _op(self, event: Event) -> None:
+        self.operations += 1
+        sources = self._sources(event.inputs)
+        for index, output in enumerate(event.outputs):
+            if output in event.inputs or output in self.types:
+                continue
+            self.maker[output] = event.module
+            if any(i in self.doubtful for i in event.inputs):
+                self.doubtful.add(output)
+            spread = self._spread(event, index)
+            if not self.run.requires_grad[output]:
+                self.types[output] = Type(LAYOUTS.get(spread.kind, "whole"), spread) if isinstance(spread, Spread) else FREE
+            elif spread == "?":
+                self.types[output] = Type("?", sources=frozenset(sources))
+            elif spread is None:
+                self._mismatch(event, sources, output)
+            else:
+                self.types[output] = self._combine(event, sources, spread, output)
+
+    def _read(self, event: Event) -> None:
+        if not event.inputs and self.run.requires_grad[event.outputs[0]]:
+            spread = self._spread(event, 0)
+            self._find("untyped", event, event.module, event.outputs)
+            self.types[event.outputs[0]] = Type("I", spread if isinstance(spread, Spread) else WHOLE)
+            return
+        self._op(event)
+
+    def _combine(self, event: Event, sources: list[int], spread: Spread, output: int) -> Type:
+        kinds = {number: self.type_of(number).kind for number in sources}
+        tails = [n for n, kind in kinds.items() if kind == "tail"]
+        if tails:
+            return self._untangle(event, sources, tails[0], spread, output)
+        if spread.kind != "whole":
+            for number, kind in kinds.items():
+                if kind == "I":
+                    self._found_partial(event, number)
+            return Type(LAYOUTS[spread.kind], spread)
+        if spread.empty and "P" in kinds.values():
+            return Type("P", SUM)
+        if spread.empty and "V" in kinds.values():
+            return FREE
+        complete = [n for n, kind in kinds.items() if kind == "I"]
+        partial = [n for n, kind in kinds.items() if kind == "R"]
+        if complete and partial:
+            return self._meeting(event, complete, partial, output)
+        return Type("I") if complete else Type("R") if partial else FREE
+
+    def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
+        """A whole result of operands of both types: if one side is parameters only, these are wrong."""
+        if all(n in self.run.parameters for n in complete):
+            for number in complete:
+                self._found_partial(event, number)
+            return Type("R")
+        if all(n in self.run.parameters for n in partial):
+            for number in partial:
+                self._find("complete", event, self.run.parameters[number], event.inputs, once=True)
+            return Type("I")
+        self._find("meeting", event, event.module, event.inputs)
+        self.doubtful.add(output)
+        return Type("R")
+
+    def _found_partial(self, event: Event, number: int) -> None:
+        parameter = self.run.parameters.get(number)
+        subject = parameter or self.maker.get(number, event.module)
+        self._find("partial", event, subject, (number, *(i for i in event.inputs if i != number)), once=True)
+
+    def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
+        """Which features of a value with an R tail an operation takes."""
+        whole, tail = self.run.values[tangled], self.type_of(tangled).tail
+        value = self.run.values[output]
+        head, rest = whole[..., :-tail], whole[..., -tail:]
+        if value.shape == rest.shape and torch.equal(value, rest):
+            return Type("R")
+        if value.shape == head.shape and torch.equal(value, head):
+            return Type("I")
+        if value.shape[-1:] == whole.shape[-1:] and spread.kind == "whole":
+            return Type("tail", tail=tail)
+        self._find("untyped", event, event.module, event.inputs)
+        return Type("I")
+
+    def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
+        kinds = {self.type_of(number).kind for number in sources}
+        self._find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
+        self.doubtful.add(output)
+        self.types[output] = Type("P", SUM) if "P" in kinds else FREE
+
+    def _enter(self, event: Event) -> None:
+        boundary = self.plan[event.module]
+        if not boundary.takes:
+            return
+        module = self.model.get_submodule(event.module)
+        for position, name in enumerate(event.names):
+            if boundary.argument == "*":
+                chosen = self.run.values[event.inputs[position]].is_floating_point()
+            else:
+                chosen = name == (boundary.argument or argument_names(module)[0])
+            if chosen:
+                self._arrive(event, boundary, position)
+
+    def _arrive(self, event: Event, boundary: Boundary, position: int) -> None:
+        number, inside = event.inputs[position], event.outputs[position]
+        ndim = self.run.values[number].ndim
+        arrived = self._resolved(event, number, position)
+        if not any(self._fits(arrived, layout, ndim, boundary) for layout in boundary.takes):
+            wanted = " or ".join(str(layout) for layout in boundary.takes)
+            self._find("arrival", event, boundary.name, (number,), arrived=arrived.describe(ndim), wanted=wanted)
+        if I in boundary.takes and R in boundary.takes and arrived.kind in ("I", "R"):
+            before = self.arrivals.setdefault(boundary.name, I if arrived.kind == "I" else R)
+            if before.kind != arrived.kind:
+                self._find(
+                    "arrival", event, boundary.name, (number,), arrived=arrived.kind, wanted=f"{before}, as before"
+                )
+        self.maker.setdefault(inside, boundary.name)
+        if inside != number or inside not in self.types:
+            self.types[inside] = self._declared(boundary.inside, self.run.values[inside].ndim)
+
+    def _declared(self, layout: Layout, ndim: int) -> Type:
+        if layout.kind == "V":
+            return Type("V", Spread("split", layout.dim % ndim))
+        return Type(layout.kind, SUM if layout.kind == "P" else WHOLE)
+
+    def _resolved(self, event: Event, number: int, position: int) -> Type:
+        """The type of what stands at a boundary; what was not compared before is compared there."""
+        found = self.type_of(number)
+        if found.kind != "?":
+            return found
+        spread = self._spread(event, position, inputs=True)
+        if not isinstance(spread, Spread):
+            self._find("untyped", event, event.module, (number,))
+            self.doubtful.add(number)
+            return found
+        resolved = self._combine(event, self._sources([number]), spread, number)
+        self.types[number] = resolved
+        return resolved
+
+    def _fits(self, found: Type, layout: Layout, ndim: int, boundary: Boundary | None) -> bool:
+        if found.spread.empty or found.kind == "?":
+            return True
+        if found.kind == "whole":
+            return layout.kind in "IR" and found.spread.kind == "whole"
+        if found.kind != layout.kind:
+            return False
+        if found.kind != "V":
+            return True
+        if found.spread.dim != layout.dim % ndim:
+            return False
+        expected = self._read_order(boundary) if boundary is not None and layout.dim == -1 else None
+        return _same_order(found.spread.order, expected, len(self.runs))
+
+    def _read_order(self, boundary: Boundary) -> tuple[tuple[int, ...], ...] | None:
+        """The order in which the split input features of a module's weight lie on the ranks."""
+        parts = next((p.parts for p in boundary.parameters if p.name == "weight"), ())
+        return self._packed(parts) if parts else None
+
+    def _leave(self, event: Event) -> None:
+        boundary = self.plan[event.module]
+        for position, number in enumerate(event.inputs):
+            if self.run.requires_grad[number]:
+                self._resolved(event, number, position)
+        if boundary.hands is not None and event.inputs:
+            self._hand_on(event, boundary)
+        if boundary.tail and event.outputs:
+            self.types[event.outputs[0]] = Type("tail", tail=boundary.tail)
+        for position in boundary.outside:
+            if position < len(event.inputs):
+                self._hand_outside(event, boundary, position)
+        if not event.module:
+            self._hand_over(event)
+
+    def _hand_on(self, event: Event, boundary: Boundary) -> None:
+        number, handed = event.inputs[0], event.outputs[0]
+        computed, ndim = self.type_of(number), self.run.values[number].ndim
+        if not self._fits(computed, boundary.computes, ndim, None):
+            wanted = str(boundary.computes)
+            self._find("result", event, boundary.name, (number,), arrived=computed.describe(ndim), wanted=wanted)
+        hands = boundary.hands
+        if boundary.open_gradient:
+            hands = self.arrivals[boundary.name] = self.gathers.get(boundary.name, R)
+        if handed != number:
+            self.types[handed] = self._declared(hands, self.run.values[handed].ndim)
+            self.maker[handed] = boundary.name
+
+    def _hand_outside(self, event: Event, boundary: Boundary, position: int) -> None:
+        found = self.type_of(event.inputs[position])
+        if found.kind not in ("R", "whole"):
+            ndim = self.run.values[event.inputs[position]].ndim
+            arrived = found.describe(ndim)
+            self._find("result", event, boundary.name, event.inputs[position : position + 1], arrived=arrived, wanted="R")
+        self.types[event.outputs[position]] = Type("I")
+        self.maker[event.outputs[position]] = boundary.name
+
+    def _hand_over(self, event: Event) -> None:
+        """The model's results: callers get a loss and logits that every rank has whole, with complete gradients."""
+        named = dict(zip(event.names, event.outputs, strict=True))
+        results = {n: named[n] for n in ("logits", "loss") if n in named} or dict(list(named.items())[:1])
+        for name, number in results.items():
+            found = self.type_of(number)
+            if self.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
+                ndim = self.run.values[number].ndim
+                self._find("output", event, name, (number,), arrived=found.describe(ndim), wanted="I")
+
+    def _crash(self, event: Event, other_rank: bool = False) -> None:
+        self._find("crash", event, event.module, event.inputs if not other_rank else (), message=event.message)
+
+    # Findings.
+
+    def _find(
+        self,
+        kind: Kind,
+        event: Event,
+        subject: str,
+        numbers: Sequence[int],
+        *,
+        arrived: str = "",
+        wanted: str = "",
+        message: str = "",
+        once: bool = False,
+    ) -> None:
+        if once and (kind, subject) in self.reported:
+            return
+        self.reported.add((kind, subject))
+        self.findings.append(
+            Finding(
+                kind,
+                event.module,
+                subject,
+                event.name if event.kind in ("op", "crash") else "",
+                event.source,
+                tuple(self._operand(number) for number in dict.fromkeys(numbers)),
+                arrived,
+                wanted,
+                message,
+                follows=any(number in self.doubtful for number in numbers),
+            )
+        )
+
+    def _operand(self, number: int) -> Operand:
+        value = self.run.values[number]
+        return Operand(
+            number,
+            self.run.parameters.get(number),
+            self.maker.get(number, ""),
+            tuple(value.shape),
+            self.type_of(number).describe(value.ndim),
+            self.run.requires_grad[number],
+        )
+
+
+def _same_order(
+    found: tuple[tuple[int, ...], ...] | None, expected: tuple[tuple[int, ...], ...] | None, ranks: int
+) -> bool:
+    if found is None and expected is None:
+        return True
+    return _explicit(found, expected, ranks) == _explicit(expected, found, ranks)
+
+
+def _explicit(
+    order: tuple[tuple[int, ...], ...] | None, other: tuple[tuple[int, ...], ...] | None, ranks: int
+) -> tuple[tuple[int, ...], ...]:
+    if order is not None:
+        return order
+    size = sum(len(indices) for indices in other)
+    return tuple(tuple(range(start, start + length)) for start, length in (chunk(size, ranks, r) for r in range(ranks)))

@@ -1,0 +1,169 @@
+"""The run of one rank, alone: its shards of the parameters, and what the plan's moves would give it.
+
+No process group is needed: a move's result is known from the unsharded run, whole or this rank's slice of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.layout import Layout
+from shardplan.core.program import ParameterProgram
+from shardplan.torchlib.attributes import divide_attributes
+from shardplan.torchlib.packing import pack
+from shardplan.twin.trace import Recorder, Trace, argument_names
+
+from .boundaries import Boundary
+from .spread import chunk
+
+
+class RankRecorder(Recorder):
+    """Records what one rank computes.
+
+    Args:
+        model: its model, as `rank_model` makes it.
+        atoms: see Recorder.
+        plan: the boundary of each module.
+        reference: the unsharded run.
+        ranks: the size of the axis.
+        rank: this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        atoms: frozenset[str],
+        plan: Mapping[str, Boundary],
+        reference: Trace,
+        ranks: int,
+        rank: int,
+    ):
+        super().__init__(model, atoms)
+        self.plan, self.reference, self.ranks, self.rank = plan, reference, ranks, rank
+
+    def parameter_inputs(self, name: str) -> tuple[str, ...]:
+        boundary = self.plan[name]
+        withheld = {p.name for p in boundary.parameters if p.withheld}
+        return tuple(p for p in super().parameter_inputs(name) if p not in withheld)
+
+    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
+        boundary = self.plan[scope[0]]
+        if not boundary.takes:
+            return {}
+        moved = {}
+        for name in chosen_arguments(boundary, module, named):
+            whole = self.reference.argument(*scope, name)
+            if whole is None:
+                continue
+            new = self._placed(boundary.inside, named[name], whole)
+            if new is not None:
+                moved[name] = new
+        return moved
+
+    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
+        boundary = self.plan[scope[0]]
+        moved = {}
+        for position in (0, *boundary.outside):
+            whole = self.reference.result(*scope, position)
+            if whole is None or position >= len(results):
+                continue
+            if position in boundary.outside:
+                moved[position] = _like(results[position], whole)
+            elif boundary.hands is not None and (boundary.hands.kind != "P" or boundary.computes.kind != "P"):
+                new = self._placed(boundary.hands, results[0], whole)
+                if new is not None:
+                    moved[0] = new
+        return moved
+
+    def _placed(self, layout: Layout, x: Tensor, whole: Tensor) -> Tensor | None:
+        """This rank's part of a whole value; None to keep what is there."""
+        if layout.kind in "IR":
+            return _like(x, whole)
+        if layout.kind == "P":
+            return _like(x, whole / self.ranks) if whole.is_floating_point() else None
+        dim = layout.dim % whole.ndim
+        part = whole.narrow(dim, *chunk(whole.shape[dim], self.ranks, self.rank))
+        return None if x.shape == part.shape else _like(x, part)
+
+
+def _like(x: Tensor, value: Tensor) -> Tensor:
+    """A copy of the value that is differentiable if `x` is, and no leaf: models may change it in place."""
+    return value.clone().requires_grad_().clone() if x.requires_grad else value.clone()
+
+
+def chosen_arguments(boundary: Boundary, module: nn.Module, named: Mapping[str, Any]) -> tuple[str, ...]:
+    """The arguments that a boundary moves.
+
+    Raises:
+        ValueError: the call has no such tensor.
+    """
+    if boundary.argument == "*":
+        return tuple(n for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point())
+    name = boundary.argument or argument_names(module)[0]
+    if not isinstance(named.get(name), Tensor):
+        what = "missing" if named.get(name) is None else f"a {type(named[name]).__name__}"
+        raise ValueError(f"style {boundary.style.name} moves the argument {name!r}, which is {what} in this call")
+    return (name,)
+
+
+def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:
+    """A rank's shard of a parameter."""
+    if parameter.dim is None:
+        return whole
+    if parameter.parts:
+        whole = pack(whole, parameter.dim, parameter.parts, ranks)
+    return whole.narrow(parameter.dim, *chunk(whole.shape[parameter.dim], ranks, rank)).clone()
+
+
+def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank: int) -> nn.Module:
+    """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
+    local = copy.deepcopy(model)
+    for boundary in plan.values():
+        module = local.get_submodule(boundary.name)
+        for parameter in boundary.parameters:
+            old = module._parameters[parameter.name]
+            if old is None:
+                continue
+            if parameter.withheld:
+                module._parameters[parameter.name] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
+                continue
+            data = local_part(old.detach(), parameter, ranks, rank)
+            module._parameters[parameter.name] = nn.Parameter(data, requires_grad=old.requires_grad)
+        divide_attributes(module, boundary.divide, ranks)
+        if boundary.vocabulary is not None:
+            _look_up_own_rows(module, boundary.vocabulary, ranks, rank)
+    return local
+
+
+def _look_up_own_rows(module: nn.Module, rows: int, ranks: int, rank: int) -> None:
+    """Ids of other ranks' rows give zeros."""
+    start, length = chunk(rows, ranks, rank)
+    own: Callable[..., Tensor] = type(module).forward
+    module.padding_idx = None
+
+    def forward(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        elsewhere = (input < start) | (input >= start + length)
+        vectors = own(module, (input - start).masked_fill(elsewhere, 0), *args, **kwargs)
+        return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    module.forward = forward
+
+
+def run_rank(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    atoms: frozenset[str],
+    plan: Mapping[str, Boundary],
+    reference: Trace,
+    ranks: int,
+    rank: int,
+) -> Trace:
+    """Run one rank and record it."""
+    recorder = RankRecorder(rank_model(model, plan, ranks, rank), atoms, plan, reference, ranks, rank)
+    recorder.run(inputs)
+    return recorder.trace

@@ -1,0 +1,132 @@
+"""How a value is spread over the ranks, told from what every rank has and what the unsharded model has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# In float32, of the largest reference value: above the noise of sums in another order, far below any wrong value.
+TOLERANCE = 1e-4
+HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How a value is spread.
+
+    Args:
+        kind: "whole" (equal on all ranks), "split", "sum" (the ranks' values add up to it).
+        dim: the dim that is split.
+        order: per rank the indices that it has along `dim`, where these are not its ceil-chunk.
+        empty: nothing in it tells whole from sum: it is zero everywhere, or has no elements.
+    """
+
+    kind: str
+    dim: int | None = None
+    order: tuple[tuple[int, ...], ...] | None = None
+    empty: bool = False
+
+
+WHOLE = Spread("whole")
+SUM = Spread("sum")
+
+
+def scale(reference: Tensor) -> float:
+    """The largest absolute value, masks aside."""
+    if not reference.numel():
+        return 0.0
+    if not reference.is_floating_point():
+        return float(reference.abs().max()) if reference.dtype != torch.bool else 1.0
+    largest = float(reference.abs().max())
+    if largest < HUGE:
+        return largest
+    finite = torch.nan_to_num(reference, nan=0.0, posinf=0.0, neginf=0.0).abs()
+    return float(torch.where(finite < HUGE, finite, 0.0).max())
+
+
+def close(value: Tensor, reference: Tensor, tolerance: float) -> bool:
+    """Whether two tensors of one shape are equal up to noise."""
+    if not reference.is_floating_point():
+        return bool((value == reference).all())
+    return torch.allclose(value, reference.to(value.dtype), rtol=TOLERANCE, atol=tolerance, equal_nan=True)
+
+
+def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Start and length of a rank's ceil-chunk."""
+    length = -(-size // ranks)
+    start = min(rank * length, size)
+    return start, min(length, size - start)
+
+
+def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0) -> Spread | None:
+    """How the ranks' tensors make up the reference; None where they do not.
+
+    Args:
+        locals_: the tensor of each rank.
+        reference: the unsharded model's.
+        noise: the largest operand, of which rounding leaves something in the result.
+    """
+    if any(x.ndim != reference.ndim or x.dtype != reference.dtype for x in locals_):
+        return None
+    if all(x.shape == reference.shape for x in locals_):
+        return _unsplit(locals_, reference, noise)
+    differing = {d for x in locals_ for d in range(x.ndim) if x.shape[d] != reference.shape[d]}
+    if len(differing) != 1:
+        return None
+    dim = differing.pop()
+    if sum(x.shape[dim] for x in locals_) != reference.shape[dim]:
+        return None
+    return _split(locals_, reference, dim, noise)
+
+
+def _tolerance(reference: Tensor, noise: float) -> float:
+    return TOLERANCE * scale(reference) + 1e-6 * noise
+
+
+def _unsplit(locals_: Sequence[Tensor], reference: Tensor, noise: float) -> Spread | None:
+    if not reference.numel():
+        return Spread("whole", empty=True)
+    if all(torch.equal(x, reference) for x in locals_):
+        return Spread("whole", empty=reference.is_floating_point() and not bool(reference.any()))
+    tolerance = _tolerance(reference, noise)
+    if all(close(x, reference, tolerance) for x in locals_):
+        return Spread("whole", empty=scale(reference) == 0.0)
+    if reference.is_floating_point() and close(sum(locals_[1:], locals_[0]), reference, tolerance):
+        return SUM
+    return None
+
+
+def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, noise: float) -> Spread | None:
+    ranks, size = len(locals_), reference.shape[dim]
+    tolerance = _tolerance(reference, noise)
+    chunks = [chunk(size, ranks, rank) for rank in range(ranks)]
+    if all(x.shape[dim] == length for x, (_, length) in zip(locals_, chunks, strict=True)) and all(
+        close(x, reference.narrow(dim, start, length), tolerance)
+        for x, (start, length) in zip(locals_, chunks, strict=True)
+    ):
+        return Spread("split", dim)
+    order = [_indices(x, reference, dim, tolerance) for x in locals_]
+    if any(indices is None for indices in order):
+        return None
+    if sorted(i for indices in order for i in indices) != list(range(size)):
+        return None
+    return Spread("split", dim, tuple(order))
+
+
+def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:
+    """Which slices of the reference along `dim` the value consists of, in order."""
+    if not reference.is_floating_point():
+        value, reference = value.double(), reference.double()
+    rows = torch.nan_to_num(value.movedim(dim, 0).reshape(value.shape[dim], -1))
+    columns = torch.nan_to_num(reference.movedim(dim, 0).reshape(reference.shape[dim], -1))
+    if not rows.shape[1]:
+        return None
+    step = max(1, rows.shape[1] // 64)  # enough elements to tell one slice from another
+    distances = (rows[:, None, ::step] - columns[None, :, ::step]).abs().amax(-1)
+    nearest = distances.argmin(1)
+    if not close(rows, columns[nearest], tolerance):
+        return None
+    return tuple(nearest.tolist())

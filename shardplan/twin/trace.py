@@ -1,0 +1,440 @@
+"""One forward run, recorded operation by operation.
+
+Every torch call with a tensor in its result is an event at a place: (module path, call number of that module, position
+in that call). Two runs of one model, sharded and not, are compared place by place. Modules that are one look-up or
+matrix multiplication are one event.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+Place = tuple[str, int, int | str]  # module, call number, position or boundary ("in.hidden_states", "out.0")
+
+TORCH = str(Path(torch.__file__).parent)
+OURS = str(Path(__file__).parent.parent)
+
+# Questions about a tensor; nothing that they return is a value of the model.
+QUIET = frozenset(
+    "__get__ __set__ __len__ __repr__ __bool__ __int__ __float__ __index__ __format__ __hash__ __contains__ __array__ "
+    "dim size numel nelement ndimension stride storage_offset is_floating_point is_complex is_contiguous data_ptr "
+    "element_size item tolist numpy get_device requires_grad_ retain_grad register_hook untyped_storage storage "
+    "is_same_size equal allclose backward __delitem__ dtype finfo is_tensor is_storage broadcast_shapes".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of the model's own code."""
+
+    file: str
+    line: int
+
+    @property
+    def text(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+    @property
+    def short(self) -> str:
+        """`modeling_llama.py:63`."""
+        return f"{Path(self.file).name}:{self.line}"
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that happened in the run.
+
+    Args:
+        kind: "op" (a torch call, or a whole look-up or matrix multiplication), "read" (a tensor seen for the first time
+            or changed in place since it was last seen), "enter" and "leave" (a module's arguments and results),
+            "crash" (an exception).
+        name: of the torch function, or the class of the module.
+        place: where; unique in a run.
+        inputs, outputs: values, by number. At "enter" and "leave" the outputs are what the inputs became at the module's
+            boundary, the same numbers where nothing happened.
+        names: of the inputs at "enter" (arguments) and "leave" (`loss`, `0`).
+        source: the line of the model's code.
+        message: of the exception.
+    """
+
+    kind: Literal["op", "read", "enter", "leave", "crash"]
+    name: str
+    place: Place
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    source: SourceLine | None = None
+    message: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.place[0]
+
+
+@dataclass(slots=True)
+class Trace:
+    """A recorded run.
+
+    Args:
+        events: in order.
+        values: the values, by number; copies, as later in-place operations must not change them.
+        requires_grad: of each value.
+        parameters: value -> full name, of those that are parameters.
+        at: place -> event.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    values: list[Tensor] = field(default_factory=list)
+    requires_grad: list[bool] = field(default_factory=list)
+    parameters: dict[int, str] = field(default_factory=dict)
+    at: dict[Place, Event] = field(default_factory=dict)
+
+    def argument(self, module: str, call: int, name: str) -> Tensor | None:
+        """What arrived as an argument of a module."""
+        event = self.at.get((module, call, "in"))
+        if event is None or name not in event.names:
+            return None
+        return self.values[event.inputs[event.names.index(name)]]
+
+    def result(self, module: str, call: int, position: int = 0) -> Tensor | None:
+        """The tensor at a position of a module's result."""
+        event = self.at.get((module, call, "out"))
+        return self.values[event.inputs[position]] if event is not None and position < len(event.inputs) else None
+
+    @property
+    def crash(self) -> Event | None:
+        return self.events[-1] if self.events and self.events[-1].kind == "crash" else None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def named_results(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's result with their keys or positions."""
+    if isinstance(value, Tensor):
+        yield "0", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            for i, tensor in enumerate(tensors_in(item)):
+                yield (str(key) if isinstance(item, Tensor) else f"{key}.{i}"), tensor
+    elif isinstance(value, (tuple, list)):
+        for position, item in enumerate(value):
+            for i, tensor in enumerate(tensors_in(item)):
+                yield (str(position) if isinstance(item, Tensor) else f"{position}.{i}"), tensor
+
+
+class Recorder(TorchFunctionMode):
+    """Records a run of a model. A subclass may move values at the boundaries of modules.
+
+    Args:
+        model: the model that runs.
+        atoms: modules that are one event; what they do inside is not recorded.
+    """
+
+    def __init__(self, model: nn.Module, atoms: Iterable[str] = ()):
+        super().__init__()
+        self.trace = Trace()
+        self.model = model
+        self.atoms = frozenset(atoms)
+        self._names: dict[int, str] = {id(m): n for n, m in model.named_modules()}
+        self._parameters: dict[str, tuple[str, ...]] = {n: tuple(m._parameters) for n, m in model.named_modules()}
+        self._numbers: dict[int, tuple[int, int]] = {}  # id of a tensor -> (version, value)
+        self._alive: list[Tensor] = []  # a number is good as long as no other tensor can get the same id
+        self._writes: dict[int, list[int]] = {}  # id of a base -> values that were written into it
+        self._scopes: list[tuple[str, int]] = [("", 0)]
+        self._calls: Counter[str] = Counter()
+        self._positions: Counter[tuple[str, int]] = Counter()
+        self._inside = 0  # atoms and operations that run now
+        self._entered: list[tuple[int, ...]] = []
+        self._failed: Event | None = None
+
+    # What a subclass changes.
+
+    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
+        """New values for some of a module's arguments, by name."""
+        return {}
+
+    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
+        """New values for some of the tensors in a module's result, by position among them."""
+        return {}
+
+    def parameter_inputs(self, name: str) -> tuple[str, ...]:
+        """The parameters that an atom reads."""
+        return self._parameters[name]
+
+    # Values.
+
+    def number(self, tensor: Tensor, reading: str | None = None) -> int:
+        """The number of a tensor as it is now; a new one where it was not seen, or was changed in place."""
+        known = self._numbers.get(id(tensor))
+        version = _version(tensor)
+        if known is not None and known[0] == version:
+            return known[1]
+        before = () if known is None else (known[1],)
+        written = tuple(self._writes.get(_base(tensor), ()))
+        new = self._new(tensor)
+        if reading is not None:
+            module, call = self._scopes[-1]
+            place = (module, call, f"{self._positions[self._scopes[-1]]}.{reading}")
+            self._add(Event("read", "", place, before + written, (new,)))
+        return new
+
+    def _new(self, tensor: Tensor, *, copy: bool = True) -> int:
+        number = len(self.trace.values)
+        self.trace.values.append(tensor.detach().clone() if copy else tensor.detach())
+        self.trace.requires_grad.append(tensor.requires_grad)
+        self._numbers[id(tensor)] = (_version(tensor), number)
+        self._alive.append(tensor)
+        return number
+
+    def _add(self, event: Event) -> None:
+        self.trace.events.append(event)
+        self.trace.at[event.place] = event
+
+    # Operations.
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if self._inside or (name in QUIET and name != "__get__"):
+            return self._guarded(func, args, kwargs, name)
+        if name == "__get__":
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            if any(result is t for t in args):
+                return result
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name in ("_base", "grad"):
+                return result
+            return self._record(lambda: result, name, args, kwargs)
+        return self._record(lambda: func(*args, **kwargs), name, args, kwargs)
+
+    def _guarded(self, func: Any, args: tuple, kwargs: dict, name: str) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self._fail(name, self._entered[-1] if self._entered else (), error)
+            raise
+
+    def _record(self, call: Callable[[], Any], name: str, args: tuple, kwargs: dict) -> Any:
+        operands = [*tensors_in(args), *tensors_in(kwargs)]
+        inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
+        versions = [_version(t) for t in operands]
+        self._inside += 1
+        try:
+            result = call()
+        except Exception as error:
+            self._fail(name, inputs, error)
+            raise
+        finally:
+            self._inside -= 1
+        written = [t for t, version in zip(operands, versions, strict=True) if _version(t) != version]
+        results = [*tensors_in(result)] or written
+        if not results:
+            return result
+        for t in written:
+            self._writes.setdefault(_base(t), []).extend(i for i in inputs if i not in self._writes.get(_base(t), ()))
+        outputs = tuple(
+            self._numbers[id(t)][1] if any(t is o for o in operands) and not any(t is w for w in written) else self._new(t)
+            for t in results
+        )
+        module, call_number = self._scopes[-1]
+        place = (module, call_number, self._positions[self._scopes[-1]])
+        self._positions[self._scopes[-1]] += 1
+        self._add(Event("op", name, place, inputs, outputs, source=model_line()))
+        return result
+
+    def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> None:
+        if self._failed is None:
+            module, call = self._scopes[-1]
+            text = f"{type(error).__name__}: {error}"
+            self._failed = Event("crash", name, (module, call, "crash"), inputs, source=model_line(), message=text)
+
+    def applied_function(self, cls: type, call: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
+        """An autograd.Function is one operation: torch's function modes do not see it."""
+        if self._inside:
+            return call()
+        with torch._C.DisableTorchFunction():
+            return self._record(call, cls.__name__, args, kwargs)
+
+    # Modules.
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        name = self._names[id(module)]
+        self._calls[name] += 1
+        with torch._C.DisableTorchFunction():
+            inputs = self._arguments(module, args, kwargs)
+            named = {n: v for n, v in inputs if isinstance(v, Tensor)}
+            before = tuple(self.number(t, f"{name}.{n}") for n, t in named.items())
+            self._scopes.append((name, self._calls[name]))
+            moved = self.moved_arguments(self._scopes[-1], module, dict(inputs))
+            after = tuple(self._new(moved[n]) if n in moved else v for (n, _), v in zip(named.items(), before, strict=True))
+            place = (*self._scopes[-1], "in")
+            self._add(Event("enter", type(module).__name__, place, before, after, tuple(named), model_line()))
+            if moved:
+                positions = [n for n, _ in inputs]
+                args = tuple(moved.get(positions[i], a) for i, a in enumerate(args))
+                kwargs = {n: moved.get(n, v) for n, v in kwargs.items()}
+        self._entered.append(after)
+        self._inside += name in self.atoms
+        return args, kwargs
+
+    @staticmethod
+    def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
+        names = argument_names(module)
+        positional = [(names[i] if i < len(names) else f"#{i}", a) for i, a in enumerate(args)]
+        return [*positional, *kwargs.items()]
+
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        name, call = self._scopes[-1]
+        assert name == self._names[id(module)], (name, self._names[id(module)])
+        entered = self._entered.pop()
+        with torch._C.DisableTorchFunction():
+            if name in self.atoms:
+                self._inside -= 1
+                self._atom(module, entered, output)
+            results = list(named_results(output))
+            before = tuple(self.number(t, f"out.{n}") for n, t in results)
+            moved = self.moved_results((name, call), module, [t for _, t in results])
+            after = tuple(self._new(moved[i]) if i in moved else v for i, v in enumerate(before))
+            self._add(
+                Event("leave", type(module).__name__, (name, call, "out"), before, after, tuple(n for n, _ in results))
+            )
+            if moved:
+                output = _replaced(output, {id(t): moved[i] for i, (_, t) in enumerate(results) if i in moved})
+        self._scopes.pop()
+        return output
+
+    def _atom(self, module: nn.Module, entered: tuple[int, ...], output: Any) -> None:
+        name, call = self._scopes[-1]
+        parameters = [module._parameters[p] for p in self.parameter_inputs(name) if module._parameters[p] is not None]
+        inputs = (*entered, *(self.number(p) for p in parameters))
+        outputs = tuple(self._new(t) for t in tensors_in(output))
+        self._add(
+            Event("op", type(module).__name__, (name, call, "atom"), inputs, outputs, source=model_line())
+        )
+
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the model once. An exception of the model becomes the last event.
+
+        Returns:
+            What the model returned, or None after an exception.
+        """
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in self._numbers:
+                self.trace.parameters[self._new(parameter, copy=False)] = name
+        handles: list[RemovableHandle] = []
+        for module in self.model.modules():
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(self._leave, prepend=True))
+        try:
+            with torch.random.fork_rng(devices=[]), functions_of(self), self:
+                torch.manual_seed(0)
+                return self.model(**inputs)
+        except Exception as error:
+            self._fail("", (), error)
+            self._add(self._failed)
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._alive.clear()
+            self._numbers.clear()
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward."""
+    return _argument_names(type(module))
+
+
+@cache
+def _argument_names(cls: type[nn.Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+@contextmanager
+def functions_of(recorder: Recorder) -> Iterator[None]:
+    """While it lasts, calls of autograd.Function are told to the recorder."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        call = lambda: original.__func__(cls, *args, **kwargs)  # noqa: E731
+        return recorder.applied_function(cls, call, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+def model_line() -> SourceLine | None:
+    """The innermost running line that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((TORCH, OURS, "<")):
+            return SourceLine(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = ()) -> Trace:
+    """Run a model once and record it.
+
+    Raises:
+        Exception: what the model raises.
+    """
+    recorder = Recorder(model, atoms)
+    recorder.run(inputs)
+    if recorder.trace.crash is not None:
+        model(**inputs)
+        raise AssertionError(f"raises only when it is recorded: {recorder.trace.crash.message}")
+    return recorder.trace
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _base(tensor: Tensor) -> int:
+    return id(tensor if tensor._base is None else tensor._base)
+
+
+def _replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """The same nest with some tensors exchanged, by id."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            value[key] = _replaced(item, new)
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [_replaced(item, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
