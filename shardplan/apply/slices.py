@@ -12,7 +12,7 @@ from shardplan.torchlib.packing import pack
 def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
     """This rank's part of a whole tensor, cut as `stored` is: over tp first, then (strided) over what FSDP added."""
     mesh = stored.device_mesh
-    sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if placement.is_shard()]
+    sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if not placement.is_replicate()]
     local = whole
     for axis, placement in sorted(sharded, key=lambda cut: type(cut[1]) is not Shard):
         chunks = local.chunk(mesh.size(axis), dim=placement.dim)

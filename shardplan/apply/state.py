@@ -20,7 +20,7 @@ def to_original(value: DTensor, parameter: ParameterProgram, tp: int) -> DTensor
     if value.is_meta:
         return value
     full = unpack(value.full_tensor(), parameter.dim, parameter.parts, tp)
-    placements = [Shard(p.dim) if p.is_shard() else Replicate() for p in value.placements]
+    placements = [Replicate() if p.is_replicate() else Shard(p.dim) for p in value.placements]
     return distribute_tensor(full, value.device_mesh, placements, src_data_rank=None)
 
 
