@@ -41,6 +41,10 @@ NAMES: dict[str, Private] = {
         "collectives that torch.compile can trace",
     ),
     "wait_tensor": Private(((_COLLECTIVES, "wait_tensor"),), "collectives that torch.compile can trace"),
+    "TorchDispatchMode": Private(
+        (("torch.utils._python_dispatch", "TorchDispatchMode"),), "seeing every operator: counting collectives"
+    ),
+    "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
 }
 
 

@@ -1,0 +1,222 @@
+"""A model sharded by a plan, all its ranks in this process, held against the same model unsharded."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shardplan import apply_plan, applied
+from shardplan.apply.state import packed_parameters
+from shardplan.core.report import Comparison
+from shardplan.models import find_any
+from shardplan.parse import builtin_plans
+from shardplan.proof.compare import NEGLIGIBLE, Ranked, compare, magnitude
+from shardplan.proof.simulate import on_every_rank, simulated_mesh, whole_values
+from shardplan.proof.steps import cast
+from shardplan.torchlib.private import private
+from shardplan.twin import Twin, make_twin
+
+torch.set_num_threads(1)
+
+PLANS = tuple(sorted(builtin_plans()))  # each is named like the model type that it is for
+MIXTURES = ("mixtral", "qwen3_moe")
+EXACT = (torch.float32, torch.float64)
+
+Call = Callable[[nn.Module, dict[str, Any]], dict[str, Tensor | None]]
+
+
+@functools.cache
+def twin(name: str, tp: int, tied: bool | None = None, attn: str | None = None, classes: str | None = None) -> Twin:
+    """The small copy of a model type; of its `classes` variant (`LlamaModel`) if that is said."""
+    settings = {"output_router_logits": True} if name in MIXTURES else {}
+    found = find_any(name, settings=settings)
+    if classes is not None:
+        import transformers
+
+        with torch.device("meta"):
+            found = getattr(transformers, classes)(found.config)
+    return make_twin(found, tp=tp, tied=tied, attn_implementation=attn)
+
+
+def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The usual call: the model's own loss."""
+    output = model(**inputs)
+    return {"loss": output.loss, "logits": output.logits}
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a call gave, and every gradient."""
+
+    values: Mapping[str, Any]
+    gradients: Mapping[str, Any]
+
+
+def unsharded(model: nn.Module, inputs: dict[str, Any], call: Call = step) -> Results:
+    """Run a call and the backward of its "loss"."""
+    values = call(model, inputs)
+    if values.get("loss") is not None and values["loss"].requires_grad:
+        values["loss"].backward()
+    grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
+    return Results({name: value.detach() for name, value in values.items()}, grads)
+
+
+@contextmanager
+def on_ranks(model: nn.Module, plan: Any, tp: int, **options: Any) -> Iterator[nn.Module]:
+    """The model sharded over simulated ranks, while the context lasts."""
+    with simulated_mesh(tp) as mesh:
+        yield apply_plan(model, mesh, plan, **options)
+
+
+def ranked(inputs: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    """Inputs as every rank's own copy."""
+    return {name: on_every_rank(value, tp) for name, value in inputs.items()}
+
+
+def collect(model: nn.Module, values: Mapping[str, Tensor]) -> Results:
+    """Each rank's values and gradients; those of packed parameters in the original order."""
+    packed = packed_parameters(applied(model).program)
+    grads = {
+        n: whole_values(p.grad, packed.get(n))
+        for n, p in model.named_parameters(remove_duplicate=False)
+        if p.grad is not None
+    }
+    return Results({name: list(whole_values(value)) for name, value in values.items()}, grads)
+
+
+def sharded(
+    model: nn.Module, inputs: dict[str, Any], plan: Any, tp: int, call: Call = step, **options: Any
+) -> Results:
+    """`unsharded` on simulated ranks."""
+    with on_ranks(model, plan, tp, **options):
+        values = call(model, ranked(inputs, tp))
+        if values.get("loss") is not None and values["loss"].requires_grad:
+            values["loss"].backward()
+    return collect(model, values)
+
+
+def compare_results(reference: Results, result: Results) -> tuple[Comparison, ...]:
+    """By the one definition of equal. A gradient that only one of the two has differs."""
+    assert reference.values.keys() == result.values.keys()
+    rows = [compare(n, "logits", result.values[n], reference.values[n]) for n in reference.values]
+    floor = NEGLIGIBLE * max((magnitude(g) for g in reference.gradients.values()), default=0.0)
+    for name in sorted(reference.gradients.keys() | result.gradients.keys()):
+        if name in reference.gradients and name in result.gradients:
+            rows.append(compare(name, "gradient", result.gradients[name], reference.gradients[name], floor))
+        else:
+            rows.append(Comparison(name, "gradient", float("inf"), "every rank", "differs"))
+    return tuple(rows)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it is called with, and a plan.
+
+    Args:
+        build: makes the model, each time with the same weights.
+        inputs: keyword arguments.
+        plan: anything that `apply_plan` takes.
+        tp: the number of ranks.
+        call: what is done with the model; the entry "loss" of its result is run backward.
+        options: further arguments of `apply_plan`.
+        prepare: is done to a fresh model before anything else (freezing, ...).
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Mapping[str, Any]
+    plan: Any
+    tp: int
+    call: Call = step
+    options: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[nn.Module], Any] = lambda model: None
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        model = self.build().to(dtype)
+        self.prepare(model)
+        return model
+
+    def rows_in(self, dtype: torch.dtype) -> tuple[Comparison, ...]:
+        inputs = cast(self.inputs, dtype)
+        reference = unsharded(self.model(dtype), copy.deepcopy(inputs), self.call)
+        result = sharded(self.model(dtype), inputs, self.plan, self.tp, self.call, **self.options)
+        return compare_results(reference, result)
+
+    def rows(self) -> tuple[Comparison, ...]:
+        """In float32; what differs there is decided in float64."""
+        rows = self.rows_in(torch.float32)
+        if all(row.verdict != "differs" for row in rows):
+            return rows
+        exact = {row.name: row for row in self.rows_in(torch.float64)}
+        return tuple(exact[row.name] if row.verdict == "differs" else row for row in rows)
+
+
+def case(
+    name: str,
+    tp: int = 2,
+    *,
+    sp: bool = False,
+    tied: bool | None = None,
+    logits: str = "plan",
+    attn: str | None = None,
+    plan: Any = None,
+    classes: str | None = None,
+    kind: str | None = None,
+    padding: str | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    call: Call = step,
+    prepare: Callable[[nn.Module], Any] = lambda model: None,
+    **options: Any,
+) -> Case:
+    """A built-in plan (or another one) on the twin of the model type of that name."""
+    small = twin(name, tp, tied, attn, classes)
+    feed = small.inputs(kind=kind, padding=padding) if inputs is None else inputs
+    options = {"sequence_parallel": sp, "logits": logits, **options}
+    return Case(small.build, feed, plan or name, tp, call, options, prepare)
+
+
+def differing(rows: tuple[Comparison, ...]) -> dict[str, float]:
+    """The names of what differs, with the errors."""
+    return {row.name: row.error for row in rows if row.verdict == "differs"}
+
+
+def assert_equal(rows: tuple[Comparison, ...]) -> None:
+    """Nothing differs, and the loss, or else some value, and a gradient are proven."""
+    assert differing(rows) == {}
+    assert any(row.verdict == "equal" for row in rows)
+
+
+def plan_like(name: str, tensor_parallel: Mapping[str, Any] = {}, sequence_parallel: Mapping[str, Any] = {}) -> dict:
+    """A child of a built-in plan with other rules."""
+    document = {"version": "1", "name": f"edited-{name}", "models": [name], "extends": name}
+    sections = {"tensor_parallel": dict(tensor_parallel), "sequence_parallel": dict(sequence_parallel)}
+    return {**document, **{section: rules for section, rules in sections.items() if rules}}
+
+
+@contextmanager
+def fake_mesh(*shape: int, names: tuple[str, ...] = ("tp",)) -> Iterator[DeviceMesh]:
+    """A mesh on the process group `fake`, of which this process is rank 0: collectives return at once, their results
+    mean nothing."""
+    private("fake_pg")
+    world = functools.reduce(int.__mul__, shape)
+    dist.init_process_group("fake", rank=0, world_size=world)
+    try:
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+def dtensors(model: nn.Module) -> dict[str, DTensor]:
+    """The parameters by name, all DTensors."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert all(isinstance(p, DTensor) for p in parameters.values())
+    return parameters
