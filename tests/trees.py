@@ -7,6 +7,7 @@ from real modules with the same expectations.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo
 
@@ -274,14 +275,27 @@ def phi3_mini(layers: int = 32) -> ModuleTree:
     return b.tree(("Phi3ForCausalLM",), "phi3", numbers)
 
 
+def mixtral_with(gate: ParameterInfo) -> ModuleTree:
+    """Mixtral-8x7B of two layers, whose routers own a further parameter or another dtype."""
+    tree = mixtral_8x7b(layers=2)
+    modules = dict(tree.modules)
+    for name, module in tree.modules.items():
+        if name.endswith(".gate"):
+            kept = tuple(p for p in module.parameters if p.name != gate.name)
+            modules[name] = replace(module, parameters=(*kept, gate))
+    return replace(tree, modules=modules)
+
+
 TREES: dict[str, Callable[[], ModuleTree]] = {
-    "llama-8b": llama_8b,
-    "llama-405b": llama_405b,
-    "llama-1b-tied": llama_1b_tied,
-    "smollm2-tied": llama_tied,
+    "llama-3.1-8b": llama_8b,
+    "llama-3.1-405b": llama_405b,
+    "llama-3.2-1b": llama_1b_tied,
+    "smollm2-135m": llama_tied,
     "qwen3-8b": qwen3_8b,
     "mixtral-8x7b": mixtral_8x7b,
-    "gpt2": gpt2,
-    "gpt2-dropout": lambda: gpt2(dropout=0.1),
-    "phi3-mini": phi3_mini,
+    "gpt2": lambda: gpt2(dropout=0.1),
+    "gpt2-no-dropout": gpt2,
+    "phi-3-mini-4k": phi3_mini,
+    "mixtral-scalar-gate": lambda: mixtral_with(ParameterInfo("scale", ())),
+    "mixtral-float64-router": lambda: mixtral_with(ParameterInfo("weight", (8, 4096), "float64")),
 }

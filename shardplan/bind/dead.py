@@ -20,13 +20,17 @@ The patterns of `units` and `modules` must match modules.""",
 version: "1"
 name: mine
 tensor_parallel:
-  model.layers.*.attn.o_proj: rowwise
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+  lm_heads: colwise_gather_output
 """,
     good="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
 tensor_parallel:
-  model.layers.*.self_attn.o_proj: rowwise
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+  lm_head: colwise_gather_output
 """,
 )
 

@@ -97,13 +97,15 @@ version: "1"
 name: mine
 tensor_parallel:
   model.layers.*.self_attn.k_proj: mla_kv_a_proj
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
 """,
     good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
-  model.layers.*.self_attn.{q,k,v}_proj: colwise
-  model.layers.*.self_attn.o_proj: rowwise
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
 """,
 )
 

@@ -104,7 +104,28 @@ tensor_parallel:
 """,
 )
 
-CODES = (HEADS, KEY_VALUE, FEATURES, NO_SIZE)
+NOTHING = Code(
+    code="SP309",
+    title="a tp axis, and nothing split over it",
+    text="""The mesh has several tp ranks, but no rule of the plan splits a parameter of this model, so that all of them
+compute the same. Either the plan has no `tensor_parallel` section, or all of its rules are optional and match
+nothing.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.norm: replicate
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.norm: replicate
+  lm_head: colwise_gather_output
+""",
+)
+
+CODES = (HEADS, KEY_VALUE, FEATURES, NO_SIZE, NOTHING)
 
 CODE_OF: dict[Kind, Code] = {"heads": HEADS, "key_value_heads": HEADS, "features": FEATURES}
 
@@ -115,6 +136,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     if tp is None:
         yield _no_size(facts)
         return
+    if tp > 1 and not facts.splits and not facts.misfits:
+        yield Diagnostic(
+            code=NOTHING.code,
+            severity=Severity.WARNING,
+            message=f"the plan splits nothing of this model, so that all tp={tp} ranks compute the same",
+            help="add rules that split, or use the ranks of the tp axis for data parallelism",
+        )
     groups: dict[tuple[Kind, str, int], list[Requirement]] = defaultdict(list)
     for requirement in facts.requirements:
         if requirement.count % tp and requirement.kind in CODE_OF:

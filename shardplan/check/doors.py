@@ -21,22 +21,17 @@ NESTED = Code(
 in would move it again: a gathered sequence would be gathered once more, a gradient all-reduced twice and then be
 too large by the tp size, with the loss unchanged. Keep the outer door for a block whose parts all read the same value,
 or the inner ones.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
+extends: mixtral
 tensor_parallel:
-  model.layers.*.mlp: input_with_grad_allreduce
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.act_fn: input_with_grad_allreduce
-  model.layers.*.mlp.down_proj: rowwise
+  model.layers.*.mlp.experts: input_with_grad_allreduce
 """,
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
-tensor_parallel:
-  model.layers.*.mlp: input_with_grad_allreduce
-  model.layers.*.mlp.{gate,up}_proj: colwise
-  model.layers.*.mlp.down_proj: rowwise
+extends: mixtral
 """,
 )
 

@@ -160,9 +160,10 @@ class Facts:
 
     @cached_property
     def tp(self) -> int | None:
-        """The tp size to check: the one that was asked for, else the smallest allowed one above 1, if there is any."""
-        if self.resolved.sizes.tp is not None:
-            return self.resolved.sizes.tp
+        """The tp size to check: the one that was asked for, else the smallest allowed one above 1, if there is any; 1 for
+        a plan that splits nothing."""
+        if self.resolved.sizes.tp is not None or not self.splits:
+            return self.resolved.sizes.tp or 1
         return next((size for size in self.allowed if size > 1), None)
 
     @cached_property

@@ -43,7 +43,7 @@ SCALAR = Code(
     code="SP331",
     title="a parameter without dimensions under FSDP2",
     text="""FSDP2 splits dim 0 of every parameter, and a scalar has none. Give it the shape [1] in the model.""",
-    bad="""# shardplan validate scalar-gate mine.yaml --dp-shard 2
+    bad="""# shardplan validate mixtral-scalar-gate.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
 data_parallel:
@@ -63,13 +63,13 @@ DTYPES = Code(
     text="""The gradients of a unit are reduced in one buffer, so its trainable parameters must have one dtype; torch
 refuses it at the first step. Make what differs a unit of its own, or convert the model to one dtype and say the
 compute dtype in `mixed_precision`.""",
-    bad="""# shardplan validate float32-router mine.yaml --dp-shard 2
+    bad="""# shardplan validate mixtral-float64-router.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
 data_parallel:
   units: [model.layers.*]
 """,
-    good="""# shardplan validate float32-router mine.yaml --dp-shard 2
+    good="""# shardplan validate mixtral-float64-router.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
 data_parallel:

@@ -19,17 +19,19 @@ KIND = Code(
 (`nn.Linear`, or the transposed `Conv1D` of GPT-2, whose orientation is taken care of), `embedding_rowwise` a look-up
 table. A norm has no features to split apart: it needs all of them for its mean. What the model calls a module plays
 no part, only what it is.""",
-    bad="""# model: llama-8b
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
   model.layers.*.input_layernorm: colwise
+  lm_head: colwise_gather_output
 """,
-    good="""# model: llama-8b
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
   model.layers.*.input_layernorm: replicate
+  lm_head: colwise_gather_output
 """,
 )
 
@@ -39,13 +41,13 @@ PARAMETER = Code(
     text="""A rule may name a single parameter (`model.layers.*.mlp.experts.gate_up_proj`) where only its storage is to
 be said: then there is no forward around which a value could be moved. Styles that move values, look up ids or start
 from the sequence need the module.""",
-    bad="""# model: llama-8b
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
   model.embed_tokens.weight: embedding_rowwise
 """,
-    good="""# model: llama-8b
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
@@ -58,13 +60,13 @@ DIMENSION = Code(
     title="a parameter without the dimension that the style splits",
     text="""`rowwise` splits input features. A bias, a norm's weight or any other one-dimensional parameter has output
 features only, and a parameter without dimensions has none.""",
-    bad="""# model: mixtral-8x7b
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
   model.norm.weight: rowwise
 """,
-    good="""# model: mixtral-8x7b
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
