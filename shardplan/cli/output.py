@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from shardplan.core.report import Report
-from shardplan.render import json_text, report_text, to_json, to_sarif, wants_color
+from shardplan.render import json_text, report_text, text, to_json, to_sarif, wants_color
 
 from .exits import CLEAN, FINDINGS, UsageError
 
@@ -23,15 +23,21 @@ def finish(report: Report, args: argparse.Namespace) -> int:
     return CLEAN if report.ok else FINDINGS
 
 
-def write_file(name: str, text: str) -> None:
+def warn(report: Report) -> None:
+    """Print the warnings of a clean report to stderr, beside what the command prints."""
+    if report.diagnostics:
+        print(text(report.diagnostics, report.sources, color=wants_color(sys.stderr)) + "\n", file=sys.stderr)
+
+
+def write_file(name: str, content: str) -> None:
     """Raises UsageError where it cannot be written."""
     try:
-        Path(name).write_text(text, encoding="utf-8")
+        Path(name).write_text(content, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write {name}: {error.strerror or error}") from None
 
 
-def progress(text: str) -> None:
+def progress(step: str) -> None:
     """A line on stderr that the next one replaces, an empty one removes; only on a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{step}", end="", file=sys.stderr, flush=True)

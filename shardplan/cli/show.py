@@ -11,15 +11,18 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.render import report_text, wants_color
 
 from .exits import CLEAN, FINDINGS
+from .output import warn
 from .validate import report_of
 
 
 def run(args: argparse.Namespace) -> int:
+    args.sequence_parallel = bool(args.sequence_parallel)  # one variant is shown, so one is checked
     findings = report_of(args)
     color = wants_color(sys.stdout)
     if not findings.ok:
         print(report_text(findings, color=color))
         return FINDINGS
+    warn(findings)
     from shardplan.render.program import program_text
 
     with redirect_stdout(sys.stderr):
@@ -27,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
             args.model,
             MeshSizes(tp=args.tp),
             args.plan,
-            sequence_parallel=bool(args.sequence_parallel),
+            sequence_parallel=args.sequence_parallel,
             settings=dict(args.settings),
             trust_remote_code=args.trust_remote_code,
         )

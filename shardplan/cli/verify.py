@@ -12,7 +12,7 @@ from shardplan.render import json_text, to_json, wants_color
 from shardplan.render.proof import proof_text
 
 from .exits import CLEAN, FINDINGS, UsageError
-from .output import finish, progress
+from .output import finish, progress, warn
 from .validate import report_of
 
 
@@ -22,6 +22,7 @@ def run(args: argparse.Namespace) -> int:
     findings = report_of(args)
     if not findings.ok:
         return finish(findings, args)
+    warn(findings)
     gc.freeze()  # what was imported stays; what the proof leaves behind is collected
     gc.enable()
     try:

@@ -2,47 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.core.sources import SourceMap
-from shardplan.core.tree import ParameterInfo
+from shardplan.core.tree import ModuleInfo, ParameterInfo
 from shardplan.lower import Program
 from shardplan.lower.collectives import COLLECTIVES, expected_collectives
 from shardplan.lower.describe import placement
 
 from .color import Paint
 from .names import fold_names
+from .text import place_text
 from .width import display_width, printable
 
-HEADER = ("module", "rule", "parameters on each rank", "count", "bytes", "moves")
-NUMERIC = {3, 4}  # columns set to the right
+HEADER = ("module", "style", "parameter", "on each rank", "count", "bytes", "moves", "plan")
+NUMERIC = {4, 5}  # columns set to the right
 BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a module, or of equal modules: the numbers are sums over them.
+
+    Args:
+        name: its short name.
+        text: placement and shape on one rank (the one with the most, where they differ).
+        whole: the number of parameters of the unsharded module(s); 0 for one that is tied to an earlier one.
+        local: that number on one rank.
+        size: the bytes of the local ones.
+    """
+
+    name: str
+    text: str
+    whole: int
+    local: int
+    size: int
+
+    def times(self, n: int) -> Held:
+        return replace(self, whole=self.whole * n, local=self.local * n, size=self.size * n)
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One line: a module, or equal modules of repeated layers.
+    """A module, or equal modules of repeated layers.
 
     Args:
         name: the module's name, folded where it stands for several.
-        rule: the style and the line of the plan that it comes from.
-        parameters: each parameter's placement and its shape on one rank.
-        whole: the number of parameters of the unsharded module(s).
-        local: that number on one rank (the one with the most, where they differ).
-        size: the bytes of the local ones.
+        styles: what the plan's rules say of it and of its single parameters.
+        lines: where these rules stand.
+        parameters: what it owns.
         moves: the moves of its arguments and of its output.
     """
 
     name: str
-    rule: str
-    parameters: str
-    whole: int
-    local: int
-    size: int
-    moves: str
+    styles: tuple[str, ...]
+    lines: tuple[str, ...]
+    parameters: tuple[Held, ...]
+    moves: tuple[str, ...]
 
 
 def program_text(program: Program, sources: SourceMap, *, color: bool, all_rows: bool = False) -> str:
@@ -54,23 +74,21 @@ def program_text(program: Program, sources: SourceMap, *, color: bool, all_rows:
 
 
 def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
-    """One row for each module that the plan or a parameter makes interesting, in the model's order. A tied parameter
-    is counted where it stands first."""
-    tp = program.resolved.sizes.tp or 1
+    """One row for each module that the program has something to say of, in the model's order."""
     tree = program.resolved.tree
-    counted_elsewhere = {name: group[0] for group in tree.tied for name in group[1:]}
+    first_name = {name: group[0] for group in tree.tied for name in group[1:]}
     for module in program.modules.values():
-        held = []
-        whole = local = size = 0
-        for how in module.parameters:
-            info = tree.modules[module.name].parameter(how.name)
-            assert info is not None, (module.name, how.name)
-            first = counted_elsewhere.get(f"{module.name}.{how.name}" if module.name else how.name)
-            held.append(_held(how, info, tp) + (f" = {first}" if first else ""))
-            if first is None:
-                n = _numel(local_shape(how, info, tp))
-                whole, local, size = whole + info.numel, local + n, size + n * BYTES.get(info.dtype, 4)
-        yield Row(module.name, _rule(program, module, sources), "; ".join(held), whole, local, size, _moves(module))
+        rules = _rules(program.resolved, module.name)
+        info = tree.modules[module.name]
+        yield Row(
+            name=module.name,
+            styles=tuple(dict.fromkeys(rule.style for rule in rules)),
+            lines=tuple(dict.fromkeys(place_text(rule.location, sources).rpartition(":")[0] for rule in rules)),
+            parameters=tuple(
+                _held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters
+            ),
+            moves=tuple(_moves(module)),
+        )
 
 
 def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
@@ -82,12 +100,11 @@ def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
     folded = []
     for group in groups.values():
         names = fold_names(row.name for row in group)
-        if len(names) > 1:  # no product of ranges: nothing is gained by writing them as one
+        if len(names) > 1:  # no product of ranges: each row keeps its own numbers
             folded += group
         else:
-            n = len(group)
-            one = group[0]
-            folded.append(replace(one, name=names[0], whole=one.whole * n, local=one.local * n, size=one.size * n))
+            parameters = tuple(held.times(len(group)) for held in group[0].parameters)
+            folded.append(replace(group[0], name=names[0], parameters=parameters))
     return tuple(folded)
 
 
@@ -108,46 +125,37 @@ def byte_text(size: int) -> str:
     raise AssertionError
 
 
-def _held(how: ParameterProgram, info: ParameterInfo, tp: int) -> str:
-    shape = "x".join(map(str, local_shape(how, info, tp))) or "scalar"
-    gradient = ", partial gradient" if how.gradient == "partial" else ""
-    return f"{how.name} {shape} {placement(how)}{gradient}"
+def _held(how: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mapping[str, str]) -> Held:
+    info = module.parameter(how.name)
+    assert info is not None, (module.name, how.name)
+    shape = local_shape(how, info, tp)
+    text = f"{placement(how)} {list(shape)}" + (", partial gradient" if how.gradient == "partial" else "")
+    tied = first_name.get(f"{module.name}.{how.name}" if module.name else how.name)
+    if tied is not None:
+        return Held(how.name, f"{text}, tied to {tied}", 0, 0, 0)
+    local = ParameterInfo(how.name, shape).numel
+    return Held(how.name, text, info.numel, local, local * BYTES.get(info.dtype, 4))
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return ParameterInfo("", shape).numel
+def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
+    """The rule of a module, and those of its single parameters."""
+    inside = [a for parameter, a in resolved.parameters.items() if parameter.rpartition(".")[0] == name]
+    own = resolved.modules.get(name)
+    return [assignment.rule for assignment in ([own] if own else []) + inside]
 
 
-def _rule(program: Program, module: ModuleProgram, sources: SourceMap) -> str:
-    resolved = program.resolved
-    assignments = [resolved.modules.get(module.name)]
-    assignments += [a for name, a in resolved.parameters.items() if name.rpartition(".")[0] == module.name]
-    texts = []
-    for assignment in assignments:
-        if assignment is not None:
-            location = assignment.rule.location
-            span = sources.span(location)
-            texts.append(f"{assignment.rule.style} ({location.file}{f':{span.line}' if span else ''})")
-    return ", ".join(dict.fromkeys(texts))
-
-
-def _moves(module: ModuleProgram) -> str:
-    texts = []
+def _moves(module: ModuleProgram) -> Iterator[str]:
     for boundary in module.enter:
-        argument = {"*": "every float: ", None: ""}.get(boundary.argument, f"{boundary.argument}: ")
-        texts.append(f"in {argument}{boundary.src} -> {boundary.dst}")
+        argument = {"*": "floats ", None: ""}.get(boundary.argument, f"{boundary.argument} ")
+        yield f"in {argument}{boundary.src} -> {boundary.dst}"
     if module.leave is not None:
-        texts.append(f"out {module.leave.src} -> {module.leave.dst}")
+        yield f"out {module.leave.src} -> {module.leave.dst}"
     if module.group:
-        texts.append(f"{len(module.group)} gradients summed at once")
-    return ", ".join(texts)
+        yield f"{len(module.group)} gradients in one all-reduce"
 
 
 def _table(rows: Iterable[Row], paint: Paint) -> list[str]:
-    cells = [HEADER]
-    for row in rows:
-        count, size = (f"{row.local:,}", byte_text(row.size)) if row.parameters else ("", "")
-        cells.append((printable(row.name) or "(model)", printable(row.rule), row.parameters, count, size, row.moves))
+    cells = [HEADER, *(line for row in rows for line in _lines(row))]
     widths = [max(display_width(line[i]) for line in cells) for i in range(len(HEADER))]
     lines = []
     for number, line in enumerate(cells):
@@ -160,10 +168,19 @@ def _table(rows: Iterable[Row], paint: Paint) -> list[str]:
     return lines
 
 
+def _lines(row: Row) -> Iterator[tuple[str, ...]]:
+    """The row's cells: as many lines as its longest column needs."""
+    left = ((printable(row.name) or "(model)",), row.styles)
+    held = tuple((p.name, p.text, f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
+    right = (row.moves, tuple(map(printable, row.lines)))
+    for i in range(max(1, len(held), *(len(column) for column in (*left, *right)))):
+        columns = [[column[i] if i < len(column) else "" for column in side] for side in (left, right)]
+        yield (*columns[0], *(held[i] if i < len(held) else ("",) * 4), *columns[1])
+
+
 def _totals(program: Program, rows: Iterable[Row]) -> list[str]:
-    whole = sum(row.whole for row in rows)
-    local = sum(row.local for row in rows)
-    size = sum(row.size for row in rows)
+    held = [parameter for row in rows for parameter in row.parameters]
+    whole, local, size = (sum(getattr(p, name) for p in held) for name in ("whole", "local", "size"))
     tp = program.resolved.sizes.tp or 1
     return [f"tp {tp}: {whole:,} parameters, {local:,} ({byte_text(size)}) on each rank"]
 
