@@ -1,0 +1,98 @@
+"""Small numbers that stand to tp, and to each other, as the large ones do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import count
+from math import lcm
+
+WIDTHS_OF_HIDDEN = (0.25, 2.0)  # other widths stay between these multiples of the hidden size
+
+
+def same_relation(small: int, large: int, tp: int) -> bool:
+    """Whether both are multiples of tp or neither, and both are below tp or neither."""
+    return (small % tp == 0) == (large % tp == 0) and (small < tp) == (large < tp)
+
+
+def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Collection[int] = ()) -> int:
+    """The smallest number from `at_least` on that is to tp as `large` is.
+
+    Args:
+        large: the original.
+        tp: the number of ranks.
+        at_least: where to begin; ignored where `large` is below tp and this is not.
+        multiple_of: what must divide it, unless nothing below 64 tp multiples of it is to tp as `large` is.
+        avoid: numbers already taken.
+    """
+    if large < tp <= at_least:
+        at_least = 1
+    step = max(1, multiple_of)
+    start = -(-at_least // step) * step
+    for small in count(start, step):
+        if same_relation(small, large, tp) and small not in avoid:
+            return small
+        if small > start + 64 * tp * step:  # no multiple of `multiple_of` can
+            return like(large, tp, at_least=at_least, avoid=avoid)
+    raise AssertionError("unreachable")
+
+
+def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[int, int]:
+    """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are kept.
+
+    A count with several per rank keeps at least two per rank. `{32: 16, 8: 4}` at tp 2 gives `{8: 4, 32: 8}`.
+    """
+    small: dict[int, int] = {}
+    floor = 1
+    for value in sorted({v for v in values if v > 0}):
+        divisors = [small[other] for other in small if value % other == 0]
+        begin = min(value, 2 * tp) if value % tp == 0 else min(value, at_least)
+        small[value] = like(value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1)
+        floor = small[value] + 1
+    return small
+
+
+def small_head_dims(
+    values: Iterable[int],
+    parts: Iterable[tuple[int, float]] = (),
+    suits: Callable[[Mapping[int, int]], bool] = lambda small: True,
+) -> dict[int, int]:
+    """Small head dims, all by the same factor, so that sums (no-rope and rope parts) are kept.
+
+    Args:
+        values: the head dims.
+        parts: (head dim, fraction of it that is rotary): this many dims, rounded down, must stay even.
+        suits: what else the result must fulfil, where some result can.
+    """
+    values = sorted({v for v in values if v > 0})
+    if not values:
+        return {}
+    parts = [(dim, fraction) for dim, fraction in parts if 0 < fraction < 1]
+    even: list[dict[int, int]] = []
+    for smallest in (8, 10, 12, 14, 16, 18, 20, 24, 32, 40, 48, 64, 80, 96, 128):
+        if smallest >= values[0]:
+            break
+        scaled = [v * smallest / values[0] for v in values]
+        rotary = [int(dim * fraction * smallest / values[0] + 1e-9) for dim, fraction in parts]
+        if all(v == int(v) and v % 2 == 0 for v in scaled) and all(v >= 2 and v % 2 == 0 for v in rotary):
+            even.append({v: int(s) for v, s in zip(values, scaled, strict=True)})
+    unchanged = {v: v for v in values}
+    return next((small for small in even if suits(small)), even[0] if even else unchanged)
+
+
+def small_widths(values: Iterable[int], hidden: tuple[int, int], tp: int) -> dict[int, int]:
+    """Small widths in about the original proportion to the hidden size; different ones stay different.
+
+    Args:
+        values: intermediate sizes, ranks and the like.
+        hidden: the original and the small hidden size.
+        tp: the number of ranks.
+    """
+    large, small = hidden
+    lowest, highest = WIDTHS_OF_HIDDEN
+    result = {large: small}
+    for value in sorted({v for v in values if v > 0} - {large}):
+        ratio = min(max(value / large, lowest), highest)
+        wanted = max(8, round(small * ratio))
+        step = 4 if value % 4 == 0 else 1
+        result[value] = like(value, tp, at_least=min(wanted, value), multiple_of=step, avoid=set(result.values()))
+    return result

@@ -1,0 +1,93 @@
+"""What the fields of model configurations mean, by their names.
+
+One table for all architectures: role -> the names that fields with that role have. `role` reads it; how each role is
+made small is in shrink.py.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Literal
+
+Role = Literal[
+    "layers",
+    "first_layers",
+    "last_layers",
+    "layer_indices",
+    "heads",
+    "head_dim",
+    "width",
+    "factor",
+    "hidden",
+    "vocabulary",
+    "token",
+    "positions",
+    "window",
+    "chunk",
+    "experts",
+    "shared_experts",
+    "top_k",
+    "groups",
+    "top_groups",
+    "state",
+    "mamba_heads",
+    "mamba_head_dim",
+    "mamba_groups",
+    "dropout",
+    "image",
+    "patch",
+    "image_tokens",
+]
+
+# A pattern matches a whole name. Earlier roles win.
+NAMES: dict[Role, str] = {
+    "dropout": r".*(dropout|dropout_p|drop_rate|pdrop|layerdrop|drop_path|drop_path_rate|dropout_prob|jitter_noise"
+    r"|jitter_eps|dropout_rate)",
+    "token": r".*_(token|tokens)_(id|index|ids)|(pad|bos|eos|unk|mask|lang|sep|image|boi|eoi|audio|video)_(id|index)"
+    r"|lang_id",
+    "layer_indices": r"mlp_only_layers|moe_layers|no_rope_layer_ids|full_attn_idxs|hybrid_layer_ids|ple_layer_ids"
+    r"|cross_attention_layers|fullatt_block_indexes|deepstack_visual_indexes|.*_layer_(ids|idx|idxs|indices|indexes)"
+    r"|dense_layers|attn_layer_indices",
+    "first_layers": r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|n_dense_layers|max_window_layers"
+    r"|n_hash_layers|num_hash_layers",
+    "last_layers": r"num_kv_shared_layers",
+    "layers": r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers"
+    r"|num_blocks|num_layers_per_stack|depth",
+    "mamba_heads": r"mamba_n_heads|mamba_num_heads|n_mamba_heads",
+    "mamba_head_dim": r"mamba_d_head|mamba_head_dim|mamba_headdim",
+    "mamba_groups": r"(mamba_)?n_?groups",
+    "heads": r"(.*_)?(attention_heads|key_value_heads|query_groups|kv_n_heads|kv_heads|n_heads?|num_heads|key_heads"
+    r"|value_heads|num_query_heads|global_heads)|num_attention_heads_per_layer",
+    "head_dim": r"(.*_)?(head_dim|head_size|kv_channels|attention_channels)|qk_head_dim|d_head|d_kv|dim_head|rotary_dim"
+    r"|query_pre_attn_scalar",
+    "hidden": r"hidden_size|d_model|n_embd|emb_dim|embedding_dim",
+    "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size|embed_dim"
+    r"|proj_dim|mid_dim|lowrank|mlp_dim)|intermediate_size_mlp|n_inner|d_inner|dff|d_ff|dim_ff|lru_width"
+    r"|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank|laurel_rank"
+    r"|hidden_size_per_layer_input|per_layer_input_dim",
+    "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",
+    "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"
+    r"|context_length|max_sequence_length|model_max_length",
+    "window": r"sliding_window|sliding_window_size|attention_window_size|window_size|local_attention"
+    r"|local_attention_window_len|keep_window_size|swa_window_size|attention_chunk_size|attn_window_size",
+    "chunk": r"chunk_size|mamba_chunk_size|block_size|.*_chunk_length",
+    "shared_experts": r"n_shared_experts|num_shared_experts|moe_num_shared_experts",
+    "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|zero_expert_num",
+    "top_k": r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts",
+    "groups": r"n_group|num_expert_group",
+    "top_groups": r"topk_group",
+    "state": r"(mamba_d_|ssm_)?state(_size)?|mamba_d_state|time_step_rank|mamba_dt_rank",
+    "image": r"image_size",
+    "patch": r"patch_size",
+    "image_tokens": r"mm_tokens_per_image",
+}
+
+# Ids that stand for something other than text: never drawn as text tokens.
+SPECIAL = re.compile(r".*(image|boi|eoi|boa|eoa|audio|video|vision|speech).*")
+
+
+@cache
+def role(name: str) -> Role | None:
+    """The role of a configuration field, or None where it may stay as it is."""
+    return next((role for role, pattern in NAMES.items() if re.fullmatch(pattern, name)), None)

@@ -1,0 +1,161 @@
+"""Which layers of the original the small model keeps: each kind once, in order."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.core.tree import ModuleTree
+
+from .fields import role
+
+Signature = tuple[tuple[Any, ...], ...]
+Listings = list[tuple[str, tuple[str, ...]]]
+NUMBER = re.compile(r"\.\d+(?=\.|$)")
+SERIAL = 4  # an integer with more values than this over the layers counts them; it is no difference in kind
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Layers of the original, by index.
+
+    Args:
+        count: how many layers the original has.
+        layers: the kept ones, ascending.
+    """
+
+    count: int
+    layers: tuple[int, ...]
+
+    def of(self, values: Sequence[Any]) -> list[Any]:
+        """A list with one element per layer, for the kept layers."""
+        return [values[i] for i in self.layers]
+
+    def indices(self, indices: Iterable[int]) -> list[int]:
+        """A list of layer indices, in the numbering of the kept layers."""
+        return [self.layers.index(i) for i in indices if i in self.layers]
+
+    def before(self, index: int) -> int:
+        """How many kept layers come before the original's layer `index`."""
+        return sum(i < index for i in self.layers)
+
+
+def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple[Kept, ...]:
+    """Choices of layers to try, the fewest first: the first of each kind; all layers up to there, which rules like
+    "every fourth layer" need; the same with the first two of each kind, which layers that share weights need.
+
+    Where all layers are of one kind, there are two.
+
+    Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every list of
+    the configuration that has one entry per layer.
+    """
+    signatures = [(structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))]
+    seen = Counter[Any]()
+    first, twice = [], []
+    for i, signature in enumerate(signatures):
+        seen[signature] += 1
+        if seen[signature] == 1:
+            first.append(i)
+        if seen[signature] <= 2:
+            twice.append(i)
+    fewest = first if len(seen) > 1 else twice
+    choices = (fewest, range(fewest[-1] + 1), twice, range(twice[-1] + 1))
+    return tuple(Kept(count, layers) for layers in dict.fromkeys(tuple(choice) for choice in choices))
+
+
+def layer_lists(tree: ModuleTree, count: int) -> tuple[str, ...]:
+    """The names of the module lists that hold one element per layer."""
+    return tuple(name for name, _ in _lists(tree, count))
+
+
+def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> list[Any]:
+    """What a small layer must have in common with its original: the classes of its modules, and their parameters'
+    names and dimensions. Numbered parts (experts) count as one.
+
+    Args:
+        tree: the original's or the small model's.
+        names: the module lists that hold the layers.
+        layers: which elements of them.
+    """
+    listings = [(name, tree.children[name]) for name in names]
+    return [
+        frozenset(
+            (
+                NUMBER.sub(".*", name),
+                class_name,
+                tuple((p, len(shape)) for p, shape in parameters),
+            )
+            for name, class_name, parameters, _ in _layer(tree, listings, i)
+        )
+        for i in layers
+    ]
+
+
+def _structures(tree: ModuleTree, count: int) -> list[Signature]:
+    """For each layer all that tells it from others: modules, shapes, and integers that are not mere numbering."""
+    listings = _lists(tree, count)
+    layers = [_layer(tree, listings, i) for i in range(count)]
+    values: defaultdict[tuple[str, str], set[Any]] = defaultdict(set)
+    for layer in layers:
+        for name, _, _, numbers in layer:
+            for key, value in numbers:
+                values[name, key].add(value)
+    serial = {key for key, seen in values.items() if len(seen) > SERIAL or re.search("(idx|index|_id)$", key[1])}
+    return [
+        tuple(
+            (name, cls, parameters, tuple((k, v) for k, v in numbers if (name, k) not in serial))
+            for name, cls, parameters, numbers in layer
+        )
+        for layer in layers
+    ]
+
+
+def _layer(
+    tree: ModuleTree, listings: Listings, index: int
+) -> list[tuple[str, str, tuple[Any, ...], tuple[Any, ...]]]:
+    """The modules of one layer, over all listings: relative name, class, parameters, integers."""
+    result = []
+    for listing, children in listings:
+        top = children[index]
+        for name, module in _below(tree, top):
+            relative = f"{NUMBER.sub('.*', listing)}{name.removeprefix(top)}"
+            parameters = tuple((p.name, p.shape) for p in module.parameters)
+            numbers = tuple((k, v) for k, v in module.numbers.items() if isinstance(v, int))
+            result.append((relative, module.class_name, parameters, numbers))
+    return result
+
+
+def _lists(tree: ModuleTree, count: int) -> Listings:
+    """The outermost module lists with that many elements, and their elements."""
+    found: Listings = []
+    for name, module in tree.modules.items():
+        children = tree.children[name]
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if module.kind == "list" and len(children) == count and not inside:
+            found.append((name, children))
+    return found
+
+
+def _below(tree: ModuleTree, top: str) -> list[tuple[str, Any]]:
+    result, stack = [], [top]
+    while stack:
+        name = stack.pop()
+        result.append((name, tree.modules[name]))
+        stack.extend(reversed(tree.children[name]))
+    return result
+
+
+def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
+    """What the configuration's lists say of one layer."""
+    entries = []
+    for name, value in config.items():
+        if not isinstance(value, (list, tuple)) or role(name) == "token":
+            continue
+        if role(name) == "layer_indices":
+            entries.append((name, index in value))
+        elif len(value) == count and all(isinstance(item, (str, int, float)) for item in value):
+            entries.append((name, value[index]))
+    return entries

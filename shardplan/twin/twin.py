@@ -1,0 +1,215 @@
+"""The small copy of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardplan.core.tree import ModuleTree
+from shardplan.models.findings import reason, refuse
+from shardplan.models.found import FoundModel
+from shardplan.models.numbers import config_value, text_config
+from shardplan.models.offline import offline
+from shardplan.models.tree import tree_of
+
+from .codes import NO_TWIN
+from .inputs import Padding, image_inputs, labels_of, sequence_length, takes_images, text_inputs
+from .layers import Kept, candidates, layer_lists, skeleton
+from .own import Inputs, inputs_of, module_maker
+from .shrink import small_config
+from .weights import randomise
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """A small model of the same classes as a large one, for running both sharded and unsharded.
+
+    Args:
+        name: the original's.
+        tp: the number of ranks that it was made for.
+        seq_len: the length of its inputs; tp divides it.
+        config: the small configuration, or None for a module without one.
+        kinds: the kinds of inputs that it takes: "text", "image", or "own".
+        layers: which of the original's layers it has.
+        maker: builds a model with the twin's weights.
+        feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
+    """
+
+    name: str
+    tp: int
+    seq_len: int
+    config: PreTrainedConfig | None
+    kinds: tuple[str, ...]
+    layers: tuple[int, ...]
+    maker: Callable[[], nn.Module]
+    feeder: Callable[[str, int, Padding | None], dict[str, Any]]
+
+    def build(self) -> nn.Module:
+        """A fresh model on the CPU in training mode without dropout; each call gives the same weights."""
+        return self.maker()
+
+    def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
+        """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].
+
+        Args:
+            seed: other values for each.
+            kind: one of `kinds`; None is the first.
+            padding: also give an `attention_mask` that pads the second row on that side.
+
+        Raises:
+            ValueError: the twin takes no inputs of that kind.
+        """
+        kind = self.kinds[0] if kind is None else kind
+        if kind not in self.kinds:
+            raise ValueError(f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}")
+        return self.feeder(kind, seed, padding)
+
+
+def make_twin(
+    model: FoundModel | nn.Module,
+    *,
+    tp: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tied: bool | None = None,
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    inputs: Inputs | None = None,
+) -> Twin:
+    """A small copy of a model.
+
+    Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query attention
+    stays grouped); every kind of layer is there once, at least two layers; dropout and other noise are off; no
+    parameter is zero or one. A module without a transformers configuration is copied as it is.
+
+    Args:
+        model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
+            configuration).
+        tp: the number of ranks that it will be split over.
+        seed: of the weights. The same seed gives the same weights in every dtype, up to rounding.
+        dtype: of the parameters.
+        tied: whether embedding and head are one Parameter; None: as in the original.
+        attn_implementation: "sdpa" or "eager"; None: the class's default.
+        experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the default.
+        inputs: for a module without configuration: seed -> keyword arguments of its `forward`.
+
+    Raises:
+        PlanError: SP520, SP521, SP522.
+        ValueError: `tied` for a model that cannot be so.
+    """
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp must be a positive integer, not {tp!r}")
+    name, config, cls, tree = _original(model)
+    implementations = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+    options = {key: value for key, value in implementations.items() if value is not None}
+    if config is None or cls is None:
+        if tied is not None or options:
+            raise ValueError(f"{name} has no transformers configuration to change")
+        return _module_twin(model, name, tp, seed, dtype, inputs)
+    if inputs is not None:
+        raise ValueError(f"the inputs of {name} follow from its configuration; `inputs` is for modules without one")
+    small, kept = _small(config, cls, tree, name, tp=tp, tied=tied)
+    maker = _maker(cls, small, seed, {"dtype": dtype, **options})
+    if tied is not None and bool(tree_of(maker()).tied) != tied:
+        raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
+    seq_len, labels = sequence_length(tp), labels_of(cls)
+    feeders = {"text": text_inputs, "image": image_inputs}
+    kinds = ("text", "image") if takes_images(small) else ("text",)
+
+    def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
+        return feeders[kind](small, labels, seq_len, seed, padding)
+
+    return Twin(name, tp, seq_len, small, kinds, kept.layers, maker, feed)
+
+
+def _module_twin(
+    model: FoundModel | nn.Module, name: str, tp: int, seed: int, dtype: torch.dtype, inputs: Inputs | None
+) -> Twin:
+    """The twin of a module without configuration: itself with random weights."""
+    seq_len = sequence_length(tp)
+    maker = module_maker(model, name, seed, dtype)
+    own = inputs if inputs is not None else inputs_of(maker(), name, seq_len)
+    return Twin(name, tp, seq_len, None, ("own",), (), maker, lambda kind, seed, padding: dict(own(seed)))
+
+
+def _maker(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int, options: Mapping[str, Any]
+) -> Callable[[], nn.Module]:
+    """What builds models that all have the same random weights."""
+
+    def make() -> nn.Module:
+        return _construct(cls, config, "cpu", seed, **options).train()
+
+    first = make()
+    randomise(first, seed)
+    state = {key: value.clone() for key, value in first.state_dict().items()}
+
+    def build() -> nn.Module:
+        fresh = make()
+        fresh.load_state_dict(state)
+        return fresh
+
+    return build
+
+
+def _original(
+    model: FoundModel | nn.Module,
+) -> tuple[str, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree]:
+    """Name, configuration, class and picture of the original; no configuration where it is no transformers model."""
+    if isinstance(model, FoundModel):
+        name, module, tree = model.name, model.build("meta"), model.tree
+    else:
+        name, module, tree = type(model).__name__, model, tree_of(model)
+    if isinstance(module, PreTrainedModel):
+        return name, module.config, type(module), tree
+    return name, None, None, tree
+
+
+def _small(
+    config: PreTrainedConfig,
+    cls: type[PreTrainedModel],
+    tree: ModuleTree,
+    name: str,
+    *,
+    tp: int,
+    tied: bool | None,
+) -> tuple[PreTrainedConfig, Kept]:
+    """The small configuration and the layers that it keeps: the fewest whose modules come out as the original's."""
+    text = text_config(config)
+    count = config_value(text, "num_hidden_layers")
+    count = count if isinstance(count, int) and count > 0 else 1
+    lists = layer_lists(tree, count)
+    failures: list[str] = []
+    for kept in candidates(tree, count, vars(text)):
+        try:
+            small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
+            if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
+                text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
+            made = tree_of(_construct(cls, small, "meta", 0))
+        except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
+            failures.append(reason(error))
+            continue
+        if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
+            return small, kept
+        failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
+    raise refuse(
+        NO_TWIN,
+        f"no small copy of {name} can be made for tp={tp}",
+        notes=tuple(dict.fromkeys(failures)),
+        help="name a small configuration of the same architecture, or a `module:callable` that builds a small model",
+    )
+
+
+def _construct(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, seed: int, **options: Any
+) -> PreTrainedModel:
+    """A model from a copy of the configuration; the random state outside is left as it was."""
+    with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})
