@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import ResolvedPlan, Rule
-from shardplan.core.tree import parent
+from shardplan.core.tree import named, parent
 from shardplan.styles import STYLES, ParameterStyle
 
 CONTRADICTION = Code(
@@ -60,10 +60,10 @@ def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnosti
     return Diagnostic(
         code=CONTRADICTION.code,
         severity=Severity.ERROR,
-        message=f"`{module_rule.style}` for {parent(names[0])} keeps {names[0]} {_words(module_style)}, but its own rule "
-        f"`{rule.style}` {_words(STYLES[rule.style].weight)}",
-        primary=Label(rule.location, f"the parameter {_words(STYLES[rule.style].weight)}"),
-        related=(Label(module_rule.location, f"the parameter {_words(module_style)}"),),
+        message=f"`{module_rule.style}` holds {named(names)} {_words(module_style)}, the parameter's own rule "
+        f"`{rule.style}` holds it {_words(STYLES[rule.style].weight)}",
+        primary=Label(rule.location, f"holds it {_words(STYLES[rule.style].weight)}"),
+        related=(Label(module_rule.location, f"holds it {_words(module_style)}"),),
         help="remove one of the two rules, or name a door for the module and one rule for each of its parameters",
         modules=names,
     )

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import islice
 
 from shardplan.core.globs import Glob, Segment
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import ModuleTree, starred
 
 MOST_STARRED = 2000  # names with `*` for list indices; real models have some tens
 
@@ -115,8 +115,7 @@ class Names:
         return tuple(dict.fromkeys((*self._starred_modules, *self._star(self.tree.parameters))))
 
     def _star(self, names: Iterable[str]) -> tuple[str, ...]:
-        starred = (".".join("*" if p.isdecimal() else p for p in self.tree.address(n).split(".")) for n in names)
-        return tuple(islice(dict.fromkeys(starred), MOST_STARRED))
+        return tuple(islice(dict.fromkeys(starred(self.tree.address(name)) for name in names), MOST_STARRED))
 
     def reach(self, glob: Glob) -> Reached:
         """All modules and parameters whose whole name matches."""

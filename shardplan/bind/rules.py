@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
 from shardplan.core.plan import Assignment, PlanFile, Rule, Section
-from shardplan.core.tree import ModuleTree, parent
+from shardplan.core.tree import ModuleTree, named, parent
 from shardplan.styles import NONE
 
 from .dead import dead
@@ -185,12 +185,11 @@ def _clashes(layer: Layer) -> Iterator[Diagnostic]:
 
 
 def _clash(earlier: Rule, later: Rule, names: tuple[str, ...]) -> Diagnostic:
-    first = names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     if later.style == earlier.style and later.options == earlier.options:
         return Diagnostic(
             code=TWICE.code,
             severity=Severity.WARNING,
-            message=f"two rules say the same for {first}: `{earlier.pattern}` and `{later.pattern}`",
+            message=f"two rules say the same for {named(names)}: `{earlier.pattern}` and `{later.pattern}`",
             primary=Label(later.location, f"says `{later.style}` again"),
             related=(Label(earlier.location, f"says `{earlier.style}`"),),
             help="remove one of them, or make the keys disjoint",
@@ -199,7 +198,7 @@ def _clash(earlier: Rule, later: Rule, names: tuple[str, ...]) -> Diagnostic:
     return Diagnostic(
         code=CONFLICT.code,
         severity=Severity.ERROR,
-        message=f"two rules differ about {first}: {_difference(earlier, later)}",
+        message=f"two rules differ about {named(names)}: {_difference(earlier, later)}",
         primary=Label(later.location, _says(later, earlier)),
         related=(Label(earlier.location, _says(earlier, later)),),
         help="make the keys disjoint, or say `override: true` in the later rule",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import ancestors, named
 
 from .facts import Facts
 from .places import field_label
-from .words import one_of
+
 
 NESTED = Code(
     code="SP380",
@@ -43,7 +43,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     yield Diagnostic(
         code=NESTED.code,
         severity=Severity.ERROR,
-        message=f"{one_of(inner)} is checkpointed, and so is {one_of(sorted(outer))} around it",
+        message=f"{named(inner)} is checkpointed, and so is {named(sorted(outer))} around it",
         primary=field_label(section, "modules"),
         help="name one of the two in `modules`",
         modules=inner,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
+from shardplan.core.tree import named
 
 from .facts import Facts
 from .numbers import attribute, declared, packed_parts
@@ -158,15 +159,11 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
     return Diagnostic(
         code=code.code,
         severity=Severity.ERROR,
-        message=f"{what} for {_named(names)}: {reason}",
+        message=f"{what} for {named(names)}: {reason}",
         primary=Label(rule.location),
         help=help,
         modules=names,
     )
-
-
-def _named(names: tuple[str, ...]) -> str:
-    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:

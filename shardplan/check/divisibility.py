@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from math import gcd
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.tree import named
 
 from .facts import Facts
 from .requirements import Kind, Requirement
-from .words import one_of, sizes
+from .words import join, sizes
 
 HEADS = Code(
     code="SP301",
@@ -127,6 +128,7 @@ tensor_parallel:
 
 CODES = (HEADS, KEY_VALUE, FEATURES, NO_SIZE, NOTHING)
 
+MOST_COUNTS = 5  # that a message lists
 CODE_OF: dict[Kind, Code] = {"heads": HEADS, "key_value_heads": HEADS, "features": FEATURES}
 
 
@@ -184,13 +186,14 @@ def _no_size(facts: Facts) -> Diagnostic:
     # What alone stands in the way: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
-        help = f"leave whole what {alone[0][0]} counts, {one_of(name for r in groups[alone[0]] for name in r.modules)}, with its whole block"
+        help = f"leave whole what {alone[0][0]} counts, {named(name for r in groups[alone[0]] for name in r.modules)}, with its whole block"
     else:
         help = "split less: leave whole the blocks whose numbers have no divisor in common with the others"
+    counts = [f"{what} {count}" for what, count in groups]
+    shown = counts if len(counts) <= MOST_COUNTS else [*counts[:MOST_COUNTS], f"{len(counts) - MOST_COUNTS} more"]
     return Diagnostic(
         code=NO_SIZE.code,
         severity=Severity.ERROR,
-        message="no tp size above 1 divides everything that this plan splits",
-        notes=tuple(f"{what} is {count}" for what, count in groups),
+        message=f"no tp size above 1 divides everything that this plan splits: {join(shown, 'and')}",
         help=help,
     )

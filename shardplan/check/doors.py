@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.layout import SEQ, Layout, R, V
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import parent
+from shardplan.core.tree import named, parent
 
 from .facts import Facts
 from .regions import hands, inside
-from .words import one_of
+
 
 NESTED = Code(
     code="SP363",
@@ -91,7 +91,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NESTED.code,
             severity=Severity.ERROR,
-            message=f"the door `{rule.style}` for {one_of(names)} is inside the door `{outer_rule.style}`, which has moved "
+            message=f"the door `{rule.style}` for {named(names)} is inside the door `{outer_rule.style}`, which has moved "
             "the value already",
             primary=Label(rule.location, "moves it again"),
             related=(Label(outer_rule.location, "moves it first"),),
@@ -134,7 +134,7 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=UNSPLIT.code,
             severity=Severity.ERROR,
-            message=f"`{rule.style}` for {one_of(names)} gathers the sequence, which no rule of the plan splits",
+            message=f"`{rule.style}` for {named(names)} gathers the sequence, which no rule of the plan splits",
             primary=Label(rule.location, "gathers the sequence"),
             help="use `input_with_grad_allreduce` for the door of a tensor-parallel block and `colwise` for a matrix, or "
             "write the rule under `sequence_parallel`",

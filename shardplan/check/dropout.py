@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.tree import named
 
 from .facts import Facts
-from .words import join, one_of
+from .words import join
 
 DROPOUT = Code(
     code="SP370",
@@ -50,7 +51,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     yield Diagnostic(
         code=DROPOUT.code,
         severity=Severity.ERROR,
-        message=f"dropout is {join([str(p) for p in sorted(values)], 'and')} in {one_of(attributes)}, and its random "
+        message=f"dropout is {join([str(p) for p in sorted(values)], 'and')} in {named(attributes)}, and its random "
         f"numbers are not managed across tp={facts.tp}",
         notes=tuple(f"config: {name} is {p}" for name, p in fields.items()),
         help=f"set {join(list(fields), 'and')} to 0 in the config" if fields else "set these attributes to 0",

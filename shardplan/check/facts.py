@@ -145,8 +145,8 @@ class Facts:
     def vocabularies(self) -> frozenset[int]:
         """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
         looked_up = {held.size for held in self.splits if held.style.vocabulary}
-        named = self.resolved.tree.numbers.get("vocab_size")
-        return frozenset(looked_up | ({named} if isinstance(named, int) else set()))
+        said = self.resolved.tree.numbers.get("vocab_size")
+        return frozenset(looked_up | ({said} if isinstance(said, int) else set()))
 
     @cached_property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -203,4 +203,5 @@ def _dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> i
     """The dim that is split; None for a whole copy, and where the parameter has no such dim."""
     if how.shard is None or not parameter.shape:
         return None
-    return feature_dim(module.kind, parameter.name, how.shard, len(parameter.shape))
+    dim = feature_dim(module.kind, parameter.name, how.shard, len(parameter.shape))
+    return dim if dim is not None and dim < len(parameter.shape) else None

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.tree import parent
+from shardplan.core.tree import named, parent
 
 from .facts import Facts
 from .places import field_label
-from .words import join, one_of
+from .words import join
 
 LIST = Code(
     code="SP330",
@@ -121,11 +121,11 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         return
     lists = tuple(n for n in resolved.dp_units if resolved.tree.modules[n].class_name in WITHOUT_FORWARD)
     if lists:
-        message = f"{one_of(lists)} is a list without a forward of its own, and cannot be an FSDP unit"
-        yield _finding(facts, LIST, message, f"name its elements: `{one_of(lists)}.*`", lists)
+        message = f"{named(lists)} is a list without a forward of its own, and cannot be an FSDP unit"
+        yield _finding(facts, LIST, message, f"name its elements: `{named(lists)}.*`", lists)
     scalars = tuple(name for name, (_, p) in resolved.tree.parameters.items() if not p.shape)
     if scalars:
-        message = f"{one_of(scalars)} has no dimension that FSDP2 could split"
+        message = f"{named(scalars)} has no dimension that FSDP2 could split"
         yield _finding(facts, SCALAR, message, "give the parameter the shape [1] in the model", scalars)
     yield from _dtypes(facts)
     yield from _reshard(facts)
@@ -143,13 +143,13 @@ def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
         return
     rare = {name for dtypes in mixed.values() for name in min(dtypes.values(), key=len)}
     kinds = sorted({dtype for dtypes in mixed.values() for dtype in dtypes})
-    units = one_of(unit or "the root" for unit in mixed)
+    units = named(unit or "the root" for unit in mixed)
     owners = tuple(dict.fromkeys(parent(name) for name in facts.resolved.tree.parameters if name in rare))
     yield _finding(
         facts,
         DTYPES,
         f"the FSDP unit {units} has parameters of dtypes {join(kinds, 'and')}, and may have only one",
-        f"make {one_of(owners)} a unit of its own, or convert the model to one dtype",
+        f"make {named(owners)} a unit of its own, or convert the model to one dtype",
         tuple(name for name in facts.resolved.tree.parameters if name in rare),
     )
 

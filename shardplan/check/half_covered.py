@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
-from shardplan.core.tree import ModuleInfo, parent
+from shardplan.core.tree import ModuleInfo, named, parent, starred
 from shardplan.styles import feature_dim
 
 from .facts import Facts
 from .requirements import stays_split
-from .words import join, star
+from .words import join
 
 SIBLING = Code(
     code="SP350",
@@ -67,13 +67,13 @@ MATMUL = ("linear", "conv1d")
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each name, list indices aside."""
     tree = facts.resolved.tree
-    own: dict[str, Rule] = {}  # modules that own a split parameter, and its rule
+    own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
     split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
     for held in facts.splits:
         if stays_split(held):
             for name in held.names:
                 owner = parent(name)
-                own.setdefault(owner, held.rule)
+                own[owner][name] = held.rule
                 if held.module.kind in MATMUL:
                     split[parent(owner)].setdefault(owner, held.rule)
     whole: dict[str, tuple[list[str], dict[str, Rule]]] = {}
@@ -81,12 +81,12 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         for name in tree.children[around]:
             if name not in own and tree.modules[name].kind in MATMUL and not facts.claimed(name):
                 if not _feeds(facts, tree.modules[name], siblings):
-                    whole.setdefault(star(name), ([], siblings))[0].append(name)
+                    whole.setdefault(starred(name), ([], siblings))[0].append(name)
     bare: dict[str, tuple[list[str], dict[str, Rule]]] = {}
     for owner in dict.fromkeys((*split, *own)):
         for name in _unclaimed(facts, tree.modules[owner]):
-            beside = split.get(owner, {}) | ({owner: own[owner]} if owner in own else {})
-            bare.setdefault(star(name), ([], beside))[0].append(name)
+            beside = split.get(owner, {}) | own.get(owner, {})
+            bare.setdefault(starred(name), ([], beside))[0].append(name)
     yield from (_finding(SIBLING, names, beside) for names, beside in whole.values())
     yield from (_finding(PARAMETER, names, beside) for names, beside in bare.values())
 
@@ -97,21 +97,24 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     Its output is as wide as a sibling's input and it reads something else than that sibling does; nor does it read
     what a sibling splits.
     """
-    out, into = _widths(module)
-    split = [
-        _widths(facts.resolved.tree.modules[name])
-        for name in siblings
-        if facts.held[f"{name}.weight"].how.shard == "out"
-    ]
-    return any(i == out and i != into for _, i in split) and all(o != into for o, _ in split)
+    modules = facts.resolved.tree.modules
+    weights = {name: facts.held.get(f"{name}.weight") for name in siblings}
+    split = [_widths(modules[name]) for name, held in weights.items() if held is not None and held.how.shard == "out"]
+    own = _widths(module)
+    if own is None:
+        return False
+    out, into = own
+    read = [widths for widths in split if widths is not None]
+    return any(i == out and i != into for _, i in read) and all(o != into for o, _ in read)
 
 
-def _widths(module: ModuleInfo) -> tuple[int, int]:
-    """The output and input features of a matrix."""
+def _widths(module: ModuleInfo) -> tuple[int, int] | None:
+    """The output and input features of a matrix; None where its weight is stored in another form."""
     weight = module.parameter("weight")
-    assert weight is not None  # a Linear or Conv1D
     dims = [feature_dim(module.kind, "weight", side, 2) for side in ("out", "in")]
-    return weight.shape[dims[0] or 0], weight.shape[dims[1] or 0]
+    if weight is None or len(weight.shape) != 2 or None in dims:
+        return None
+    return weight.shape[dims[0]], weight.shape[dims[1]]
 
 
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
@@ -122,14 +125,14 @@ def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
 
 
 def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
-    named = star(names[0]) if len(names) > 1 else names[0]
+    what = named(names)
     beside = join([f"`{name.rpartition('.')[2]}`" for name in split], "and")
     return Diagnostic(
         code=code.code,
         severity=Severity.WARNING,
-        message=f"{named} is named by no rule and stays whole, while {beside} beside it {_is(split)} split",
+        message=f"{what} is named by no rule and stays whole, while {beside} beside it {_is(split)} split",
         primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
-        help=f"add a rule for `{named}`; if a whole copy is meant, `{named}: replicate` says so",
+        help=f"add a rule for `{what}`; if a whole copy is meant, `{what}: replicate` says so",
         modules=tuple(names),
     )
 

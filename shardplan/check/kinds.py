@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import ModuleKind
+from shardplan.core.tree import ModuleKind, named
 from shardplan.styles import STYLES, Style
 
 from .facts import Facts
-from .words import join, one_of
+from .words import join
 
 KIND = Code(
     code="SP310",
@@ -112,16 +112,16 @@ def _reason(facts: Facts, assignment: Assignment) -> tuple[str, str]:
 
 
 def _finding(rule: Rule, code: str, what: str, names: tuple[str, ...]) -> Diagnostic:
-    style, named = STYLES[rule.style], one_of(names)
+    style, what_is = STYLES[rule.style], named(names)
     if code == KIND.code:
-        message = f"`{style.name}` is for {_kinds(style)}, but {named} is {what}"
+        message = f"`{style.name}` is for {_kinds(style)}, but {what_is} is {what}"
         help = f"use a style for this kind of module, such as {_alternatives(what)}"
     elif code == PARAMETER.code:
-        message = f"`{style.name}` is for modules, but {named} is a parameter"
-        help = f"name the module: `{one_of(n.rpartition('.')[0] for n in names)}: {style.name}`"
+        message = f"`{style.name}` is for modules, but {what_is} is a parameter"
+        help = f"name the module: `{named(n.rpartition('.')[0] for n in names)}: {style.name}`"
     else:
         side = "output" if style.weight.shard == "out" else "input"
-        message = f"`{style.name}` splits {side} features, but {named} has none: {what}"
+        message = f"`{style.name}` splits {side} features, but {what_is} has none: {what}"
         help = "remove the rule, or keep the parameter whole with `replicate`"
     return Diagnostic(
         code=code,

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Literal
 
 from shardplan.core.layout import V
 from shardplan.core.plan import Rule
+from shardplan.core.tree import named, parent
 
 from .numbers import attribute, declared, packed_parts
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
-from .words import feature_words, head_words, one_of
+from .words import feature_words, head_words
 
 if TYPE_CHECKING:
     from .facts import Facts, Held
@@ -58,14 +59,16 @@ def requirements(facts: Facts) -> Iterator[Requirement]:
     heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
     most_heads: dict[str, int] = defaultdict(int)
     for held, _, heads in heads_of:
-        most_heads[held.around.name] = max(most_heads[held.around.name], heads or 0)
+        for name in held.names if heads is not None else ():
+            around = parent(parent(name))
+            most_heads[around] = max(most_heads[around], heads)
     for held, piece, heads in heads_of:
         from_output = held.how.shard == "out"
         if heads is None:
             yield Requirement(piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output)
             continue
         fewer = heads < most_heads[held.around.name]
-        what = head_words(heads, fewer, numbers) or f"the number of heads of {one_of(held.assigned)}"
+        what = head_words(heads, fewer, numbers) or f"the number of heads of {named(held.assigned)}"
         kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
         yield Requirement(heads, what, kind, held.assigned, held.rule, from_output)
     yield from _declared(facts)
@@ -85,7 +88,7 @@ def _declared(facts: Facts) -> Iterator[Requirement]:
             if isinstance(count, int):
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
     for (_, path, count, kind), (rule, names) in groups.items():
-        what = path if kind == "declared" else f"{path} of {one_of(names)}"
+        what = path if kind == "declared" else f"{path} of {named(names)}"
         yield Requirement(count, what, kind, tuple(names), rule)
 
 
@@ -109,9 +112,9 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
     numbers, own = facts.resolved.tree.numbers, held.around.numbers
     head_sizes = {name: own[name] for name in HEAD_SIZES if name in own}
     counts = {n: size // width for n, width in head_sizes.items() if width > 0 and size % width == 0}
-    named = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(counts.values())
-    if named:
-        return max(named)
+    agreed = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(counts.values())
+    if agreed:
+        return max(agreed)
     return next(iter(counts.values()), None) if head_sizes.keys() <= WHOLE_HEAD and len(head_sizes) == 1 else None
 
 
@@ -129,7 +132,7 @@ def _features(facts: Facts, held: Held, size: int) -> str:
         return found
     side = "output" if held.how.shard == "out" else "input"
     part = "the length of a part of the" if held.how.packed else "the number of"
-    return f"{part} {side} features of {one_of(held.assigned)}"
+    return f"{part} {side} features of {named(held.assigned)}"
 
 
 def allowed_sizes(facts: Facts) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.layout import SEQ, V
 from shardplan.core.plan import Assignment
 from shardplan.core.tree import block
@@ -83,7 +83,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NO_OVERLAY.code,
             severity=Severity.ERROR,
-            message=f"sequence parallelism was asked for, but the plan {resolved.plan.name!r} has no `sequence_parallel` section",
+            message=f"sequence parallelism was asked for, but `{resolved.plan.name}` has no `sequence_parallel` section",
+            primary=Label(Location(resolved.plan.file)),
             help="add the section, or leave sequence parallelism off",
         )
         return

@@ -1,4 +1,4 @@
-"""Words of the checks' messages: names of repeated modules, lists of sizes, names of numbers."""
+"""Words of the checks' messages: lists of sizes, names of numbers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from shardplan.core.tree import ModuleInfo
 
-
-def star(name: str) -> str:
-    """A name with its list indices as a plan would write them: `model.layers.*.mlp.up_proj`."""
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
-
-
-def one_of(names: Iterable[str]) -> str:
-    """The name that stands for several: itself where it is one, else the distinct starred ones."""
-    names = tuple(dict.fromkeys(names))
-    return names[0] if len(names) == 1 else join(tuple(dict.fromkeys(map(star, names))), "and")
+MOST_SIZES = 8  # that are listed one by one
 
 
 def join(words: Sequence[str], last: str) -> str:
@@ -26,7 +17,9 @@ def join(words: Sequence[str], last: str) -> str:
 
 def sizes(allowed: Iterable[int]) -> str:
     """The tp sizes above 1 as "tp 2, 4 or 8"; "tp 1" where there is none."""
-    above = tuple(str(size) for size in allowed if size > 1)
+    above = [str(size) for size in allowed if size > 1]
+    if len(above) > MOST_SIZES:
+        return f"tp {', '.join(above[: MOST_SIZES - 1])}, ... or {above[-1]}"
     return f"tp {join(above, 'or') or 1}"
 
 

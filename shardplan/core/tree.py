@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -124,3 +124,22 @@ def block(name: str) -> str:
         if part.isdigit():
             return ".".join(parts[: i + 1])
     return name
+
+
+def starred(name: str) -> str:
+    """The name with its list indices as a plan would write them: `model.layers.*.mlp.up_proj`."""
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
+
+
+def named(names: Iterable[str]) -> str:
+    """Words for names of repeated layers: itself, where it is one; else the distinct starred ones, those that differ in
+    their last part only written as one: "model.layers.*.mlp.{gate_proj,up_proj} and lm_head"."""
+    names = tuple(dict.fromkeys(names))
+    if len(names) == 1:
+        return names[0]
+    ends: dict[str, list[str]] = {}
+    for name in dict.fromkeys(map(starred, names)):
+        ends.setdefault(name[: name.rfind(".") + 1], []).append(name[name.rfind(".") + 1 :])
+    folded = [f"{base}{{{','.join(last)}}}" if base and len(last) > 1 else base + last[0] for base, last in ends.items()]
+    folded += ends.get("", [])[1:]
+    return f"{', '.join(folded[:-1])} and {folded[-1]}" if len(folded) > 1 else folded[0]
