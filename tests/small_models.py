@@ -1,0 +1,93 @@
+"""Small models of real architectures for the tests in real processes, and batches for them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY, LENGTH = 132, 16
+
+_COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
+# The first layer of the mixture-of-experts model is dense.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _COMMON,
+    "qwen3": {**_COMMON, "head_dim": 8},
+    "phi3": _COMMON,
+    "gemma3_text": {
+        **_COMMON,
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 8,
+    },
+    "qwen3_moe": {**_COMMON, "head_dim": 8, **_EXPERTS, "mlp_only_layers": [0]},
+    "gpt2": {
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 8,
+        "vocab_size": VOCABULARY,
+        "n_positions": 64,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
+
+
+def small_config(name: str, *, tied: bool = False, **settings: Any) -> Any:
+    """The configuration of a small model of that type."""
+    return AutoConfig.for_model(name, **copy.deepcopy(CONFIGS[name]), tie_word_embeddings=tied, **settings)
+
+
+def small_model(
+    name: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, noise: float = 0.02, **settings: Any
+) -> nn.Module:
+    """A model in training mode, on every rank the same. Its weights are moved by a little `noise`: parameters that are
+    all zero or all one would hide wrong gradients."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small_config(name, tied=tied, **settings)).train()
+    if dtype == torch.float64 and "num_experts" in CONFIGS[name]:
+        model.set_experts_implementation("eager")  # torch's grouped matrix product takes no float64
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def meta_model(name: str, *, tied: bool = False, **settings: Any) -> nn.Module:
+    """The same architecture on the meta device."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(small_config(name, tied=tied, **settings)).train()
+
+
+def batch(*seed: int, rows: int = 2, length: int = LENGTH) -> Tensor:
+    """Token ids [rows, length], others for other seeds."""
+    generator = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return torch.randint(10, VOCABULARY, (rows, length), generator=generator)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A DTensor as the whole tensor, on this rank; a plain tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict with whole tensors, detached copies."""
+    return {name: whole(value).detach().clone() for name, value in model.state_dict().items()}
