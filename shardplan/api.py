@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +157,7 @@ def _hf_plan(found: FoundModel) -> Parsed:
 def _check_variants(
     report: Report, plan: PlanFile, found: FoundModel, sequence_parallel: bool | None, seq_len: int | None
 ) -> tuple[Report, tuple[Diagnostic, ...]]:
-    """Bind and check each variant of the plan, all at one tp size. Findings that both have are equal."""
+    """Bind and check each variant of the plan, all at one tp size."""
     from shardplan.bind import bind
     from shardplan.check import allowed_tp, check
 
@@ -166,11 +166,21 @@ def _check_variants(
     allowed = set.intersection(*(set(allowed_tp(resolved)) for resolved, _ in bound))
     tp = report.sizes.tp or min((size for size in allowed if size > 1), default=None)
     sizes = replace(report.sizes, tp=tp)
-    findings = []
-    for resolved, about_binding in bound:
-        findings += [*about_binding, *check(replace(resolved, sizes=sizes), seq_len=seq_len)]
+    findings = [(*about, *check(replace(resolved, sizes=sizes), seq_len=seq_len)) for resolved, about in bound]
     names: tuple[Variant, ...] = tuple("sequence_parallel" if on else "tensor_parallel" for on in wanted)
-    return replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed))), tuple(findings)
+    report = replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed)))
+    return report, findings[0] if len(findings) == 1 else tuple(_of_both(*findings))
+
+
+def _of_both(without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...]) -> Iterator[Diagnostic]:
+    """The findings of both variants; what only one has says so, where its line does not."""
+    for diagnostics, others, word in ((without, with_overlay, "without"), (with_overlay, without, "with")):
+        for diagnostic in diagnostics:
+            in_overlay = diagnostic.primary and diagnostic.primary.location.path[:1] == ("sequence_parallel",)
+            if diagnostic in others or in_overlay:
+                yield diagnostic
+            else:
+                yield replace(diagnostic, notes=(*diagnostic.notes, f"only {word} sequence parallelism"))
 
 
 def _model_name(model: AnyModel) -> str:

@@ -88,6 +88,13 @@ def test_a_finding_of_both_variants_comes_once(plan):
     assert report.variants == ("tensor_parallel", "sequence_parallel")
 
 
+def test_a_finding_of_one_variant_says_so():
+    report = shardplan.validate(QWEN, "qwen3", tp=2, seq_len=4097)
+    assert [(d.code, d.notes) for d in report.errors] == [("SP360", ("only with sequence parallelism",))]
+    report = shardplan.validate(QWEN, "qwen3", tp=2, seq_len=4097, sequence_parallel=True)
+    assert [(d.code, d.notes) for d in report.errors] == [("SP360", ())]
+
+
 def test_a_wrong_model_and_a_wrong_plan_are_reported_together(tmp_path, capsys):
     path = tmp_path / "mine.yaml"
     path.write_text("version: '1'\ntensor_parallel: {lm_head: colwize}\n", "utf-8")

@@ -1,0 +1,75 @@
+"""`shardplan verify` and `shardplan show` from the command line."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from shardplan.cli.main import main
+from shardplan.render.schema import report_schema
+
+QWEN = str(Path(__file__).parent / "cases" / "models" / "qwen3-8b.json")
+
+WRONG = """\
+version: "1"
+name: wrong
+extends: qwen3
+tensor_parallel:
+  # Complete gradients are promised for norms of which each rank sees its own heads only.
+  model.layers.*.self_attn.{q,k}_norm: replicate
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_color(monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+def test_a_right_plan_is_proven_in_both_variants(capsys):
+    assert main(["verify", QWEN, "qwen3", "--tp", "2", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    data = json.loads(captured.out)
+    jsonschema.Draft202012Validator(report_schema()).validate(data)
+    assert [proof["variant"] for proof in data["proofs"]] == ["tensor_parallel", "sequence_parallel"]
+    for proof in data["proofs"]:
+        assert proof["ok"] and 0 < proof["sharded"] < proof["parameters"]
+        kinds = [row["kind"] for row in proof["comparisons"]]
+        assert kinds.count("loss") == kinds.count("logits") == 1 and kinds.count("gradient") > 20
+
+
+def test_a_wrong_gradient_is_found(tmp_path, capsys):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(WRONG, "utf-8")
+    assert main(["verify", QWEN, str(path), "--tp", "2", "--no-sequence-parallel"]) == 1
+    shown = capsys.readouterr().out
+    differing = [line.split()[0] for line in shown.split("\n") if line.startswith("  ") and " differs" in line]
+    assert differing == [
+        "model.layers.0-1.self_attn.q_norm.weight",
+        "model.layers.0-1.self_attn.k_norm.weight",
+    ]
+    assert f"refuted: wrong does not compute what {QWEN} computes" in shown
+
+
+def test_a_plan_with_findings_is_not_run(capsys):
+    assert main(["verify", QWEN, "qwen3", "--tp", "3"]) == 1
+    assert "error[SP301]" in capsys.readouterr().out
+
+
+def test_data_parallelism_needs_processes(capsys):
+    assert main(["verify", QWEN, "qwen3", "--tp", "2", "--dp-shard", "2"]) == 2
+    assert "--processes" in capsys.readouterr().err
+
+
+def test_show(capsys):
+    assert main(["show", QWEN, "auto", "--tp", "8", "--sequence-parallel"]) == 0
+    shown = capsys.readouterr().out
+    assert "model.layers.0-35.self_attn.q_norm" in shown and "reduce-scatter" in shown
+    assert main(["show", QWEN, "auto", "--tp", "8", "--all"]) == 0
+    assert "model.layers.35.self_attn.q_norm" in capsys.readouterr().out
+
+
+def test_show_prints_the_findings_of_a_plan_that_does_not_fit(capsys):
+    assert main(["show", QWEN, "qwen3", "--tp", "3"]) == 1
+    assert "error[SP301]" in capsys.readouterr().out

@@ -1,0 +1,70 @@
+"""The table of `shardplan show`."""
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardplan import compile_plan, load_plan
+from shardplan.core.mesh import MeshSizes
+from shardplan.render.program import Held, Row, byte_text, fold, module_rows, program_text
+
+CONFIG = LlamaConfig(
+    vocab_size=101,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    tie_word_embeddings=True,
+)
+PLAN = load_plan("llama")
+
+
+@pytest.fixture(scope="module")
+def program():
+    return compile_plan(CONFIG, MeshSizes(tp=2), PLAN)
+
+
+def test_the_numbers_are_those_of_the_model(program):
+    model = LlamaForCausalLM(CONFIG)
+    rows = tuple(module_rows(program, PLAN.sources))
+    held = {f"{row.name}.{p.name}": p for row in rows for p in row.parameters}
+    assert held.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert sum(p.whole for p in held.values()) == sum(p.numel() for p in model.parameters())
+    for name, parameter in model.named_parameters():
+        replicated = held[name].text.startswith("Replicate")
+        if name == "model.embed_tokens.weight":
+            assert held[name].local == 51 * 64  # 101 rows in ceil-chunks
+        else:
+            assert held[name].local == parameter.numel() // (1 if replicated else 2)
+        assert held[name].size == 4 * held[name].local
+
+
+def test_the_table(program):
+    lines = program_text(program, PLAN.sources, color=False).split("\n")
+    shown = {line.split()[0]: " ".join(line.split()) for line in lines if line.strip()}
+    assert shown["model.layers.0-2.self_attn.q_proj"].startswith(
+        "model.layers.0-2.self_attn.q_proj colwise weight Shard(0) [32, 64] 6,144 24.6 KB plans/llama.yaml:"
+    )
+    assert "in I -> R" in shown["model.layers.0-2.mlp"]
+    assert "tied to model.embed_tokens.weight 0 0 B" in shown["lm_head"]
+    assert "forward: 7 all-reduce, 1 all-gather" in shown["forward:"]
+    assert len(program_text(program, PLAN.sources, color=False, all_rows=True).split("\n")) > len(lines)
+
+
+def test_rows_that_differ_are_not_folded():
+    def row(name: str, local: int) -> Row:
+        return Row(name, ("colwise",), (), (Held("weight", "Shard(0)", local, local, local),), ())
+
+    folded = fold([row("layers.0.q", 4), row("layers.1.q", 4), row("layers.2.q", 8)])
+    assert [(r.name, r.parameters[0].local) for r in folded] == [("layers.0-1.q", 8), ("layers.2.q", 8)]
+
+
+def test_bytes():
+    assert [byte_text(n) for n in (0, 999, 1000, 262_100_000, 10**13, 10**16)] == [
+        "0 B",
+        "999 B",
+        "1.0 KB",
+        "262.1 MB",
+        "10.0 TB",
+        "10000.0 TB",
+    ]
