@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from .diagnostics import Diagnostic, Location
+from .layout import Layout
 from .mesh import MeshSizes
 from .sources import SourceMap
 from .tree import ModuleTree
 
 Section = Literal["tensor_parallel", "sequence_parallel"]
+SECTIONS: tuple[Section, ...] = get_args(Section)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,8 @@ class ResolvedPlan:
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
         data_parallel, activation_checkpointing, compile: the sections that hold after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
+        arrivals: what the layout check saw arrive (I or R) at each module that takes both, and what a module with
+            `output: gather` hands on; None where it did not run.
     """
 
     plan: PlanFile
@@ -235,6 +239,7 @@ class ResolvedPlan:
     dp_units: tuple[str, ...] = ()
     ac_modules: tuple[str, ...] = ()
     compile_modules: tuple[str, ...] = ()
+    arrivals: Mapping[str, Layout] | None = None
 
     @cached_property
     def modules(self) -> Mapping[str, Assignment]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -11,40 +10,32 @@ from torch import nn
 from shardplan.core.layout import I, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
-from shardplan.twin.trace import Trace, record
+from shardplan.twin.trace import record
 
 from .boundaries import boundaries
-from .proof import Proof, Prover
+from .types import Proof, Prover
 from .ranks import run_rank
 from .spread import Spread
 
 ATOMS = ("linear", "conv1d", "embedding")  # one multiplication or look-up; what they do inside is one operation
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A small model, and its unsharded run.
+class Workbench:
+    """A small model, run once unsharded.
 
     Args:
-        model: with its weights.
+        model: with its weights; it is not changed.
         inputs: keyword arguments of its forward.
-        reference: the run.
-        atoms: the modules that are one operation.
+        tree: its picture, the one that plans are bound to.
     """
 
-    model: nn.Module
-    inputs: Mapping[str, Any]
-    reference: Trace
-    atoms: frozenset[str]
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
+        self.model, self.inputs = model, inputs
+        self.atoms = frozenset(name for name, module in tree.modules.items() if module.kind in ATOMS)
+        self.reference = record(model, inputs, self.atoms)
 
 
-def make_bench(model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree) -> Bench:
-    """Run the model unsharded."""
-    atoms = frozenset(name for name, module in tree.modules.items() if module.kind in ATOMS)
-    return Bench(model, inputs, record(model, inputs, atoms), atoms)
-
-
-def prove(plan: ResolvedPlan, bench: Bench) -> Proof:
+def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
 
     A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings holds.

@@ -1,4 +1,4 @@
-"""What arrives at a module that takes either R or I, from the structure of the plan.
+"""What arrives at a module that takes either R or I: what the layout check saw, else from the structure of the plan.
 
 Megatron's scheme has one door per block: inside it values are R, outside I. The one value that leaves a block region
 whole and is read by further matrix multiplications is the final norm's; whether it is R or I depends on its readers.
@@ -47,15 +47,20 @@ def free_readers(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def gathered(plan: ResolvedPlan, name: str) -> Layout:
-    """What `output: gather` hands on at a module: as the rule says, else R where a head follows that takes R, else I."""
+    """What `output: gather` hands on at a module: as the rule says, as the layout check found, else R where a head follows
+    that takes R, else I."""
     grad = plan.modules[name].rule.grad
     if grad is not None:
         return R if grad == "partial" else I
+    if plan.arrivals is not None and name in plan.arrivals:
+        return plan.arrivals[name]
     return R if free_readers(plan) else I
 
 
 def arrives(plan: ResolvedPlan, name: str) -> Layout:
-    """Whether R or I arrives at a module that takes both."""
+    """Whether R or I arrives at a module that takes both: as the layout check saw, else by the plan's structure."""
+    if plan.arrivals is not None and name in plan.arrivals:
+        return plan.arrivals[name]
     inside = _inside_door(plan, name)
     if inside is not None:
         return inside

@@ -284,6 +284,8 @@ class Prover:
 
     def _arrive(self, event: Event, boundary: Boundary, position: int) -> None:
         number, inside = event.inputs[position], event.outputs[position]
+        if inside != number and inside not in self._read_values:
+            return
         ndim = self.run.values[number].ndim
         arrived = self._resolved(event, number, position)
         if not any(self._fits(arrived, layout, ndim, boundary) for layout in boundary.takes):
@@ -298,6 +300,16 @@ class Prover:
         self.maker.setdefault(inside, boundary.name)
         if inside != number or inside not in self.types:
             self.types[inside] = self._declared(boundary.inside, self.run.values[inside].ndim)
+
+    @cached_property
+    def _read_values(self) -> frozenset[int]:
+        """The values that some differentiable result is made from, or that reach another boundary."""
+        return frozenset(
+            number
+            for event in self.run.events
+            for number in event.inputs
+            if event.kind != "op" or any(self.run.requires_grad[output] for output in event.outputs)
+        )
 
     def _declared(self, layout: Layout, ndim: int) -> Type:
         if layout.kind == "V":
@@ -428,7 +440,38 @@ class Prover:
             tuple(value.shape),
             self.type_of(number).describe(value.ndim),
             self.run.requires_grad[number],
+            self._origins(number),
         )
+
+    @cached_property
+    def _producers(self) -> Mapping[int, Event]:
+        producers: dict[int, Event] = {}
+        for event in self.run.events:
+            for number in event.outputs:
+                if number not in event.inputs:
+                    producers.setdefault(number, event)
+        return producers
+
+    def _origins(self, number: int) -> tuple[str, ...]:
+        """The modules with parameters or a boundary that a value comes from, the nearest first: back to the first
+        multiplication, look-up or move on each way."""
+        found: dict[str, None] = {}
+        seen, queue = {number}, [number]
+        for current in queue:
+            if current in self.run.parameters:
+                found[self.run.parameters[current].rpartition(".")[0]] = None
+                continue
+            event = self._producers.get(current)
+            if event is None:
+                continue
+            if event.kind in ("enter", "leave") or event.place[2] == "atom":
+                found[event.module] = None
+                continue
+            for other in event.inputs:
+                if other not in seen and self.run.requires_grad[other]:
+                    seen.add(other)
+                    queue.append(other)
+        return tuple(found)
 
 
 def _same_order(

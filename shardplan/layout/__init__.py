@@ -1,0 +1,22 @@
+"""The layout check: a static proof that every activation and every gradient has the layout that its readers assume."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .codes import CODES
+
+if TYPE_CHECKING:
+    from .check import LayoutReport, check_layout
+    from .run import Workbench
+
+__all__ = ["CODES", "LayoutReport", "Workbench", "check_layout"]
+
+_HOMES = {"LayoutReport": "check", "check_layout": "check", "Workbench": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,158 @@
+"""The layout check of a bound plan: what is wrong, one finding for each mistake, and the change that mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from shardplan.check import check as check_structure
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.layout import Layout
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.tree import ancestors
+from shardplan.twin import Twin
+
+from .finding import Finding
+from .repairs import Repair, general, repairs
+from .run import Workbench, prove
+from .words import diagnostic
+
+TRIALS = 40  # changes that are tried for one mistake
+AFTER = 4  # more that are tried when one mends the finding, but leaves others
+MISTAKES = 8  # more in one plan are reported without looking for changes
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """The result of a layout check.
+
+    Args:
+        diagnostics: one for each mistake.
+        secondary: what follows from these mistakes.
+        arrivals: what arrives (I or R) at each module that takes both, and what a module that gathers its output hands
+            on: `ResolvedPlan.arrivals`, for the lowering.
+        repairs: for each of `diagnostics` the change that mends it, where one was found.
+    """
+
+    diagnostics: tuple[Diagnostic, ...] = ()
+    secondary: tuple[Diagnostic, ...] = ()
+    arrivals: Mapping[str, Layout] = field(default_factory=dict)
+    repairs: tuple[Repair | None, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.diagnostics
+
+
+def check_layout(resolved: ResolvedPlan, twin: Twin | Workbench, *, help: bool = True) -> LayoutReport:
+    """Prove that every activation and every gradient of a plan has the layout that its readers assume.
+
+    Args:
+        resolved: the plan bound to the small model's tree, with a tp size, free of structural errors.
+        twin: the small model, or a workbench with its unsharded run (one serves many plans).
+        help: look for the changes that mend what is wrong; each costs a run.
+    """
+    if resolved.sizes.tp is None:
+        raise ValueError("the layout check needs a tp size")
+    benches = [twin] if isinstance(twin, Workbench) else [
+        Workbench(twin.build(), twin.inputs(kind=kind), resolved.tree) for kind in twin.kinds
+    ]
+    if resolved.sizes.tp == 1:
+        return LayoutReport()
+    diagnostics: list[Diagnostic] = []
+    secondary: list[Diagnostic] = []
+    changes: list[Repair | None] = []
+    arrivals: dict[str, Layout] = {}
+    for bench in benches:
+        first, following, mended, arrived = _check(resolved, bench, help)
+        for one, change in zip(first, mended, strict=True):
+            if one not in diagnostics:
+                diagnostics.append(one)
+                changes.append(change)
+        secondary += [one for one in following if one not in secondary]
+        arrivals = {**arrived, **arrivals}
+    return LayoutReport(tuple(diagnostics), tuple(secondary), arrivals, tuple(changes))
+
+
+def _check(
+    resolved: ResolvedPlan, bench: Workbench, help: bool
+) -> tuple[list[Diagnostic], list[Diagnostic], list[Repair | None], Mapping[str, Layout]]:
+    proof = prove(resolved, bench)
+    groups = grouped(proof.findings)
+    primary: list[Diagnostic] = []
+    secondary: list[Diagnostic] = []
+    changes: list[Repair | None] = []
+    reported: set[Key] = set()
+    plan = resolved
+    while groups:
+        key, group = next(iter(groups.items()))
+        repair, left = _mend(plan, bench, groups) if help and len(primary) < MISTAKES else (None, {})
+        blamed = _blamed(plan, group[0], repair)
+        (secondary if key in reported or (group[0].follows and primary) else primary).append(
+            diagnostic(plan, group, repair, blamed)
+        )
+        if len(changes) < len(primary):
+            changes.append(repair)
+        reported.add(key)
+        if repair is None:
+            left = {k: g for k, g in groups.items() if k != key}
+        else:
+            gone = [g for k, g in groups.items() if k not in left and k != key]
+            secondary += [diagnostic(plan, g, None, _blamed(plan, g[0], None)) for g in gone]
+            plan = repair.apply(plan)
+        groups = left
+    return primary, secondary, changes, proof.arrivals
+
+
+def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:
+    """Equal findings over layers together, in the order of the run."""
+    groups: dict[Key, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(_key(finding), []).append(finding)
+    return groups
+
+
+def _key(f: Finding) -> Key:
+    source = f"{f.source.file}:{f.source.line}" if f.source else ""
+    return (f.kind, general(f.module), general(f.subject), f.operation, source, f.arrived, f.wanted)
+
+
+def _mend(
+    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]]
+) -> tuple[Repair | None, dict[Key, list[Finding]]]:
+    """The change after which the first finding is gone and the fewest are left, and those."""
+    key, group = next(iter(groups.items()))
+    best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
+    last = TRIALS
+    for trial, repair in enumerate(repairs(plan, group[0])):
+        if trial > last:
+            break
+        changed = repair.apply(plan)
+        if any(d.is_error for d in check_structure(changed, seq_len=None)):
+            continue
+        left = grouped(prove(changed, bench).findings)
+        if key not in left and (best is None or len(left) < best[0]) and _better(groups, left):
+            best = (len(left), repair, left)
+            last = min(last, trial + AFTER)
+        if best is not None and (not best[0] or trial >= last):
+            break
+    return (best[1], best[2]) if best is not None else (None, {})
+
+
+def _better(before: Mapping[Key, list[Finding]], after: Mapping[Key, list[Finding]]) -> bool:
+    """Whether a change mends something: what is left was there before, or a crash had hidden it."""
+    crashed = any(key[0] == "crash" for key in before)
+    return all(key in before for key in after) or (crashed and not any(key[0] == "crash" for key in after))
+
+
+def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:
+    """The rule to point at: the one to change, else the nearest that has to do with the finding."""
+    if repair is not None and repair.old is not None:
+        return plan.assignments[next(name for name in repair.names if name in plan.assignments)]
+    names = [finding.subject]
+    for operand in finding.operands:
+        names += [operand.parameter or "", *operand.origins]
+    names += [finding.module, *ancestors(finding.module)]
+    return next((plan.assignments[name] for name in names if name in plan.assignments), None)

@@ -1,0 +1,122 @@
+"""The findings of this room, as pages."""
+
+from shardplan.core.diagnostics import Code
+
+_LLAMA = """# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
+version: "1"
+name: mine
+extends: llama
+"""
+_QWEN3 = """# shardplan validate qwen3-0.6b.json mine.yaml --tp 2
+version: "1"
+name: mine
+extends: {parent}
+tensor_parallel:
+  model.layers.*.self_attn.{{q,k}}_norm: {style}
+"""
+
+PARTIAL = Code(
+    code="SP401",
+    title="a partial gradient taken as complete",
+    text="""A value that every rank has whole (a norm's weight, a router's weight, an activation) is combined with
+slices, or with a partial sum: each rank computes only its slice's share of the gradient. The loss is right, and the
+gradient is wrong on every rank, in another way on each. Nothing is repaired in silence: say that the parameter's
+gradient is a partial sum (`replicated_with_grad_allreduce`, on a slice of the sequence `sequence_parallel`), or put a
+door in front of the block that reads the activation (`input_with_grad_allreduce`, `gather_seq_input`).""",
+    bad=_QWEN3.format(parent="qwen3", style="none"),
+    good=_QWEN3.format(parent="qwen3", style="replicated_with_grad_allreduce"),
+)
+MISFIT = Code(
+    code="SP402",
+    title="a value in another layout than the style takes",
+    text="""A style says in which layout a value may arrive at its module, and in which the module computes its result.
+Here another one arrives or is computed, and there is no move from one to the other: a row-wise matrix wants this rank's
+slice of the features, an all-reduce a partial sum, a norm on a slice of the sequence that slice. Change this rule, or the
+rule of the module that the value comes from.""",
+    bad=_LLAMA + "tensor_parallel:\n  model.layers.*.mlp.{gate,up}_proj: none\n",
+    good=_LLAMA,
+)
+SUM = Code(
+    code="SP403",
+    title="an operation on a partial sum that does not add up",
+    text="""A matrix whose input features are split gives every rank a summand. Only what is linear may be done to it
+before it is reduced: multiplying by a number, adding another partial sum. A nonlinear function of the summands, or a
+whole value added on every rank, does not add up to the right result. Reduce it first (`rowwise`, `all_reduce`).""",
+    bad="""tensor_parallel:
+  model.layers.*.mlp.gate_proj: colwise
+  model.layers.*.mlp.up_proj.weight: rowwise
+""",
+    good="""tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+SLICES = Code(
+    code="SP404",
+    title="an operation whose result is no slice of the whole",
+    text="""Every rank computes with its slices, but what comes out is neither a slice of the unsharded result nor a
+summand of it: slices of different features meet, a dimension that is split is reduced or normalised, packed matrices (q,
+k and v in one) are split as if they were one, or a module divides by a number that counts the heads of all ranks. Split
+what meets in the same way, say `packed`, or `divide`.""",
+    bad="""tensor_parallel:
+  model.layers.*.mlp.gate_up_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""tensor_parallel:
+  model.layers.*.mlp.gate_up_proj: {style: packed_colwise, packed: 2}
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+OUTPUT = Code(
+    code="SP405",
+    title="the model's result is not what its callers get without a plan",
+    text="""Callers of the model read a loss, and logits of the whole vocabulary, that are equal on all ranks and whose
+gradient is complete. Here every rank hands on a slice, a partial sum, or a value whose gradient would be a partial sum.
+Gather at the output head (`colwise_gather_output`), or declare logits that stay split (`colwise_vocab`).""",
+    bad=_LLAMA + "tensor_parallel:\n  lm_head: {style: colwise, override: true}\n",
+    good=_LLAMA + "tensor_parallel:\n  lm_head: colwise_vocab\n",
+)
+COMPLETE = Code(
+    code="SP406",
+    title="a complete gradient declared partial",
+    text="""The rule says that the gradient of this parameter is a partial sum, so it would be summed over the ranks; but
+every rank has it complete already. It would come out tp times too large. `replicate`, or no rule, is right here.""",
+    bad=_LLAMA + "tensor_parallel:\n  model.norm: replicated_with_grad_allreduce\n",
+    good=_LLAMA,
+)
+UNTYPED = Code(
+    code="SP407",
+    title="an operation whose layout cannot be told",
+    text="""The sharded model does something else here than the unsharded one (other operations, or in another order), so
+that its values cannot be compared, and what they are made from does not tell their layout. The plan may be right;
+`shardplan verify` decides.""",
+    bad="if hidden_states.shape[-1] == config.hidden_size:  # another way on a slice",
+    good="$ shardplan verify my_models:small my-plan.yaml --tp 2",
+)
+CRASH = Code(
+    code="SP408",
+    title="the sharded model raises",
+    text="""With this plan the model's own code raises an exception: a shape does not fit where slices meet whole values, or
+a module reads a number (of heads, a split size) that must be divided on it. The line is the model's own. Often a rule is
+missing that splits the other operand, or a `divide`.""",
+    bad=_LLAMA + "tensor_parallel:\n  model.layers.*.self_attn.q_proj: none\n",
+    good=_LLAMA,
+)
+MEETING = Code(
+    code="SP409",
+    title="a complete and a partial gradient meet",
+    text="""A value whose gradient is complete on every rank, and one whose gradient is a partial sum, are combined into a
+whole result. Whatever its gradient is, it is wrong for one of the two. A value that is read both inside a block, next to
+slices, and outside, where every rank computes all (router logits and an auxiliary loss), is declared with
+`read_outside`.""",
+    bad="""tensor_parallel:
+  model.layers.*.mlp: {style: input_with_grad_allreduce, output: all_reduce}
+  model.layers.*.mlp.gate: replicated_with_grad_allreduce
+""",
+    good="""tensor_parallel:
+  model.layers.*.mlp: {style: input_with_grad_allreduce, output: all_reduce}
+  model.layers.*.mlp.gate: {style: replicated_with_grad_allreduce, read_outside: [0]}
+""",
+)
+
+CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING)

@@ -1,0 +1,250 @@
+"""Changes of one rule that may mend a finding, the likeliest first. Each is tried before it is proposed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from shardplan.core.diagnostics import Location
+from shardplan.core.layout import SEQ, P
+from shardplan.core.plan import Assignment, ResolvedPlan, Rule, Section
+from shardplan.core.tree import ModuleKind, ancestors, block
+from shardplan.styles import STYLES, Style
+
+from .finding import Finding
+
+OURS = Location("<help>")
+OPTIONS = ("argument", "grad", "output", "packed", "divide", "divides", "seq_dim", "read_outside")
+
+# What is tried for a module of each kind, the likeliest first: style, and an `output:` with it.
+Choice = tuple[str | None, str | None]  # (None, None) removes the rule
+MATMUL = ("colwise", "rowwise", "colwise_gather_output", "packed_colwise", "rowwise_split_input", "packed_rowwise")
+MATMUL_SEQ = ("colwise", "rowwise_seq", "colwise_gather_output", "packed_colwise", "colwise_seq", "rowwise")
+
+
+def _plain(*styles: str) -> tuple[Choice, ...]:
+    return tuple((style, None) for style in styles)
+
+
+REMOVE: Choice = (None, None)
+CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
+    False: {
+        "linear": (*_plain(*MATMUL), REMOVE, *_plain("replicated_with_grad_allreduce", "colwise_vocab")),
+        "conv1d": (*_plain(*MATMUL), REMOVE),
+        "norm": (REMOVE, *_plain("replicated_with_grad_allreduce")),
+        "embedding": (*_plain("embedding_rowwise", "embedding_colwise"), REMOVE),
+        "other": (
+            *_plain("input_with_grad_allreduce", "replicated_with_grad_allreduce"),
+            REMOVE,
+            ("input_with_grad_allreduce", "all_reduce"),
+            ("replicated_with_grad_allreduce", "all_reduce"),
+            *_plain("all_reduce", "moe_tp_experts", "replicate"),
+        ),
+        "parameter": (
+            *_plain("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce"),
+            REMOVE,
+        ),
+    },
+    True: {
+        "linear": (*_plain(*MATMUL_SEQ), REMOVE, *_plain("replicated_with_grad_allreduce", "rowwise_split_input")),
+        "conv1d": (*_plain(*MATMUL_SEQ), REMOVE),
+        "norm": (
+            *_plain("sequence_parallel", "replicated_with_grad_allreduce"),
+            ("sequence_parallel", "gather"),
+            REMOVE,
+        ),
+        "embedding": (
+            *_plain("embedding_rowwise_seq", "embedding_replicated_seq", "embedding_rowwise", "embedding_colwise"),
+            REMOVE,
+        ),
+        "other": (
+            *_plain("gather_seq_input", "split_seq_input", "replicated_with_grad_allreduce"),
+            REMOVE,
+            ("gather_seq_input", "reduce_scatter"),
+            *_plain("reduce_scatter", "sequence_parallel", "input_with_grad_allreduce"),
+            ("gather_seq_input", "all_reduce"),
+        ),
+        "parameter": (
+            *_plain("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce"),
+            REMOVE,
+        ),
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A change of one rule.
+
+    Args:
+        pattern: of what it names.
+        names: the modules or parameters that it names in this model.
+        old: the rule that holds for them now.
+        new: the rule that should; None: none.
+        section: where it should stand.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    old: Rule | None
+    new: Rule | None
+    section: Section
+
+    def apply(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """The plan with the change."""
+        changed = {name: a for name, a in plan.assignments.items() if name not in self.names}
+        if self.new is not None:
+            for name in self.names:
+                changed[name] = Assignment(name, name in plan.tree.parameters, self.new, self.section)
+        order = (*plan.tree.modules, *plan.tree.parameters)
+        return replace(plan, assignments={name: changed[name] for name in order if name in changed}, arrivals=None)
+
+    @property
+    def entry(self) -> str:
+        """The rule as a line of a plan."""
+        assert self.new is not None
+        return f"{self.pattern}: {written(self.new)}"
+
+    @property
+    def help(self) -> str:
+        """What to do, as an instruction."""
+        where = f" under {self.section}" if self.section == "sequence_parallel" else ""
+        if self.new is None:
+            return f"remove the rule `{self.pattern}: {written(self.old)}`"
+        if self.old is None:
+            return f"add `{self.entry}`{where}"
+        return f"say `{self.entry}`{where}, not {written(self.old)}"
+
+
+def written(rule: Rule) -> str:
+    """A rule's style and options as in a plan."""
+    default = Rule("", "", OURS).options
+    options = {name: value for name, value in rule.options.items() if value != default[name]}
+    if not options:
+        return rule.style
+    said = ", ".join(f"{name}: {_value(value)}" for name, value in options.items())
+    return f"{{style: {rule.style}, {said}}}"
+
+
+def _value(value: object) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def general(name: str) -> str:
+    """`model.layers.*.mlp` for `model.layers.3.mlp`."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
+    """The modules and parameters whose rule may be to blame, the likeliest first."""
+    tree = plan.tree
+    found: dict[str, None] = {}
+    if finding.subject in tree.parameters:
+        owner = finding.subject.rpartition(".")[0]
+        whole = finding.subject in plan.assignments or tree.modules[owner].kind == "other"
+        found[finding.subject if whole else owner] = None
+        found[owner] = None
+    elif finding.subject in tree.modules:
+        found[finding.subject] = None
+    for origin in _alternating(operand.origins for operand in finding.operands):
+        found[origin] = None
+        for parameter in tree.modules[origin].parameters:
+            full = f"{origin}.{parameter.name}"
+            if full in plan.assignments or (tree.modules[origin].kind == "other" and len(parameter.shape) > 1):
+                found[full] = None
+    around = [finding.module, *ancestors(finding.module)]
+    limit = block(finding.module)
+    for name in around[: around.index(limit) + 1] if limit in around else around[:1]:
+        found[name] = None
+        for child in tree.children[name]:
+            if child in plan.assignments and tree.modules[child].kind != "norm":
+                found[child] = None
+    return tuple(name for name in found if name in tree.parameters or (name and tree.modules[name].kind != "list"))
+
+
+def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for row in zip_longest(*lists):
+        yield from (name for name in row if name is not None)
+
+
+def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
+    """Changes to try: first the likeliest of each suspect, then the rest."""
+    lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
+    seen: set[tuple[str, str]] = set()
+    for width, start in ((3, 0), (12, 3)):
+        for changes in lists:
+            for repair in changes[start : start + width]:
+                key = (repair.pattern, written(repair.new) if repair.new else "")
+                if key not in seen:
+                    seen.add(key)
+                    yield repair
+
+
+def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
+    tree = plan.tree
+    parameter = name in tree.parameters
+    kind = "parameter" if parameter else tree.modules[name].kind
+    assignment = plan.assignments.get(name)
+    old = assignment.rule if assignment else None
+    overlaid = plan.sequence_parallel
+    if old is not None:
+        yield from _with_other_options(plan, name, old, assignment.section)
+    for style, output in CHOICES[overlaid].get(kind, ()):
+        if style is None:
+            if old is not None:
+                yield _repair(plan, name, old, None, assignment.section)
+            continue
+        if old is not None and style == old.style and output == old.output:
+            continue
+        section: Section = "sequence_parallel" if _needs_overlay(STYLES[style], output) else "tensor_parallel"
+        if assignment is not None and assignment.section == "sequence_parallel":
+            section = "sequence_parallel"
+        yield _repair(plan, name, old, _rule(STYLES[style], old, output), section)
+
+
+def _needs_overlay(style: Style, output: str | None) -> bool:
+    layouts = (*style.takes, style.inside, style.computes, style.hands)
+    return any(layout is not None and layout.dim == SEQ for layout in layouts) or output in ("gather", "reduce_scatter")
+
+
+def _rule(style: Style, old: Rule | None, output: str | None) -> Rule:
+    """A rule of another style with those options of the old one that it may have too."""
+    kept = {}
+    if old is not None:
+        kept = {"divide": old.divide, "divides": old.divides}
+        if style.packed_option:
+            kept["packed"] = old.packed
+        if style.argument_option:
+            kept["argument"] = old.argument
+        if style.read_outside_option:
+            kept["read_outside"] = old.read_outside
+    return Rule(pattern="", style=style.name, location=OURS, output=output, **kept)
+
+
+def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Section) -> Iterator[Repair]:
+    """The same style with one option changed."""
+    style = STYLES[old.style]
+    for output in (*style.output_option, None) if style.output_option else ():
+        if output != old.output:
+            yield _repair(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
+    if old.grad is not None:
+        yield _repair(plan, name, old, replace(old, grad=None, location=OURS), section)
+    if style.grad_option and style.is_door and old.grad is None:
+        yield _repair(plan, name, old, replace(old, grad="complete", location=OURS), section)
+    for packed in (2, 3) if style.packed_option else ():
+        if packed != old.packed:
+            yield _repair(plan, name, old, replace(old, packed=packed, location=OURS), section)
+    if style.read_outside_option and style.shards_parameters is False and style.weight.gradient == "partial":
+        for position in (0, 1) if not old.read_outside else ():
+            yield _repair(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
+
+
+def _repair(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
+    tree = plan.tree
+    single = new is not None and P in STYLES[new.style].takes  # the door into the sequence-parallel region: one block's
+    pattern = name if single else general(name)
+    among = tree.parameters if name in tree.parameters else tree.modules
+    names = tuple(other for other in among if (other if single else general(other)) == pattern)
+    return Repair(pattern, names, old, new, section)

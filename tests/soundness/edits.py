@@ -1,0 +1,181 @@
+"""Edits of a plan, by kind. A plan is first written out with one rule per kind of module, so that one rule is one edit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardplan.bind import bind
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
+from shardplan.core.tree import ModuleTree
+from shardplan.styles import STYLES
+
+Rules = dict[str, dict[str, Any]]
+SECTIONS = ("tensor_parallel", "sequence_parallel")
+
+
+@dataclass(frozen=True)
+class Document:
+    """A plan, written out.
+
+    Args:
+        sections: section -> pattern -> style and options.
+        kinds: pattern -> the kind of the module; "parameter" for a parameter.
+        unruled: patterns of modules that no rule names -> their kind.
+    """
+
+    sections: Mapping[str, Rules]
+    kinds: Mapping[str, str]
+    unruled: Mapping[str, str]
+
+    def plan(self) -> dict[str, Any]:
+        return {"version": "1", "name": "edited", **{k: dict(v) for k, v in self.sections.items() if v}}
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One edit.
+
+    Args:
+        kind: for the table.
+        what: in words.
+        targets: the patterns that it changes.
+        document: the edited plan.
+    """
+
+    kind: str
+    what: str
+    targets: tuple[str, ...]
+    document: Mapping[str, Any] = field(repr=False)
+
+
+def pattern_of(name: str) -> str:
+    """`model.layers.*.mlp` for `model.layers.3.mlp`; the first block stands for itself where only it has a rule."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _written(rule: Rule) -> dict[str, Any]:
+    default = Rule("", "", rule.location).options
+    options = {name: value for name, value in rule.options.items() if value != default[name]}
+    return {"style": rule.style, **{k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}}
+
+
+def _rules(resolved: ResolvedPlan) -> Rules:
+    everything = [*resolved.tree.modules, *resolved.tree.parameters]
+    rules: Rules = {}
+    for name, assignment in resolved.assignments.items():
+        pattern = pattern_of(name)
+        same = [other for other in everything if pattern_of(other) == pattern]
+        alike = all(
+            other in resolved.assignments and resolved.assignments[other].rule is assignment.rule for other in same
+        )
+        rules[pattern if alike else name] = _written(assignment.rule)
+    return rules
+
+
+def written_out(plan: PlanFile, tree: ModuleTree) -> Document:
+    """The plan with one rule per kind of module or parameter, as it is bound to the model."""
+    bound = [bind(plan, tree, MeshSizes(), sequence_parallel=on)[0] for on in (False, True)]
+    tensor, both = (_rules(resolved) for resolved in bound)
+    overlay = {pattern: rule for pattern, rule in both.items() if tensor.get(pattern) != rule}
+    kinds = {pattern_of(name): module.kind for name, module in tree.modules.items()}
+    kinds |= {name: module.kind for name, module in tree.modules.items()}
+    kinds |= dict.fromkeys((*map(pattern_of, tree.parameters), *tree.parameters), "parameter")
+    ruled = {*tensor, *overlay}
+    unruled = {
+        pattern_of(name): module.kind
+        for name, module in tree.modules.items()
+        if name and module.kind not in ("list", "dropout") and pattern_of(name) not in ruled
+    }
+    return Document({"tensor_parallel": tensor, "sequence_parallel": overlay}, kinds, unruled)
+
+
+def fitting(kind: str, *, overlay: bool) -> list[str]:
+    """The styles that a rule of a section may say of a module of that kind."""
+    return [
+        style.name
+        for style in STYLES.values()
+        if (style.on_parameters if kind == "parameter" else style.kinds is None or kind in style.kinds)
+        and style.name not in ("local_params", "mla_kv_a_proj")
+    ]
+
+
+def edits(document: Document, *, sequence_parallel: bool) -> Iterator[Edit]:
+    """Every edit of the rules that hold with or without the overlay."""
+    for section in SECTIONS if sequence_parallel else SECTIONS[:1]:
+        for pattern, rule in document.sections[section].items():
+            if sequence_parallel and section == "tensor_parallel" and pattern in document.sections["sequence_parallel"]:
+                continue  # the overlay has another rule for it
+            yield from _of_rule(document, section, pattern, rule)
+    section = "sequence_parallel" if sequence_parallel else "tensor_parallel"
+    for pattern, kind in document.unruled.items():
+        for style in ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", *ADDED.get(kind, ())):
+            if style == "sequence_parallel" and not sequence_parallel:
+                continue
+            yield _edit(document, section, "added", f"{pattern}: {style}", pattern, {"style": style})
+
+
+ADDED = {
+    "other": ("input_with_grad_allreduce", "all_reduce", "gather_seq_input"),
+    "linear": ("colwise", "rowwise", "colwise_gather_output"),
+    "embedding": ("embedding_rowwise", "embedding_colwise"),
+}
+
+
+def _of_rule(document: Document, section: str, pattern: str, rule: Mapping[str, Any]) -> Iterator[Edit]:
+    yield _edit(document, section, "dropped", f"{pattern} without a rule", pattern, None)
+    kind = document.kinds[pattern]
+    for style in fitting(kind, overlay=section == "sequence_parallel"):
+        if style != rule["style"]:
+            kept = {k: v for k, v in rule.items() if k in _allowed(style)}
+            yield _edit(document, section, "swapped", f"{pattern}: {style} for {rule['style']}", pattern, {**kept, "style": style})
+    for option, values in _options(rule).items():
+        for value in values:
+            changed = {k: v for k, v in rule.items() if k != option}
+            if value is not None:
+                changed[option] = value
+            yield _edit(document, section, option, f"{pattern}: {option}={value} for {rule.get(option)}", pattern, changed)
+
+
+def _allowed(style: str) -> set[str]:
+    record = STYLES[style]
+    allowed = {"style", "divide", "divides", "optional"}
+    allowed |= {"packed"} if record.packed_option else set()
+    allowed |= {"grad"} if record.grad_option else set()
+    allowed |= {"argument"} if record.argument_option else set()
+    allowed |= {"output"} if record.output_option else set()
+    allowed |= {"read_outside"} if record.read_outside_option else set()
+    return allowed
+
+
+def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
+    record = STYLES[rule["style"]]
+    result: dict[str, list[Any]] = {}
+    if record.output_option:
+        result["output"] = [v for v in (None, *record.output_option) if v != rule.get("output")]
+    if record.grad_option and (rule.get("output") == "gather" or record.is_door):
+        result["grad"] = [v for v in ("partial", "complete") if v != rule.get("grad")]
+    if record.packed_option:
+        result["packed"] = [v for v in (2, 3) if v != rule.get("packed")]
+    if rule.get("divide"):
+        result["divide"] = [None, *([name for name in rule["divide"] if name != left] for left in rule["divide"][1:])]
+    if rule.get("read_outside"):
+        result["read_outside"] = [None]
+    return result
+
+
+def _edit(
+    document: Document, section: str, kind: str, what: str, pattern: str, rule: Mapping[str, Any] | None
+) -> Edit:
+    sections = {name: dict(rules) for name, rules in document.sections.items()}
+    if rule is None:
+        del sections[section][pattern]
+        if section == "sequence_parallel":
+            # What lies under the overlay comes to light; an edit that leaves the overlay out wholly is another one.
+            pass
+    else:
+        sections[section] = {**sections[section], pattern: dict(rule)}
+    return Edit(kind, what, (pattern,), Document(sections, document.kinds, document.unruled).plan())

@@ -1,0 +1,120 @@
+"""The two judges of an edited plan."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.bind import bind
+from shardplan.check import check
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.core.tree import ModuleTree
+from shardplan.layout import LayoutReport, Workbench, check_layout
+from shardplan.lower import lower
+from shardplan.models import find_model
+from shardplan.models.tree import tree_of
+from shardplan.parse import parse_plan
+from shardplan.proof.simulate import simulate
+from shardplan.proof.steps import Step, cast, reference_step
+from shardplan.twin import make_twin
+
+
+@dataclass
+class Subject:
+    """A small model with what both judges need of it.
+
+    Args:
+        name: the architecture.
+        tp: the size of the axis.
+        model: in float32.
+        tree: its picture.
+        bench: its unsharded recorded run.
+        inputs: of its forward.
+        steps: its unsharded training step, by dtype.
+    """
+
+    name: str
+    tp: int
+    model: nn.Module
+    tree: ModuleTree
+    bench: Workbench
+    inputs: dict[str, Any]
+    steps: dict[torch.dtype, Step]
+
+
+def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
+    """The small model of an architecture."""
+    twin = make_twin(find_model(name), tp=tp, tied=tied)
+    model, inputs = twin.build(), twin.inputs()
+    if "output_router_logits" in vars(model.config):
+        inputs["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
+    tree = tree_of(model)
+    steps = {
+        dtype: reference_step(copy.deepcopy(model).to(dtype), cast(inputs, dtype))
+        for dtype in (torch.float32, torch.float64)
+    }
+    return Subject(name, tp, model, tree, Workbench(model, inputs, tree), inputs, steps)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the judges say.
+
+    Args:
+        structure: the errors that binding and the structural checks have.
+        layout: the report of the layout check, which runs where there are none.
+        right: what the numeric proof says.
+        silent: wrong, but with the right loss.
+        worst: the tensor that differs most, or the exception.
+    """
+
+    structure: tuple[Diagnostic, ...]
+    layout: LayoutReport | None
+    right: bool
+    silent: bool
+    worst: str
+
+    @property
+    def valid(self) -> bool:
+        return not self.structure and self.layout is not None and not self.layout.diagnostics
+
+
+def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> Verdict:
+    """Let both judges see a plan."""
+    sizes = MeshSizes(tp=subject.tp)
+    resolved, about = bind(plan, subject.tree, sizes, sequence_parallel=sequence_parallel)
+    structure = tuple(d for d in (*about, *check(resolved, seq_len=None)) if d.is_error)
+    layout = None
+    if not structure:
+        layout = check_layout(resolved, subject.bench, help=help)
+        resolved = replace(resolved, arrivals=layout.arrivals)
+    return Verdict(structure, layout, *_numbers(subject, resolved))
+
+
+def _numbers(subject: Subject, resolved: Any) -> tuple[bool, bool, str]:
+    if not any(p.dim is not None for m in lower(resolved).modules.values() for p in m.parameters):
+        return False, True, "nothing is split"
+    for dtype in (torch.float32, torch.float64):
+        model = copy.deepcopy(subject.model).to(dtype)
+        try:
+            rows = simulate(model, cast(subject.inputs, dtype), lower(resolved), subject.steps[dtype])
+        except Exception as error:
+            return False, False, f"{type(error).__name__}: {str(error)[:160]}"
+        wrong = [row for row in rows if row.verdict == "differs"]
+        if not wrong:
+            return True, False, ""
+    worst = max(wrong, key=lambda row: row.error)
+    silent = not any(row.kind in ("loss", "logits") for row in wrong)
+    return False, silent, f"{worst.name} {worst.error:.1e}"
+
+
+def parse(document: dict[str, Any]) -> PlanFile | None:
+    """The plan of an edited document; None where it is not even well formed."""
+    parsed = parse_plan(document, name="edited")
+    return None if parsed.plan is None or any(d.is_error for d in parsed.diagnostics) else parsed.plan
