@@ -219,7 +219,11 @@ def test_suggestions():
         ('{"model_type": "llama", "get_text_config": "x"}', "SP509", ""),
         ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "SP509", "more than the 10000 layers"),
         ('{"model_type": "gpt2", "n_layer": 1000000000}', "SP509", "more than the 10000 layers"),
-        ('{"model_type": "mixtral", "num_local_experts": 100000}', "SP509", "more than the 1000000 that are built"),
+        (
+            '{"model_type": "mixtral", "num_local_experts": 100000}',
+            "SP509",
+            "more than the 1000000 that are built",
+        ),
         ('{"model_type": "timesformer_x"}', "SP504", ""),
         ('{"model_type": "sam_vision_model", "architectures": ["LlamaModel"]}', "SP509", ""),
     ],
@@ -269,7 +273,10 @@ def test_trusted_code(tmp_path, monkeypatch):
         {
             "model_type": "own-kind",
             "width": 8,
-            "auto_map": {"AutoConfig": "modeling.OwnConfig", "AutoModelForCausalLM": "modeling.OwnForCausalLM"},
+            "auto_map": {
+                "AutoConfig": "modeling.OwnConfig",
+                "AutoModelForCausalLM": "modeling.OwnForCausalLM",
+            },
         },
     )
     (folder / "modeling.py").write_text(
@@ -342,7 +349,9 @@ def test_settings(tmp_path):
 
 def test_nested_settings():
     file = str(CONFIGS / "gemma-3-4b.json")
-    found = find_model(file, overrides={"text_config.num_hidden_layers": 2, "vision_config.num_hidden_layers": 1})
+    found = find_model(
+        file, overrides={"text_config.num_hidden_layers": 2, "vision_config.num_hidden_layers": 1}
+    )
     assert "model.language_model.layers.2" not in found.tree.modules
     assert found.config.text_config.head_dim == 256, "the other settings of the nested configuration are kept"
     assert found.config.text_config.layer_types == ["sliding_attention"] * 2

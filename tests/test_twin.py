@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.models import find_model, found_from_config, tree_of
+from shardplan.models.anything import find_any
 from shardplan.twin import make_twin
 from shardplan.twin.fields import role
 from shardplan.twin.twin import Twin
@@ -96,12 +97,15 @@ def test_a_step(name):
         loss, gradients = step(twin, kind=kind)
         assert 0 < loss < 20
         missing = {n for n, g in gradients.items() if g is None}
-        assert not missing or (kind == "text" and all(".vision_tower." in n or "projector" in n for n in missing))
+        assert not missing or (
+            kind == "text" and all(".vision_tower." in n or "projector" in n for n in missing)
+        )
         largest = max(g.abs().max() for g in gradients.values() if g is not None)
         for parameter, gradient in gradients.items():
             if gradient is not None:
                 assert gradient.isfinite().all()
-                # A key's bias shifts all scores of a row alike, so its gradient is zero, where no position rotates it.
+                # A key's bias shifts all scores of a row alike, so its gradient is zero, where no position
+                # rotates it.
                 assert gradient.abs().max() > 1e-6 * largest or parameter.endswith("k_proj.bias"), parameter
 
 
@@ -112,7 +116,9 @@ def test_layer_kinds_are_kept_once():
     assert make_twin(found("llama-3.1-405b"), tp=2).layers == (0, 1)
     mixed = found("qwen3-30b-a3b", decoder_sparse_step=3)
     twin = make_twin(mixed, tp=2)
-    classes = [tree_of(twin.build()).modules[f"model.layers.{i}.mlp"].class_name for i in range(len(twin.layers))]
+    classes = [
+        tree_of(twin.build()).modules[f"model.layers.{i}.mlp"].class_name for i in range(len(twin.layers))
+    ]
     assert classes == ["Qwen3MoeMLP", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"]
 
 
@@ -125,7 +131,9 @@ def test_dense_layers_named_by_index():
 def test_layers_that_differ_in_heads():
     large = transformers.AutoConfig.for_model("laguna")
     config = type(large)(num_hidden_layers=4, num_attention_heads_per_layer=[48, 72, 48, 72])
-    twin = make_twin(found_from_config(config), tp=2)  # the first layer's feed-forward is dense, the others' sparse
+    twin = make_twin(
+        found_from_config(config), tp=2
+    )  # the first layer's feed-forward is dense, the others' sparse
     assert twin.layers == (0, 1, 2)
     assert twin.config.num_attention_heads_per_layer == [8, 12, 8]
 
@@ -237,7 +245,9 @@ def test_image_inputs():
     assert not torch.allclose(before, model(**inputs).logits), "the image is seen"
 
 
-@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"])
+@pytest.mark.parametrize(
+    "architecture", ["LlamaModel", "LlamaForSequenceClassification", "LlamaForTokenClassification"]
+)
 def test_other_heads(architecture):
     config = LlamaConfig(architectures=[architecture], num_hidden_layers=3)
     twin = make_twin(found_from_config(config), tp=2)
@@ -249,7 +259,9 @@ def test_other_heads(architecture):
 
 def test_from_a_module():
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))
+    model = transformers.LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3)
+    )
     by_module = make_twin(model, tp=2)
     by_config = make_twin(found_from_config(model.config), tp=2)
     assert step(by_module)[0] == step(by_config)[0]
@@ -323,9 +335,28 @@ def test_own_modules_that_cannot():
 
 
 def test_a_model_that_changes_its_layers_is_refused():
-    model = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2))
+    model = transformers.LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
+    )
     for layer in model.model.layers:
         layer.mlp.extra = nn.Linear(2, 2)
     diagnostic = refusal(model)
     assert diagnostic.code == "SP520"
     assert "the small model's layers are not those of layers 0, 1" in diagnostic.notes
+
+
+def test_a_found_module_is_copied_from_the_module():
+    with torch.device("meta"):
+        unbuilt = Tiny()
+    unbuilt.embed.weight.requires_grad_(False)
+    for module in (Tiny(), unbuilt):
+        found_module = find_any(module)
+        picture = found_module.build()
+        assert {p.device.type for p in picture.parameters()} == {"meta"} and picture is not module
+        assert picture.embed.weight.requires_grad == module.embed.weight.requires_grad
+        built = make_twin(found_module, tp=2).build()
+        assert torch.equal(built.head.weight, make_twin(module, tp=2).build().head.weight)
+    large = transformers.LlamaForCausalLM(
+        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3)
+    )
+    assert len(make_twin(find_any(large), tp=2).layers) == 2

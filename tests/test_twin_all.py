@@ -9,9 +9,9 @@ from shardplan.models import find_model
 from shardplan.models.findings import reason
 from shardplan.twin import make_twin
 
-# What the default configurations of transformers 5.23 give; the rest cannot be built from its default configuration
-# (14), or must be given more than token ids (blt, git, musicgen, musicgen_melody, xmod), or runs on a default that
-# its own forward refuses (deepseek_v2).
+# What the default configurations of transformers 5.23 give; the rest cannot be built from its default
+# configuration (14), or must be given more than token ids (blt, git, musicgen, musicgen_melody, xmod), or
+# runs on a default that its own forward refuses (deepseek_v2).
 TWINS = 169
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -30,7 +31,7 @@ def find_any(model: Any, *, settings: Mapping[str, Any] = {}, trust_remote_code:
         return found_from_config(model)
     if isinstance(model, nn.Module):
         return _found_module(model)
-    raise TypeError(f"a model is a word, a module or a transformers configuration, not {type(model).__name__}")
+    raise TypeError(f"a model is a word, a module or a transformers config, not {type(model).__name__}")
 
 
 def _found_module(model: nn.Module) -> FoundModel:
@@ -40,5 +41,18 @@ def _found_module(model: nn.Module) -> FoundModel:
         name=type(model).__name__,
         config=config if isinstance(config, PreTrainedConfig) else None,
         tree=tree_of(model),
-        builder=lambda device, dtype: deepcopy(model).to(device=device, dtype=dtype),
+        builder=lambda device, dtype: _copy(model, device, dtype),
+        module=model,
     )
+
+
+def _copy(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
+    """A copy on a device; one on the meta device copies no values, however large the model is."""
+    if device != "meta":
+        return deepcopy(model).to(device=device, dtype=dtype)
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return deepcopy(model, memo)

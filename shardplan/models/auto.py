@@ -22,8 +22,8 @@ class Named(Protocol):
 
 
 def choose_plan(tree: ModuleTree, plans: Iterable[Named]) -> str:
-    """The name of the one plan that names the model's class (or its nearest base that any plan names), else of the one
-    that names its model type.
+    """The name of the one plan that names the model's class (or its nearest base that any plan names), else
+    of the one that names its model type.
 
     Raises:
         PlanError: SP511 where there is none, SP512 where there are several.
@@ -51,5 +51,9 @@ def _suggestion(tree: ModuleTree, plans: tuple[Named, ...]) -> str:
     for_model = {model.lower(): plan.name for plan in plans for model in plan.models}
     wanted = [word for word in (tree.model_type, *tree.class_names[:1]) if word]
     near = dict.fromkeys(for_model[model] for word in wanted for model in nearest(word, for_model))
-    listed = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(sorted(p.name for p in plans))}"
+    listed = (
+        f"the nearest are {', '.join(near)}"
+        if near
+        else f"there are {', '.join(sorted(p.name for p in plans))}"
+    )
     return f"name a plan file; a built-in plan may serve as its parent (`extends`): {listed}"

@@ -23,7 +23,8 @@ MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, M
 
 @dataclass(frozen=True, slots=True)
 class ModelClass:
-    """A class, the configuration to give it (the text part of a composite one, for a text-only class), and warnings."""
+    """A class, the configuration to give it (the text part of a composite one, for a text-only class), and
+    warnings."""
 
     cls: type[PreTrainedModel]
     config: PreTrainedConfig
@@ -31,8 +32,8 @@ class ModelClass:
 
 
 def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -> ModelClass:
-    """`config.architectures[0]` where transformers has it; else the type's class with a language-model head, with an
-    image-text head, or without a head, the first that there is.
+    """`config.architectures[0]` where transformers has it; else the type's class with a language-model head,
+    with an image-text head, or without a head, the first that there is.
 
     Raises:
         PlanError: SP509 where there is none, or the named class is for another configuration.
@@ -53,7 +54,9 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
         )
     by_type = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
     if by_type is None:
-        raise refuse(CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file)
+        raise refuse(
+            CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file
+        )
     cls = by_type[0] if isinstance(by_type, tuple) else by_type
     # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
     given = config if _takes(cls, config) else text_config(config)
@@ -70,7 +73,8 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
 
 
 def _named(name: object) -> type[PreTrainedModel] | None:
-    """The model class of transformers with that name; its lazy module imports nothing that it does not list."""
+    """The model class of transformers with that name; its lazy module imports nothing that it does not
+    list."""
     if not isinstance(name, str) or not name.isidentifier():
         return None
     cls = getattr(transformers, name, None)

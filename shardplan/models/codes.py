@@ -1,91 +1,94 @@
-"""The findings of this room: a model that is not there, cannot be read or cannot be built, and `auto` and `hf`."""
+"""The findings of this room: a model that is not there, cannot be read or cannot be built, and `auto` and
+`hf`."""
 
 from shardplan.core.diagnostics import Code
 
 NO_PATH = Code(
     "SP501",
     "no such model folder or file",
-    "The word names a path (it has a path separator, or ends in `.json`), and there is no `config.json` to read there. "
-    "A model is described by the `config.json` of its folder; weights are not needed.",
+    "The word names a path (it has a path separator, or ends in `.json`), and there is no `config.json` to "
+    "read there. A model is described by the `config.json` of its folder; weights are not needed.",
     bad="$ shardplan validate ./checkpoints/llama llama",
     good="$ shardplan validate ./checkpoints/llama-3.1-8b llama",
 )
 NOT_JSON = Code(
     "SP502",
     "a model configuration that cannot be read",
-    "The file is not a JSON object in UTF-8, is nested too deeply, or is larger than any model configuration.",
+    "The file is not a JSON object in UTF-8, is nested too deeply, or is larger than any model "
+    "configuration.",
     bad='{"model_type": "llama",',
     good='{"model_type": "llama"}',
 )
 NO_MODEL_TYPE = Code(
     "SP503",
     "a configuration without model_type",
-    "`model_type` says which architecture of transformers the configuration describes; without it nothing can be "
-    "built. It is never guessed from the other fields.",
+    "`model_type` says which architecture of transformers the configuration describes; without it nothing "
+    "can be built. It is never guessed from the other fields.",
     bad='{"hidden_size": 4096}',
     good='{"model_type": "llama", "hidden_size": 4096}',
 )
 UNKNOWN_TYPE = Code(
     "SP504",
     "an unknown model type",
-    "The installed transformers has no architecture of that name. A model of your own is named as `module:callable`, "
-    "a folder in the current directory as `./folder`.",
+    "The installed transformers has no architecture of that name. A model of your own is named as "
+    "`module:callable`, a folder in the current directory as `./folder`.",
     bad="$ shardplan validate lama llama",
     good="$ shardplan validate llama llama",
 )
 NOT_CACHED = Code(
     "SP505",
     "a hub id that is not in the local cache",
-    "`org/name` is a repository of the Hugging Face hub. Its `config.json` is read from the local cache; nothing is "
-    "ever downloaded. Fetch it once with `hf download org/name config.json`, or name a folder.",
+    "`org/name` is a repository of the Hugging Face hub. Its `config.json` is read from the local cache; "
+    "nothing is ever downloaded. Fetch it once with `hf download org/name config.json`, or name a folder.",
     bad="$ shardplan validate meta-llama/Llama-3.1-8B llama",
     good="$ hf download meta-llama/Llama-3.1-8B config.json",
 )
 OWN_CODE = Code(
     "SP506",
     "a configuration that brings its own code",
-    "`auto_map` in a `config.json` names Python code of the folder or of a hub repository, and an attention or expert "
-    "implementation with a slash names a kernel repository. Neither is run unless you say so.",
+    "`auto_map` in a `config.json` names Python code of the folder or of a hub repository, and an attention "
+    "or expert implementation with a slash names a kernel repository. Neither is run unless you say so.",
     bad="$ shardplan validate ./model-with-code llama",
     good="$ shardplan validate ./model-with-code llama --trust-remote-code",
 )
 NO_CALLABLE = Code(
     "SP507",
     "a model callable that is not there",
-    "`module:callable` imports the module, from the current directory or the Python path, and calls the name without "
-    "arguments. The module could not be imported, or has no such callable.",
+    "`module:callable` imports the module, from the current directory or the Python path, and calls the name "
+    "without arguments. The module could not be imported, or has no such callable.",
     bad="$ shardplan validate my_models:biuld plan.yaml",
     good="$ shardplan validate my_models:build plan.yaml",
 )
 BAD_CALLABLE = Code(
     "SP508",
     "a model callable that gives no model",
-    "The callable raised an exception, or returned something that is no `torch.nn.Module`. It is called on the meta "
-    "device: no memory is used, and no values can be read.",
+    "The callable raised an exception, or returned something that is no `torch.nn.Module`. It is called on "
+    "the meta device: no memory is used, and no values can be read.",
     bad="$ shardplan validate json:loads plan.yaml",
     good="$ shardplan validate my_models:build plan.yaml",
 )
 CANNOT_BUILD = Code(
     "SP509",
     "a model that cannot be built",
-    "transformers refuses the configuration, or building the model from it fails. The note has the reason that it "
-    "gives. Numbers of layers or experts that no machine could build are refused before they are tried.",
+    "transformers refuses the configuration, or building the model from it fails. The note has the reason "
+    "that it gives. Numbers of layers or experts that no machine could build are refused before they are "
+    "tried.",
     bad='{"model_type": "llama", "hidden_size": "4096"}',
     good='{"model_type": "llama", "hidden_size": 4096}',
 )
 UNKNOWN_SETTING = Code(
     "SP510",
     "an unknown configuration setting",
-    "`--set name=value` changes one number, flag or word of the model's configuration; the configuration of this "
-    "model has none of that name. Settings of a nested configuration are written with a dot.",
+    "`--set name=value` changes one number, flag or word of the model's configuration; the configuration of "
+    "this model has none of that name. Settings of a nested configuration are written with a dot.",
     bad="$ shardplan validate gpt2 gpt2 --set atn_pdrop=0",
     good="$ shardplan validate gpt2 gpt2 --set attn_pdrop=0",
 )
 NO_PLAN = Code(
     "SP511",
     "no built-in plan for the model",
-    "`auto` takes the one built-in plan whose `models` names the model's class, else its model type. There is no "
-    "default plan: a plan for another architecture may name the same modules and mean something else.",
+    "`auto` takes the one built-in plan whose `models` names the model's class, else its model type. There "
+    "is no default plan: a plan for another architecture may name the same modules and mean something else.",
     bad="$ shardplan validate mamba auto",
     good="$ shardplan validate mamba ./my-mamba-plan.yaml",
 )
@@ -99,8 +102,8 @@ SEVERAL_PLANS = Code(
 UNKNOWN_CLASS = Code(
     "SP513",
     "an architecture that transformers does not have",
-    "`architectures` in the configuration names a class that the installed transformers does not have. The class "
-    "that transformers has for the model type is used instead; its modules may be named differently.",
+    "`architectures` in the configuration names a class that the installed transformers does not have. The "
+    "class that transformers has for the model type is used instead; its modules may be named differently.",
     bad='{"model_type": "llama", "architectures": ["LLaMAForCausalLM"]}',
     good='{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}',
 )

@@ -17,15 +17,17 @@ from .findings import did_you_mean, reason, refuse
 from .offline import offline
 from .settings import Setting, with_settings
 
-# Counts of modules that are made one by one. A configuration beyond these is a mistake or an attack: building it
-# would take hours, not memory.
+# Counts of modules that are made one by one. A configuration beyond these is a mistake or an attack: building
+# it would take hours, not memory.
 MAX_LAYERS = 10_000
 MAX_EXPERTS = 1_000_000  # layers times experts
 LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
 EXPERTS = re.compile(r"(^|_)experts$|^expert_num$")
 
 
-def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_remote_code: bool) -> PreTrainedConfig:
+def config_of_file(
+    file: ConfigFile, settings: Mapping[str, Setting], *, trust_remote_code: bool
+) -> PreTrainedConfig:
     """The configuration in a file, with the user's settings.
 
     Raises:
@@ -66,12 +68,15 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
         raise refuse(
             UNKNOWN_TYPE,
             f"{model_type!r} is neither a model type that transformers knows nor module:callable",
-            help=did_you_mean(model_type, CONFIG_MAPPING) or f"for a folder in the current directory write ./{model_type}",
+            help=did_you_mean(model_type, CONFIG_MAPPING)
+            or f"for a folder in the current directory write ./{model_type}",
         )
     return _checked(CONFIG_MAPPING[model_type], {}, settings, model_type, None)
 
 
-def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None) -> Any:
+def _checked(
+    make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None
+) -> Any:
     try:
         with offline():
             config = make()
@@ -81,7 +86,12 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
     except PlanError:
         raise
     except Exception as error:  # whatever transformers or the model's own code raises
-        raise refuse(CANNOT_BUILD, f"transformers refuses the configuration of {shown}", notes=(reason(error),), file=file)
+        raise refuse(
+            CANNOT_BUILD,
+            f"transformers refuses the configuration of {shown}",
+            notes=(reason(error),),
+            file=file,
+        ) from error
     excess = next(_excess(config), None)
     if excess is not None:
         raise refuse(CANNOT_BUILD, f"{shown} cannot be built: {excess}", file=file)
@@ -101,4 +111,4 @@ def _excess(config: PreTrainedConfig) -> Iterator[str]:
         elif isinstance(value, int) and EXPERTS.search(name):
             experts = max(experts, value)
     if layers * experts > MAX_EXPERTS:
-        yield f"it has {experts} experts in each of {layers} layers, more than the {MAX_EXPERTS} that are built"
+        yield f"{layers} layers of {experts} experts are more than the {MAX_EXPERTS} that are built"

@@ -11,7 +11,12 @@ from .codes import NO_PATH, NOT_CACHED, NOT_JSON, OWN_CODE
 from .findings import refuse
 
 MAX_BYTES = 16 * 2**20  # the largest configurations on the hub (long label tables) are about 2 MB
-IMPLEMENTATIONS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+IMPLEMENTATIONS = (
+    "attn_implementation",
+    "_attn_implementation",
+    "experts_implementation",
+    "_experts_implementation",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +51,11 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
         return read(path, word, trust_remote_code=trust_remote_code)
     if not is_folder:
         word = word if word.isprintable() else ascii(word)
-        raise refuse(NO_PATH, f"{word} does not exist", help="name a folder that holds a config.json, or the file itself")
+        raise refuse(
+            NO_PATH,
+            f"{word} does not exist",
+            help="name a folder that holds a config.json, or the file itself",
+        )
     shown = f"{word.rstrip('/')}/config.json"
     if not (path / "config.json").is_file():
         raise refuse(NO_PATH, f"the folder {word} has no config.json", help="name the folder of a checkpoint")
@@ -101,14 +110,18 @@ def _parse(path: Path, shown: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(NOT_JSON, f"{shown} cannot be read: {error}", file=shown) from None
     if text is None:
-        raise refuse(NOT_JSON, f"{shown} is {size} bytes long, more than the {MAX_BYTES} that are read", file=shown)
+        raise refuse(
+            NOT_JSON, f"{shown} is {size} bytes long, more than the {MAX_BYTES} that are read", file=shown
+        )
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise refuse(NOT_JSON, f"{shown} is not JSON: {error.msg} at {where}", file=shown) from None
     except (RecursionError, ValueError):  # nested too deeply; a number of more digits than Python reads
-        raise refuse(NOT_JSON, f"{shown} is nested too deeply or holds a number too long", file=shown) from None
+        raise refuse(
+            NOT_JSON, f"{shown} is nested too deeply or holds a number too long", file=shown
+        ) from None
 
 
 def _own_code(data: dict[str, Any]) -> list[str]:

@@ -40,6 +40,7 @@ class FoundModel:
         tree: the picture of the model.
         builder: builds it on a device in a dtype.
         diagnostics: warnings met on the way.
+        module: the user's own module, where that is what was given.
     """
 
     name: str
@@ -47,9 +48,11 @@ class FoundModel:
     tree: ModuleTree
     builder: Builder
     diagnostics: tuple[Diagnostic, ...] = ()
+    module: nn.Module | None = None
 
     def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
-        """A fresh model: on the meta device without memory, elsewhere with the class's own random initialisation.
+        """A fresh model: on the meta device without memory, elsewhere with the class's own random
+        initialisation.
 
         A model from `module:callable` keeps the dtypes that the callable gives it.
 
@@ -62,10 +65,12 @@ class FoundModel:
 def find_model(
     word: str, *, trust_remote_code: bool = False, overrides: Mapping[str, Setting] = NO_SETTINGS
 ) -> FoundModel:
-    """Finds and builds (on the meta device) the model that a word names. Reads no weights, opens no connection.
+    """Finds and builds (on the meta device) the model that a word names. Reads no weights, opens no
+    connection.
 
     Args:
-        word: a folder or `config.json`, a hub id in the local cache, a model type of transformers, `module:callable`.
+        word: a folder or `config.json`, a hub id in the local cache, a model type of transformers,
+            `module:callable`.
         trust_remote_code: run the code that a configuration's `auto_map` names.
         overrides: settings of the configuration to change, dotted names for nested ones.
 
@@ -91,7 +96,9 @@ def find_model(
     return found_from_config(config, word, file.shown)
 
 
-def found_from_config(config: PreTrainedConfig, name: str | None = None, file: str | None = None) -> FoundModel:
+def found_from_config(
+    config: PreTrainedConfig, name: str | None = None, file: str | None = None
+) -> FoundModel:
     """The model of a configuration object.
 
     Args:
@@ -145,7 +152,9 @@ def _remote_builder(config: PreTrainedConfig, shown: str) -> Builder:
 
     def build(device: str, dtype: torch.dtype) -> nn.Module:
         own = copy.deepcopy(config)
-        return _guarded(lambda: auto.from_config(own, trust_remote_code=True, dtype=dtype), device, shown, shown)
+        return _guarded(
+            lambda: auto.from_config(own, trust_remote_code=True, dtype=dtype), device, shown, shown
+        )
 
     return build
 

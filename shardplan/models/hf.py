@@ -13,8 +13,8 @@ def hf_tp_plan(model: nn.Module) -> tuple[dict[str, str], str]:
     """The model's own resolved plan, and what to put before its keys to get the names that rules see.
 
     Args:
-        model: a transformers model on any device; its `tp_plan` joins the plans of its class, its configuration and
-            its children.
+        model: a transformers model on any device; its `tp_plan` joins the plans of its class, its
+            configuration and its children.
 
     Returns:
         The plan (names with `*` for a layer's number -> style names), and `ModuleTree.base_prefix`.

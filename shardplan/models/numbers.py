@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 Number = int | float  # a bool is an int
 
 LABELS = frozenset({"id2label", "label2id"})  # names of classes, not sizes
-STATE = frozenset({"training", "call_super_init", "dump_patches"})  # of every nn.Module; says nothing of its shape
+STATE = frozenset({"training", "call_super_init", "dump_patches"})  # of every nn.Module; not of its shape
 
 
 def module_numbers(module: nn.Module) -> dict[str, Number]:
@@ -26,8 +26,8 @@ def module_numbers(module: nn.Module) -> dict[str, Number]:
 def config_numbers(config: Any) -> dict[str, Number]:
     """The numbers of a configuration: see `ModuleTree.numbers`.
 
-    Names of the text part win over equal names of the whole. `head_dim`, where the configuration leaves it out, is
-    hidden_size // num_attention_heads, as attention modules of transformers compute it.
+    Names of the text part win over equal names of the whole. `head_dim`, where the configuration leaves it
+    out, is hidden_size // num_attention_heads, as attention modules of transformers compute it.
     """
     if config is None:
         return {}
@@ -42,7 +42,8 @@ def config_numbers(config: Any) -> dict[str, Number]:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the (decoding) text model; itself for most, and for foreign objects."""
+    """The part of a configuration that describes the (decoding) text model; itself for most, and for foreign
+    objects."""
     get = getattr(config, "get_text_config", None)
     if get is None:
         return config
@@ -53,7 +54,8 @@ def text_config(config: Any) -> Any:
 
 
 def config_value(config: Any, name: str, default: Any = None) -> Any:
-    """A field under either of its names. Reads past the guard of configurations whose layers differ in the field."""
+    """A field under either of its names. Reads past the guard of configurations whose layers differ in the
+    field."""
     stored = getattr(config, "attribute_map", {}).get(name, name)
     attributes = _attributes(config)
     return attributes[stored] if stored in attributes else default

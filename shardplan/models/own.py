@@ -38,7 +38,9 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
         found = attrgetter(name)(module)
     except AttributeError:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise refuse(NO_CALLABLE, f"the module {module_name} has no {name}", help=did_you_mean(name, public)) from None
+        raise refuse(
+            NO_CALLABLE, f"the module {module_name} has no {name}", help=did_you_mean(name, public)
+        ) from None
     if not callable(found):
         raise refuse(NO_CALLABLE, f"{word} is a {type(found).__name__}, not a callable")
     return found
@@ -58,7 +60,7 @@ def call(function: Callable[[], nn.Module], word: str, device: str) -> nn.Module
             BAD_CALLABLE,
             f"{word} raised {type(error).__name__}",
             notes=(reason(error), f"it was called on the {device} device"),
-            help="make it a function without arguments that builds the model and reads no values of its tensors",
+            help="make it a function without arguments that builds the model and reads no values of tensors",
         ) from error
     if not isinstance(model, nn.Module):
         raise refuse(

@@ -34,14 +34,17 @@ def parse_setting(text: str) -> tuple[str, Setting]:
     except ValueError:
         parsed = [value]
     if isinstance(parsed, (list, dict)):
-        raise ValueError(f"the value of {name.strip()} must be a number, true, false, null or a quoted string: {value}")
+        raise ValueError(
+            f"the value of {name.strip()} must be a number, true, false, null or a quoted string: {value}"
+        )
     return name.strip(), parsed
 
 
 def with_settings(
     data: Mapping[str, Any], config: PreTrainedConfig, settings: Mapping[str, Setting], shown: str
 ) -> dict[str, Any]:
-    """The configuration's JSON object with the settings put in, under the names that the configuration stores.
+    """The configuration's JSON object with the settings put in, under the names that the configuration
+    stores.
 
     Args:
         data: what the configuration was made from; it is not changed.
@@ -67,7 +70,11 @@ def with_settings(
         if at is None or last not in set(_settable(at)):
             known = {known for known, _ in settable(config)}
             unknown.append(
-                finding(UNKNOWN_SETTING, f"the configuration of {shown} has no {name}", help=did_you_mean(name, known))
+                finding(
+                    UNKNOWN_SETTING,
+                    f"the configuration of {shown} has no {name}",
+                    help=did_you_mean(name, known),
+                )
             )
             continue
         stored = at.attribute_map.get(last, last)

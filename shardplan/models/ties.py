@@ -11,8 +11,8 @@ from torch import nn
 def tied_groups(module: nn.Module, names: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """Groups of parameter names that are one Parameter, or will be by the model's own declaration.
 
-    The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta device;
-    two materialised Parameters that differ are not tied, whatever was declared.
+    The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta
+    device; two materialised Parameters that differ are not tied, whatever was declared.
 
     Args:
         module: the model.
@@ -43,7 +43,8 @@ def tied_groups(module: nn.Module, names: Collection[str]) -> tuple[tuple[str, .
 
 
 def _declared(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Pairs of full parameter names (target, source) from the outermost models of transformers inside `module`."""
+    """Pairs of full parameter names (target, source) from the outermost models of transformers inside
+    `module`."""
     for prefix, child in module.named_modules():
         declared = vars(child).get("all_tied_weights_keys")
         if isinstance(declared, dict):

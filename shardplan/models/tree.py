@@ -27,8 +27,9 @@ KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
 def tree_of(module: nn.Module) -> ModuleTree:
     """The picture of a model, on any device.
 
-    A module object that stands at several places appears under the first of its names, as in `named_modules()`; a
-    Parameter that stands at several places appears at each, and those names are one group of `tied`.
+    A module object that stands at several places appears under the first of its names, as in
+    `named_modules()`; a Parameter that stands at several places appears at each, and those names are one
+    group of `tied`.
     """
     modules = {name: _info(name, child) for name, child in module.named_modules()}
     names = dict.fromkeys(
@@ -69,7 +70,8 @@ def kind_of(module: nn.Module) -> ModuleKind:
 
 
 def base_prefix(module: nn.Module) -> str:
-    """`base_model_prefix` of a transformers model that is itself the base model of classes with a head, else ""."""
+    """`base_model_prefix` of a transformers model that is itself the base model of classes with a head, else
+    ""."""
     prefix = getattr(type(module), "base_model_prefix", "")
     if not isinstance(prefix, str) or not prefix or hasattr(module, prefix):
         return ""

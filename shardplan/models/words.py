@@ -17,7 +17,8 @@ CALLABLE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A MODEL word and what it names: a folder or file, a hub repository, `module:callable`, or a model type."""
+    """A MODEL word and what it names: a folder or file, a hub repository, `module:callable`, or a model
+    type."""
 
     text: str
     kind: WordKind

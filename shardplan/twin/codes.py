@@ -5,10 +5,11 @@ from shardplan.core.diagnostics import Code
 NO_TWIN = Code(
     "SP520",
     "a model of which no small copy can be made",
-    "`verify` runs a small model of the same classes. Its configuration is the original's with fewer layers, heads and "
-    "experts and narrower widths, chosen so that every kind of layer and every divisibility stays. For this model "
-    "transformers refuses the small configuration, or the small model has other layers than the original. Name a "
-    "smaller configuration of your own, or give `verify` a `module:callable` that builds a small model.",
+    "`verify` runs a small model of the same classes. Its configuration is the original's with fewer layers, "
+    "heads and experts and narrower widths, chosen so that every kind of layer and every divisibility stays. "
+    "For this model transformers refuses the small configuration, or the small model has other layers than "
+    "the original. Name a smaller configuration of your own, or give `verify` a `module:callable` that "
+    "builds a small model.",
     bad="$ shardplan verify ./model my-plan.yaml --tp 2",
     good="$ shardplan verify my_models:small my-plan.yaml --tp 2",
 )
@@ -22,8 +23,8 @@ TOO_LARGE = Code(
 NO_INPUTS = Code(
     "SP522",
     "a module that cannot be called on token ids",
-    "Nothing says what to feed a module without a transformers configuration. Token ids are tried as the first argument "
-    "of `forward`; this module has no embedding, or raises on them.",
+    "Nothing says what to feed a module without a transformers configuration. Token ids are tried as the "
+    "first argument of `forward`; this module has no embedding, or raises on them.",
     bad="$ shardplan verify my_models:vision_tower my-plan.yaml --tp 2",
     good="verify(module, plan, inputs=lambda seed: {'pixels': torch.randn(2, 3, 8, 8)})",
 )

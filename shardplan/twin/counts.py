@@ -37,7 +37,8 @@ def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Col
 
 
 def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[int, int]:
-    """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are kept.
+    """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are
+    kept.
 
     A count with several per rank keeps at least two per rank. `{32: 16, 8: 4}` at tp 2 gives `{8: 4, 32: 8}`.
     """
@@ -46,7 +47,9 @@ def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[i
     for value in sorted({v for v in values if v > 0}):
         divisors = [small[other] for other in small if value % other == 0]
         begin = min(value, 2 * tp) if value % tp == 0 else min(value, at_least)
-        small[value] = like(value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1)
+        small[value] = like(
+            value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1
+        )
         floor = small[value] + 1
     return small
 
@@ -94,5 +97,7 @@ def small_widths(values: Iterable[int], hidden: tuple[int, int], tp: int) -> dic
         ratio = min(max(value / large, lowest), highest)
         wanted = max(8, round(small * ratio))
         step = 4 if value % 4 == 0 else 1
-        result[value] = like(value, tp, at_least=min(wanted, value), multiple_of=step, avoid=set(result.values()))
+        result[value] = like(
+            value, tp, at_least=min(wanted, value), multiple_of=step, avoid=set(result.values())
+        )
     return result

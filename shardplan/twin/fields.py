@@ -1,7 +1,7 @@
 """What the fields of model configurations mean, by their names.
 
-One table for all architectures: role -> the names that fields with that role have. `role` reads it; how each role is
-made small is in shrink.py.
+One table for all architectures: role -> the names that fields with that role have. `role` reads it; how each
+role is made small is in shrink.py.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ Role = Literal[
 
 # A pattern matches a whole name. Earlier roles win.
 NAMES: dict[Role, str] = {
-    "dropout": r".*(dropout|dropout_p|drop_rate|pdrop|layerdrop|drop_path|drop_path_rate|dropout_prob|jitter_noise"
-    r"|jitter_eps|dropout_rate)",
-    "token": r".*_(token|tokens)_(id|index|ids)|(pad|bos|eos|unk|mask|lang|sep|image|boi|eoi|audio|video)_(id|index)"
-    r"|lang_id",
-    "layer_indices": r"mlp_only_layers|moe_layers|no_rope_layer_ids|full_attn_idxs|hybrid_layer_ids|ple_layer_ids"
-    r"|cross_attention_layers|fullatt_block_indexes|deepstack_visual_indexes|.*_layer_(ids|idx|idxs|indices|indexes)"
-    r"|dense_layers|attn_layer_indices",
-    "first_layers": r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|n_dense_layers|max_window_layers"
-    r"|n_hash_layers|num_hash_layers",
+    "dropout": r".*(dropout|dropout_p|drop_rate|pdrop|layerdrop|drop_path|drop_path_rate|dropout_prob)"
+    r"|.*(dropout_rate|jitter_noise|jitter_eps)",
+    "token": r".*_(token|tokens)_(id|index|ids)|lang_id"
+    r"|(pad|bos|eos|unk|mask|lang|sep|image|boi|eoi|audio|video)_(id|index)",
+    "layer_indices": r"mlp_only_layers|moe_layers|no_rope_layer_ids|full_attn_idxs|hybrid_layer_ids"
+    r"|ple_layer_ids|cross_attention_layers|fullatt_block_indexes|deepstack_visual_indexes|dense_layers"
+    r"|.*_layer_(ids|idx|idxs|indices|indexes)|attn_layer_indices",
+    "first_layers": r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|n_dense_layers"
+    r"|max_window_layers|n_hash_layers|num_hash_layers",
     "last_layers": r"num_kv_shared_layers",
     "layers": r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers"
     r"|num_blocks|num_layers_per_stack|depth",
     "mamba_heads": r"mamba_n_heads|mamba_num_heads|n_mamba_heads",
     "mamba_head_dim": r"mamba_d_head|mamba_head_dim|mamba_headdim",
     "mamba_groups": r"(mamba_)?n_?groups",
-    "heads": r"(.*_)?(attention_heads|key_value_heads|query_groups|kv_n_heads|kv_heads|n_heads?|num_heads|key_heads"
-    r"|value_heads|num_query_heads|global_heads)|num_attention_heads_per_layer",
-    "head_dim": r"(.*_)?(head_dim|head_size|kv_channels|attention_channels)|qk_head_dim|d_head|d_kv|dim_head|rotary_dim"
-    r"|query_pre_attn_scalar",
+    "heads": r"(.*_)?(attention_heads|key_value_heads|query_groups|kv_n_heads|kv_heads|n_heads?|num_heads)"
+    r"|(.*_)?(key_heads|value_heads|num_query_heads|global_heads)|num_attention_heads_per_layer",
+    "head_dim": r"(.*_)?(head_dim|head_size|kv_channels|attention_channels)|qk_head_dim|d_head|d_kv|dim_head"
+    r"|rotary_dim|query_pre_attn_scalar",
     "hidden": r"hidden_size|d_model|n_embd|emb_dim|embedding_dim",
-    "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size|embed_dim"
-    r"|proj_dim|mid_dim|lowrank|mlp_dim)|intermediate_size_mlp|n_inner|d_inner|dff|d_ff|dim_ff|lru_width"
-    r"|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank|laurel_rank"
-    r"|hidden_size_per_layer_input|per_layer_input_dim",
+    "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size)"
+    r"|(.*_)?(embed_dim|proj_dim|mid_dim|lowrank|mlp_dim)|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
+    r"|dim_ff|lru_width|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank"
+    r"|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
     "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",
     "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"
     r"|context_length|max_sequence_length|model_max_length",
@@ -73,7 +73,8 @@ NAMES: dict[Role, str] = {
     r"|local_attention_window_len|keep_window_size|swa_window_size|attention_chunk_size|attn_window_size",
     "chunk": r"chunk_size|mamba_chunk_size|block_size|.*_chunk_length",
     "shared_experts": r"n_shared_experts|num_shared_experts|moe_num_shared_experts",
-    "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts|zero_expert_num",
+    "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts"
+    r"|zero_expert_num",
     "top_k": r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts",
     "groups": r"n_group|num_expert_group",
     "top_groups": r"topk_group",

@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -30,7 +29,8 @@ def sequence_length(tp: int) -> int:
 
 
 def labels_of(cls: type[PreTrainedModel]) -> Labels | None:
-    """What the class's loss compares with: the next tokens, a class per row, a class per token; None: it has no loss."""
+    """What the class's loss compares with: the next tokens, a class per row, a class per token; None: it has
+    no loss."""
     if cls.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return "class"
     if cls.__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
@@ -56,7 +56,9 @@ def text_inputs(
     rows = int(getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
     allowed = torch.tensor([i for i in range(rows) if i not in special])
     wanted = BATCH * seq_len
-    draws = [allowed[torch.randperm(len(allowed), generator=generator)] for _ in range(-(-wanted // len(allowed)))]
+    draws = [
+        allowed[torch.randperm(len(allowed), generator=generator)] for _ in range(-(-wanted // len(allowed)))
+    ]
     ids = torch.cat(draws)[:wanted].reshape(BATCH, seq_len)
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < rows:

@@ -44,15 +44,18 @@ class Kept:
 
 
 def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple[Kept, ...]:
-    """Choices of layers to try, the fewest first: the first of each kind; all layers up to there, which rules like
-    "every fourth layer" need; the same with the first two of each kind, which layers that share weights need.
+    """Choices of layers to try, the fewest first: the first of each kind; all layers up to there, which rules
+    like "every fourth layer" need; the same with the first two of each kind, which layers that share weights
+    need.
 
     Where all layers are of one kind, there are two.
 
-    Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every list of
-    the configuration that has one entry per layer.
+    Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every
+    list of the configuration that has one entry per layer.
     """
-    signatures = [(structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))]
+    signatures = [
+        (structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))
+    ]
     seen = Counter[Any]()
     first, twice = [], []
     for i, signature in enumerate(signatures):
@@ -72,8 +75,8 @@ def layer_lists(tree: ModuleTree, count: int) -> tuple[str, ...]:
 
 
 def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> list[Any]:
-    """What a small layer must have in common with its original: the classes of its modules, and their parameters'
-    names and dimensions. Numbered parts (experts) count as one.
+    """What a small layer must have in common with its original: the classes of its modules, and their
+    parameters' names and dimensions. Numbered parts (experts) count as one.
 
     Args:
         tree: the original's or the small model's.
@@ -95,7 +98,8 @@ def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> l
 
 
 def _structures(tree: ModuleTree, count: int) -> list[Signature]:
-    """For each layer all that tells it from others: modules, shapes, and integers that are not mere numbering."""
+    """For each layer all that tells it from others: modules, shapes, and integers that are not mere
+    numbering."""
     listings = _lists(tree, count)
     layers = [_layer(tree, listings, i) for i in range(count)]
     values: defaultdict[tuple[str, str], set[Any]] = defaultdict(set)
@@ -103,7 +107,9 @@ def _structures(tree: ModuleTree, count: int) -> list[Signature]:
         for name, _, _, numbers in layer:
             for key, value in numbers:
                 values[name, key].add(value)
-    serial = {key for key, seen in values.items() if len(seen) > SERIAL or re.search("(idx|index|_id)$", key[1])}
+    serial = {
+        key for key, seen in values.items() if len(seen) > SERIAL or re.search("(idx|index|_id)$", key[1])
+    }
     return [
         tuple(
             (name, cls, parameters, tuple((k, v) for k, v in numbers if (name, k) not in serial))

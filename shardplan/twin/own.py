@@ -12,6 +12,7 @@ from torch import nn
 
 from shardplan.models.findings import reason, refuse
 from shardplan.models.found import FoundModel
+from shardplan.models.tree import kind_of
 
 from .codes import NO_INPUTS, NO_TWIN, TOO_LARGE
 from .inputs import BATCH
@@ -25,13 +26,16 @@ Inputs = Callable[[int], Mapping[str, Any]]
 def module_maker(
     model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype
 ) -> Callable[[], nn.Module]:
-    """What builds copies of a module on the CPU, all with the same random weights, in training mode without dropout.
+    """What builds copies of a module on the CPU, all with the same random weights, in training mode without
+    dropout.
 
     Raises:
-        PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers whose values
-            nothing tells.
+        PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers whose
+            values nothing tells.
     """
-    size = sum(p.numel() for p in (model.build("meta") if isinstance(model, FoundModel) else model).parameters())
+    size = sum(
+        p.numel() for p in (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
+    )
     if size > LARGEST:
         raise refuse(
             TOO_LARGE,
@@ -43,7 +47,7 @@ def module_maker(
         original = _on_cpu(model, name)
     randomise(original, seed)
     for module in original.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if kind_of(module) == "dropout":
             module.p = 0.0
     original.to(dtype).train()
     return lambda: copy.deepcopy(original)

@@ -54,7 +54,9 @@ class Twin:
         """A fresh model on the CPU in training mode without dropout; each call gives the same weights."""
         return self.maker()
 
-    def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
+    def inputs(
+        self, seed: int = 0, kind: str | None = None, padding: Padding | None = None
+    ) -> dict[str, Any]:
         """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].
 
         Args:
@@ -67,7 +69,9 @@ class Twin:
         """
         kind = self.kinds[0] if kind is None else kind
         if kind not in self.kinds:
-            raise ValueError(f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}")
+            raise ValueError(
+                f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}"
+            )
         return self.feeder(kind, seed, padding)
 
 
@@ -84,9 +88,9 @@ def make_twin(
 ) -> Twin:
     """A small copy of a model.
 
-    Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query attention
-    stays grouped); every kind of layer is there once, at least two layers; dropout and other noise are off; no
-    parameter is zero or one. A module without a transformers configuration is copied as it is.
+    Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query
+    attention stays grouped); every kind of layer is there once, at least two layers; dropout and other noise
+    are off; no parameter is zero or one. A module without a transformers configuration is copied as it is.
 
     Args:
         model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
@@ -96,7 +100,8 @@ def make_twin(
         dtype: of the parameters.
         tied: whether embedding and head are one Parameter; None: as in the original.
         attn_implementation: "sdpa" or "eager"; None: the class's default.
-        experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the default.
+        experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the
+            default.
         inputs: for a module without configuration: seed -> keyword arguments of its `forward`.
 
     Raises:
@@ -105,19 +110,28 @@ def make_twin(
     """
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a positive integer, not {tp!r}")
+    if isinstance(model, FoundModel) and model.module is not None:
+        model = model.module
     name, config, cls, tree = _original(model)
-    implementations = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+    implementations = {
+        "attn_implementation": attn_implementation,
+        "experts_implementation": experts_implementation,
+    }
     options = {key: value for key, value in implementations.items() if value is not None}
     if config is None or cls is None:
         if tied is not None or options:
             raise ValueError(f"{name} has no transformers configuration to change")
         return _module_twin(model, name, tp, seed, dtype, inputs)
     if inputs is not None:
-        raise ValueError(f"the inputs of {name} follow from its configuration; `inputs` is for modules without one")
+        raise ValueError(
+            f"the inputs of {name} follow from its configuration; `inputs` is for modules without one"
+        )
     small, kept = _small(config, cls, tree, name, tp=tp, tied=tied)
     maker = _maker(cls, small, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(maker()).tied) != tied:
-        raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
+        raise ValueError(
+            f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie"
+        )
     seq_len, labels = sequence_length(tp), labels_of(cls)
     feeders = {"text": text_inputs, "image": image_inputs}
     kinds = ("text", "image") if takes_images(small) else ("text",)
@@ -161,7 +175,8 @@ def _maker(
 def _original(
     model: FoundModel | nn.Module,
 ) -> tuple[str, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree]:
-    """Name, configuration, class and picture of the original; no configuration where it is no transformers model."""
+    """Name, configuration, class and picture of the original; no configuration where it is no transformers
+    model."""
     if isinstance(model, FoundModel):
         name, module, tree = model.name, model.build("meta"), model.tree
     else:
@@ -180,7 +195,8 @@ def _small(
     tp: int,
     tied: bool | None,
 ) -> tuple[PreTrainedConfig, Kept]:
-    """The small configuration and the layers that it keeps: the fewest whose modules come out as the original's."""
+    """The small configuration and the layers that it keeps: the fewest whose modules come out as the
+    original's."""
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
@@ -192,17 +208,21 @@ def _small(
             if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
                 text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
             made = tree_of(_construct(cls, small, "meta", 0))
-        except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
+        except (
+            Exception
+        ) as error:  # what the configuration and the modelling code raise on numbers they do not like
             failures.append(reason(error))
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
             return small, kept
-        failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
+        failures.append(
+            f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}"
+        )
     raise refuse(
         NO_TWIN,
         f"no small copy of {name} can be made for tp={tp}",
         notes=tuple(dict.fromkeys(failures)),
-        help="name a small configuration of the same architecture, or a `module:callable` that builds a small model",
+        help="name a small configuration of the architecture, or a `module:callable` that builds one",
     )
 
 
