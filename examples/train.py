@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from shardplan import applied, apply_plan
-from shardplan.weights import materialize
+from shardplan import applied, apply_plan, materialize
 
 
 def arguments() -> argparse.Namespace:
@@ -29,7 +28,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp-replicate", type=int, default=1, help="copies of the model; the rest is dp_shard")
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--lr", type=float, default=2e-3)
