@@ -11,6 +11,8 @@ from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.torchlib.meshes import flatten
 
+ORDER = ("dp_replicate", "dp_shard", "cp", "tp")
+
 
 @dataclass(frozen=True)
 class PlanMesh:
@@ -78,7 +80,8 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
 
     Raises:
         TypeError: no DeviceMesh.
-        ValueError: an axis without a name, with a name that we do not know, or two axes of one meaning.
+        ValueError: an axis without a name, with a name that we do not know, two axes of one meaning, or axes in an
+            order that torch's mesh slices cannot express.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
@@ -95,4 +98,17 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
     twice = duplicate_axes(axis for axis in canonical.values() if axis)
     if twice:
         raise ValueError(f"two axes of the mesh {mesh.mesh_dim_names} mean {twice[0]}")
+    _check_order(canonical)
     return PlanMesh(mesh, {axis: name for name, axis in canonical.items() if axis})
+
+
+def _check_order(canonical: Mapping[str, str]) -> None:
+    """FSDP2 puts its axes before tp in every parameter's mesh; where the mesh itself has another order, torch (2.13)
+    fails as soon as such a parameter is reduced over both, as clip_grad_norm_ does."""
+    given = {axis: name for name, axis in canonical.items() if axis in ORDER}
+    expected = [given[axis] for axis in ORDER if axis in given]
+    if list(given.values()) != expected:
+        raise ValueError(
+            f"the mesh's axes are in the order {tuple(given.values())}, and must be in the order {tuple(expected)}: "
+            "pass them to init_device_mesh so"
+        )
