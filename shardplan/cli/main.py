@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -39,6 +40,9 @@ def console() -> None:
     """Run as a program. Most of a short command's time would be garbage collection of what imports leave behind and
     the interpreter's teardown: the first is put off, the second left out."""
     gc.disable()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what concerns the user is a finding
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
     streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: closed by the caller
     for stream in streams:
         stream.reconfigure(errors="backslashreplace")

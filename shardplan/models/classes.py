@@ -38,7 +38,8 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
     Raises:
         PlanError: SP509 where there is none, or the named class is for another configuration.
     """
-    named = next(iter(config.architectures or ()), None)
+    listed = config.architectures
+    named = next(iter(listed), None) if isinstance(listed, (list, tuple)) else listed or None
     cls = _named(named)
     if cls is not None:
         if _takes(cls, config):
