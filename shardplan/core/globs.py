@@ -205,7 +205,7 @@ def parse_glob(pattern: str) -> Glob:
 
 
 def _number(count: int) -> str:
-    return str(count) if count < 10**9 else "more than 10^9"
+    return str(count) if count < 10**9 else "at least 10^9"
 
 
 # A sequence of elements and of choices between sequences: what `{a,{b,c}d}` says, before it is expanded.

@@ -82,6 +82,9 @@ class Findings:
         return tuple(self._found)
 
 
+LONGEST_PATH = 300  # characters of a path in a message
+
+
 def quoted(text: str, most: int = 60) -> str:
     """Text of the user in a message: on one line, without control characters, not too long."""
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[: most + 1])

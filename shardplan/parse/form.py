@@ -9,6 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from shardplan.core.diagnostics import Code
+from shardplan.core.plan import SECTIONS
 from shardplan.core.suggest import closest
 
 from .findings import Findings, describe, quoted
@@ -67,7 +68,6 @@ VERSION = Code(
     """,
 )
 
-SECTIONS = ("tensor_parallel", "sequence_parallel")
 _MISSING = "say which style, as in `{style: colwise, optional: true}`"
 _SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _SHAPES = {
@@ -83,7 +83,7 @@ _MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "list_type": lambda context: "a list",
     "dict_type": lambda context: "a mapping",
     "model_type": lambda context: "a mapping",
-    "literal_error": lambda context: _listed([f"`{choice}`" for choice in _choices(context)]),
+    "literal_error": lambda context: re.sub("'([^']*)'", r"`\1`", context["expected"]),
     "union_tag_invalid": lambda context: _listed(context["expected_tags"][1:-1].split("', '")),
     "greater_than_equal": lambda context: f"at least {context['ge']}",
     "less_than_equal": lambda context: f"at most {context['le']}",
@@ -134,7 +134,7 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
     else:
         must_be = _MUST_BE[kind](context)
         message = f"{_subject(path)} must be {must_be}, not {describe(node)}"
-        findings.add(WRONG_VALUE, message, path, help=_right_value(kind, must_be, node, context))
+        findings.add(WRONG_VALUE, message, path, help=_right_value(kind, must_be, node))
 
 
 def _report_version(node: Node | None, findings: Findings) -> None:
@@ -172,15 +172,16 @@ def _right_field(path: Path) -> str | None:
     return f"did you mean `{near}`?" if near else f"the fields are {_listed(known, 'and')}"
 
 
-def _right_value(kind: str, must_be: str, node: Node | None, context: dict[str, Any]) -> str | None:
+def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
     match node:
         case None | Scalar(None):
             return "give it a value, or remove the line"
-        case Scalar(str(text)) if "true or false" in must_be and text.lower() in _SWITCHES:
+        case Scalar(str(text)) if must_be.startswith("true") and text.lower() in _SWITCHES:
             return f"write `{_SWITCHES[text.lower()]}`; in YAML 1.2 {quoted(text)} is a text"
-        case Scalar(str(text)) if kind == "literal_error":
-            near = closest(text, _choices(context))
-            return f"did you mean `{near}`?" if near else None
+        case Scalar(str(text)) if kind == "list_type":
+            return f"write `[{text}]`"
+        case Scalar(str(text)) if near := closest(text, re.findall("`([^`]*)`", must_be)):
+            return f"did you mean `{near}`?"
         case Scalar(str(text)) if "number" in must_be and text.isdecimal():
             return "remove the quotes"
         case Scalar(bool() | int() | float(), text) if kind == "string_type":
@@ -203,10 +204,6 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
-
-
-def _choices(context: dict[str, Any]) -> list[str]:
-    return re.findall("'([^']*)'", context["expected"])
 
 
 def _listed(words: Sequence[str], last: str = "or") -> str:

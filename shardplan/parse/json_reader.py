@@ -14,7 +14,7 @@ from .findings import quoted
 from .limits import MAX_DEPTH, MAX_NODES
 from .nodes import Document, Entry, ListNode, MapNode, Node, Scalar, line_starts
 from .scalars import number, whole
-from .syntax import Unreadable, duplicate_key, refuse, refuse_depth, refuse_nodes
+from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nodes
 
 _BLANK = re.compile(r"[ \t\n\r]*")
 _TOKEN = re.compile(
@@ -117,7 +117,7 @@ class _Reader:
             self.nodes += 1
             value = self._value(next(self.tokens), depth)
             if key in entries:
-                self.findings.append(duplicate_key(self.file, entries[key], span))
+                note_duplicate(self.findings, self.file, entries[key], span)
             else:
                 entries[key] = Entry(key, value, span)
             token = self._after_item("}")

@@ -14,7 +14,7 @@ from typing import Any
 from shardplan.core.diagnostics import Code, Label, Severity
 from shardplan.core.globs import parse_glob
 from shardplan.core.inherit import effective_sections
-from shardplan.core.plan import PlanFile, Rule
+from shardplan.core.plan import SECTIONS, PlanFile, Rule
 from shardplan.core.sources import SourceMap
 
 from .findings import Findings, quoted
@@ -75,8 +75,6 @@ NOTHING_SAID = Code(
       lm_head: colwise_gather_output
     """,
 )
-
-SECTIONS = ("tensor_parallel", "sequence_parallel")
 
 
 def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> Parsed:

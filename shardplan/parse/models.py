@@ -6,7 +6,7 @@ from the style records (`options`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from typing_extensions import TypeAliasType
@@ -25,9 +25,15 @@ TAGS: set[str] = set()  # the words for the types of fields that may have severa
 def either(*options: tuple[type, Any, str]) -> Any:
     """A field of several types: for each the Python type of the value, the annotation, and its words in a message."""
     words = {cls: text for cls, _, text in options}
-    TAGS.update(words.values())
+    literals = {cls: get_args(annotation) for cls, annotation, _ in options if get_origin(annotation) is Literal}
     tagged = tuple(Annotated[annotation, Tag(text)] for _, annotation, text in options)
-    return Annotated[Union[tagged], Discriminator(lambda value: words.get(type(value), ""))]
+    TAGS.update(words.values())
+
+    def choose(value: Any) -> str:
+        fits = type(value) in words and value in literals.get(type(value), (value,))
+        return words[type(value)] if fits else ""
+
+    return Annotated[Union[tagged], Discriminator(choose)]
 
 
 def _default(cls: type, name: str) -> Any:
@@ -70,15 +76,15 @@ Expressions = either(
     (list, Annotated[list[ExpressionText], Field(min_length=1)], "a list of them"),
 )
 Attributes = either(
-    (str, AttributeName, "an attribute's name"),
+    (str, AttributeName, "the name of an attribute"),
     (list, Annotated[list[AttributeName], Field(min_length=1)], "a list of them"),
 )
 Reshard = either(
-    (bool, bool, "true or false"),
+    (bool, bool, "true, false"),
     (str, Literal["all_but_last"], "`all_but_last`"),
     (int, Annotated[int, Field(ge=1)], "a number of ranks"),
 )
-CpuOffload = either((bool, bool, "true or false"), (str, Literal["pinned"], "`pinned`"))
+CpuOffload = either((bool, bool, "true, false"), (str, Literal["pinned"], "`pinned`"))
 
 
 class _Model(BaseModel):
@@ -155,7 +161,7 @@ class RuleOptions(_Model):
 
 
 Entry = TypeAliasType(
-    "Entry", either((str, StyleName, "a style's name"), (dict, RuleOptions, "a mapping with a style and its options"))
+    "Entry", either((str, StyleName, "the name of a style"), (dict, RuleOptions, "a mapping with a style and its options"))
 )
 
 

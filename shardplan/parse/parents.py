@@ -11,7 +11,7 @@ from shardplan.core.diagnostics import Code
 from shardplan.core.suggest import closest
 
 from .files import CANNOT_READ, ENDINGS, CannotRead, builtin_plans, read_text
-from .findings import TOO_LARGE, Findings, quoted
+from .findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
 from .limits import MAX_ANCESTORS
 
 NO_PARENT = Code(
@@ -134,7 +134,7 @@ def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tup
         return origin, read_text(Path(origin.identity))
     except CannotRead as error:
         code = TOO_LARGE if error.too_large else NO_PARENT if error.reason == "does not exist" else CANNOT_READ
-        findings.add(code, f"{quoted(origin.display)} {error.reason}", PATH, help=_similar(word, chain[-1].folder))
+        findings.add(code, f"{quoted(origin.display, LONGEST_PATH)} {error.reason}", PATH, help=_similar(word, chain[-1].folder))
         return None
 
 

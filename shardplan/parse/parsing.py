@@ -15,7 +15,7 @@ from shardplan.core.suggest import closest
 
 from .build import build_plan
 from .files import CANNOT_READ, CannotRead, builtin_plans, decode, is_file, read_text
-from .findings import TOO_LARGE, Findings, quoted
+from .findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
 from .form import check_form
 from .json_reader import read_json
 from .nodes import Document, Scalar, node_at, spans, split_lines
@@ -70,7 +70,7 @@ def parse_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str 
         text = read_text(path)
     except CannotRead as error:
         code = TOO_LARGE if error.too_large else CANNOT_READ
-        return _refused(word, Diagnostic(code.code, Severity.ERROR, f"{quoted(word)} {error.reason}"))
+        return _refused(word, Diagnostic(code.code, Severity.ERROR, f"{quoted(word, LONGEST_PATH)} {error.reason}"))
     return _parse(text, (replace(origin, name=name or origin.name),))
 
 
@@ -92,7 +92,7 @@ def parse_text(
         checked = decode(text.encode("utf-8", "surrogatepass"))
     except CannotRead as error:
         code = TOO_LARGE if error.too_large else CANNOT_READ
-        return _refused(file, Diagnostic(code.code, Severity.ERROR, f"{quoted(file)} {error.reason}"))
+        return _refused(file, Diagnostic(code.code, Severity.ERROR, f"{quoted(file, LONGEST_PATH)} {error.reason}"))
     return _parse(checked, (origin,))
 
 

@@ -11,6 +11,7 @@ from shardplan.core.expressions import MAX_LENGTH as MAX_EXPRESSION
 from shardplan.core.expressions import ExpressionError, parse_expression
 from shardplan.core.globs import MAX_LENGTH as MAX_GLOB
 from shardplan.core.globs import GlobError, parse_glob
+from shardplan.core.plan import SECTIONS
 from shardplan.core.suggest import closest
 from shardplan.styles import NONE, STYLES, canonical_style
 
@@ -111,7 +112,6 @@ NONE_WITHOUT_PARENT = Code(
     """,
 )
 
-SECTIONS = ("tensor_parallel", "sequence_parallel")
 GLOB_LISTS = (("data_parallel", "units"), ("activation_checkpointing", "modules"), ("compile", "modules"))
 
 
@@ -157,7 +157,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
     style = canonical_style(rule.style)
     if style is None:
         names = style_names()
-        near = closest(rule.style, names)
+        near = closest(rule.style, names, cutoff=0.75)
         help = f"did you mean `{near}`?" if near else f"the styles are {', '.join(names)}"
         findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help)
         return
@@ -224,7 +224,9 @@ def _check_globs(root: Node, findings: Findings) -> None:
             alternatives += len(parse_glob(pattern).alternatives)
         except GlobError as error:
             code = TOO_LARGE if error.too_large else WRONG_GLOB
-            message = f"{quoted(pattern)} is no glob: {error.reason}" if not error.too_large else error.reason
+            message = f"{quoted(pattern)} is no glob: {error.reason}"
+            if error.too_large or not pattern:
+                message = error.reason
             findings.add(code, message, path, part, span=_part(span, pattern, error.start, error.end))
         if alternatives > MAX_ALTERNATIVES:
             findings.add(

@@ -7,7 +7,7 @@ from typing import NoReturn
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity, Span
 
 from .findings import TOO_LARGE, quoted
-from .limits import MAX_DEPTH, MAX_NODES
+from .limits import MAX_DEPTH, MAX_FINDINGS, MAX_NODES
 from .nodes import Entry
 
 SYNTAX = Code(
@@ -76,13 +76,17 @@ def refuse_nodes(file: str, span: Span | None, *, alias: bool = False) -> NoRetu
     )
 
 
-def duplicate_key(file: str, first: Entry, second: Span | None) -> Diagnostic:
-    """The finding about a key that a mapping has already."""
-    return Diagnostic(
-        DUPLICATE_KEY.code,
-        Severity.ERROR,
-        f"the key {quoted(first.key)} is there twice in one mapping",
-        Label(Location(file, span=second), "again here"),
-        (Label(Location(file, span=first.span), "first here"),),
-        help="keep one of the two",
+def note_duplicate(findings: list[Diagnostic], file: str, first: Entry, second: Span | None) -> None:
+    """Adds the finding about a key that a mapping has already."""
+    if len(findings) == MAX_FINDINGS:
+        refuse(file, f"there are more than {MAX_FINDINGS} findings", second, code=TOO_LARGE)
+    findings.append(
+        Diagnostic(
+            DUPLICATE_KEY.code,
+            Severity.ERROR,
+            f"the key {quoted(first.key)} is there twice in one mapping",
+            Label(Location(file, span=second), "again here"),
+            (Label(Location(file, span=first.span), "first here"),),
+            help="keep one of the two",
+        )
     )

@@ -20,7 +20,7 @@ from .findings import quoted
 from .limits import MAX_DEPTH, MAX_NODES
 from .nodes import Document, Entry, ListNode, MapNode, Node, Scalar, split_lines
 from .scalars import TAGS, TEXT_TAGS, resolve
-from .syntax import Unreadable, duplicate_key, refuse, refuse_depth, refuse_nodes
+from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nodes
 
 _NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _QUOTE = "put quotes around a pattern that begins with `*`, `{`, `[`, `?`, `!` or `&`"
@@ -127,15 +127,23 @@ class _Composer:
             yield from yaml.parse(self.text, Loader=yaml.CSafeLoader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
-            place = Span(mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
+            line, column = self._position(mark)
+            place = Span(line, column, line, column + 1)
             context = f", {error.context}" if error.context else ""
             refuse(self.file, f"not valid YAML{context}: {error.problem}", place, help=_HELP.get(error.problem))
 
+    def _position(self, mark: yaml.Mark) -> tuple[int, int]:
+        """Line and column, from 1. A mark at the end of the text may stand on a line that is not there."""
+        if mark.line < len(self.lines):
+            return mark.line + 1, mark.column + 1
+        return len(self.lines), len(self.lines[-1]) + 1
+
     def _span(self, event: yaml.Event) -> Span:
-        start, end = event.start_mark, event.end_mark
-        if end.column == 0 and end.line > start.line:  # a block scalar ends where the next line begins
-            return Span(start.line + 1, start.column + 1, end.line, len(self.lines[end.line - 1]) + 1)
-        return Span(start.line + 1, start.column + 1, end.line + 1, end.column + 1)
+        line, column = self._position(event.start_mark)
+        end_line, end_column = self._position(event.end_mark)
+        if end_column == 1 and end_line > line:  # a block scalar ends where the next line begins
+            end_line, end_column = end_line - 1, len(self.lines[end_line - 2]) + 1
+        return Span(line, column, end_line, end_column)
 
     def _open(self, event: yaml.CollectionStartEvent) -> None:
         span = self._span(event)
@@ -225,7 +233,7 @@ class _Composer:
         parent.key = None
         parent.size += 1
         if key in parent.entries:
-            self.findings.append(duplicate_key(self.file, parent.entries[key], span))
+            note_duplicate(self.findings, self.file, parent.entries[key], span)
         else:
             parent.entries[key] = Entry(key, done.node, span)
 

@@ -1,0 +1,167 @@
+"""The JSON Schema: up to date, valid, and of one mind with the library about every case file."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardplan.parse import CODES, json_schema, parse_plan, parse_text
+from shardplan.parse import schema as schema_module
+from shardplan.parse.files import CannotRead, read_text
+from shardplan.parse.json_reader import read_json
+from shardplan.parse.nodes import to_data
+from shardplan.parse.yaml_reader import read_yaml
+from shardplan.styles import ALIASES, STYLES
+from tests.case_tree import CASES, ENDINGS, ROOT
+
+VALIDATOR = jsonschema.Draft202012Validator(json_schema())
+
+# Codes about the form of one document: the schema refuses exactly where the library gives one of these.
+FORM = {"SP104", "SP105", "SP106", "SP107", "SP114", "SP115"}
+# The others, and why no schema can give them.
+NOT_FORM = {
+    "SP101": "the text is no text, or there is none",
+    "SP102": "an editor's parser has refused the text before a schema is looked at",
+    "SP103": "the second of two equal keys is gone before a schema is looked at",
+    "SP108": "it depends on which files there are",
+    "SP109": "it depends on what other files say",
+    "SP110": "links are seen on disk; a separator in `extends` is refused by both",
+    "SP111": "sizes of the text, of what aliases repeat and of what patterns stand for; a long pattern by both",
+    "SP112": "braces nest, which no regular expression can tell; an empty pattern is refused by both",
+    "SP113": "parentheses nest, which no regular expression can tell",
+    "SP116": "what patterns stand for is compared",
+    "SP117": "what patterns stand for is compared",
+    "SP118": "allowed, and only warned of",
+}
+SEEN_IN_PART = {"SP108", "SP110", "SP111", "SP112"}  # "" for a parent or a pattern, a separator, a long pattern
+FILES = sorted(
+    path.relative_to(ROOT)
+    for folder in (ROOT / CASES, ROOT / "plans")
+    for path in folder.rglob("*")
+    if path.suffix in ENDINGS and path.parent.name != "models"
+)
+
+
+def content(path: Path) -> object:
+    """The document as an editor hands it to the schema; None where its text cannot be read."""
+    try:
+        text = read_text(path)
+    except CannotRead:
+        return None
+    document = (read_json if path.suffix == ".json" else read_yaml)(text, str(path))
+    return None if document.root is None else to_data(document.root)
+
+
+def test_every_code_is_about_the_form_or_has_a_reason() -> None:
+    assert FORM | set(NOT_FORM) == {code.code for code in CODES}
+    assert not FORM & set(NOT_FORM)
+
+
+def agree(data: object, found: set[str]) -> None:
+    """The schema refuses what the library gives a form code for, and nothing else."""
+    errors = [error.message for error in VALIDATOR.iter_errors(data)]
+    if found & FORM:
+        assert errors, found
+    elif not found & SEEN_IN_PART:
+        assert not errors, errors
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_schema_and_library_give_the_same_verdict(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = {d.code for d in parse_plan(path).diagnostics if d.primary.location.file == str(path)}
+    data = content(path)
+    if data is None:
+        assert found & {"SP101", "SP102", "SP111"}
+    else:
+        agree(data, found)
+
+
+def test_there_are_cases_of_both_kinds() -> None:
+    verdicts = [VALIDATOR.is_valid(data) for path in FILES if (data := content(ROOT / path)) is not None]
+    assert verdicts.count(True) > 10 and verdicts.count(False) > 10
+
+
+WHOLE = content(ROOT / CASES / "ok" / "SP1-whole.yaml")
+ODD = (None, True, 0, 1, 2.0, 2.5, -1, "", "1", "none", "colwise", "packed_colwise", "gather", "a b", "x", [], [1], {}, {"style": "none"})
+WORDS = ("style", "output", "grad", "packed", "argument", "read_outside", "seq_dim", "divides", "optional", "units", "x.y")
+
+
+def places(data: object, path: tuple = ()) -> list[tuple]:
+    inner = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    return [path, *(place for key, value in inner for place in places(value, (*path, key)))]
+
+
+@st.composite
+def edited(draw: st.DrawFn) -> object:
+    """A valid plan with one to three values changed, removed or added."""
+    data = copy.deepcopy(WHOLE)
+    for _ in range(draw(st.integers(1, 3))):
+        *path, last = draw(st.sampled_from([place for place in places(data) if place]))
+        parent = functools.reduce(lambda inner, step: inner[step], path, data)
+        match draw(st.sampled_from(["change", "remove", "add"])):
+            case "change":
+                parent[last] = copy.deepcopy(draw(st.sampled_from(ODD)))
+            case "remove":
+                del parent[last]
+            case "add" if isinstance(parent, dict):
+                parent[draw(st.sampled_from(WORDS))] = copy.deepcopy(draw(st.sampled_from(ODD)))
+    return data
+
+
+@settings(max_examples=80, deadline=None)
+@given(edited())
+def test_schema_and_library_agree_on_edits_of_a_plan(data: object) -> None:
+    agree(data, {d.code for d in parse_text(json.dumps(data), format="json").diagnostics})
+
+
+def test_the_schema_is_valid_and_the_file_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+    jsonschema.Draft202012Validator.check_schema(json_schema())
+    assert schema_module.main(["--check"]) == 0, capsys.readouterr().err
+    assert json.loads(schema_module.FILE.read_text("utf-8")) == json_schema()
+
+
+def test_an_outdated_file_says_what_to_type(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(schema_module, "FILE", tmp_path / "plan.schema.json")
+    assert schema_module.main(["--check"]) == 1
+    assert "python -m shardplan.parse.schema --write" in capsys.readouterr().err
+    assert schema_module.main(["--write"]) == 0
+    assert schema_module.main(["--check"]) == 0
+    assert schema_module.main([]) == 2
+
+
+def objects(schema: object, path: str = "#"):
+    """(path, name, schema) of every field in a schema."""
+    if isinstance(schema, dict):
+        if "description" in schema or "additionalProperties" in schema:
+            for name, field in schema.get("properties", {}).items():
+                yield f"{path}/{name}", field
+        for key, value in schema.items():
+            yield from objects(value, f"{path}/{key}")
+    elif isinstance(schema, list):
+        for i, value in enumerate(schema):
+            yield from objects(value, f"{path}/{i}")
+
+
+def test_every_field_has_a_text_and_examples_that_are_valid() -> None:
+    schema = json_schema()
+    fields = dict(objects(schema))
+    assert len(fields) > 30
+    for path, field in fields.items():
+        described = field.get("description") or schema["$defs"][field["$ref"].split("/")[-1]].get("description")
+        assert described and described.endswith("."), path
+        assert field["examples"], path
+        validator = VALIDATOR.evolve(schema={**field, "$defs": schema["$defs"]})
+        for example in field["examples"]:
+            assert validator.is_valid(example), (path, example)
+
+
+def test_every_style_has_the_text_of_its_record() -> None:
+    choices = {one["const"]: one["description"] for one in json_schema()["$defs"]["StyleName"]["oneOf"]}
+    assert set(choices) == {*STYLES, *ALIASES, "none"}
+    assert all(choices[style.name] == style.summary for style in STYLES.values())
