@@ -50,7 +50,7 @@ def bind(
     )
     return resolved, (
         *other_model(plan, tree),
-        *findings(stack, names),
+        *findings(plan, stack, names),
         *contradictions(resolved),
         *about_units,
         *about_checkpointed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.globs import Glob
+from shardplan.core.tree import named
 
 from .names import Names
 from .suggestions import suggestions
@@ -35,7 +36,15 @@ tensor_parallel:
 )
 
 
-def dead(names: Names, glob: Glob, location: Location, *, lenient: bool, modules_only: bool = False) -> Diagnostic:
+def dead(
+    names: Names,
+    glob: Glob,
+    location: Location,
+    *,
+    lenient: bool = False,
+    inherited: bool = False,
+    modules_only: bool = False,
+) -> Diagnostic:
     """The finding that a pattern matches nothing.
 
     Args:
@@ -43,16 +52,21 @@ def dead(names: Names, glob: Glob, location: Location, *, lenient: bool, modules
         glob: the pattern.
         location: where it stands.
         lenient: a warning, for plans that were not written for this very model.
+        inherited: the pattern stands in a plan that the plan in question extends.
         modules_only: whether only modules could have matched.
     """
     nothing = "no module" if modules_only else "no module and no parameter"
     tree = names.tree
     close = suggestions(glob, names.starred(modules_only))
-    if close:
-        help = "write " + " or ".join(f"`{name}`" for name in close)
-        help += "" if modules_only else ", or say `optional: true` if only some models have it"
+    # One name for each alternative: they are one key again.
+    together = len(close) == len(glob.alternatives) and " and " not in named(close)
+    keys = [named(close)] if together else close
+    near = " or ".join(f"`{key}`" for key in keys)
+    if inherited:
+        help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")
     else:
-        help = "remove it" if modules_only else "remove the rule, or say `optional: true` if only some models have it"
+        help = f"write {near}" if near else "remove it"
+        help += "" if modules_only else ", or say `optional: true` if only some models have it"
     return Diagnostic(
         code=DEAD.code,
         severity=Severity.WARNING if lenient else Severity.ERROR,

@@ -140,8 +140,8 @@ def _winners(layer: Layer) -> dict[str, tuple[Rule, bool]]:
     return winners
 
 
-def findings(stack: tuple[Layer, ...], names: Names) -> Iterator[Diagnostic]:
-    """What is wrong with the rules of each layer."""
+def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator[Diagnostic]:
+    """What is wrong with the rules of each layer of a plan."""
     for i, layer in enumerate(stack):
         before = frozenset[str]().union(*(other.keys for other in stack[:i]))
         after = frozenset[str]().union(*(other.keys for other in stack[i + 1 :]))
@@ -151,7 +151,8 @@ def findings(stack: tuple[Layer, ...], names: Names) -> Iterator[Diagnostic]:
             restated = rule.pattern in after or (rule.style == NONE and rule.pattern in before)
             if not reached and not rule.optional and not restated:
                 lenient = layer.plan.lenient_dead_rules
-                yield dead(names, parse_glob(rule.pattern), rule.location, lenient=lenient)
+                inherited = layer.plan is not plan
+                yield dead(names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited)
             if reached.modules and reached.parameters:
                 yield _both(rule, reached)
         yield from _clashes(layer)
@@ -219,4 +220,9 @@ def _other_options(one: Rule, other: Rule) -> Iterator[str]:
 def _says(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
         return f"says `{rule.style}`"
-    return "says " + ", ".join(f"`{name}: {rule.options[name]}`" for name in _other_options(rule, other))
+    return "says " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
+
+
+def _written(value: object) -> str:
+    """An option's value as plans write it."""
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()

@@ -49,7 +49,7 @@ def expand(
             wrong.append(
                 _parameters(pattern, location, reached.parameters)
                 if reached.parameters
-                else dead(names, glob, location, lenient=False, modules_only=True)
+                else dead(names, glob, location, modules_only=True)
             )
     return tuple(name for name in names.tree.modules if name in found), tuple(wrong)
 

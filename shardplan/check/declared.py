@@ -176,6 +176,6 @@ def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
                 severity=Severity.ERROR,
                 message=f"{requirement.what} is {requirement.count}, which tp={tp} does not divide",
                 primary=Label(requirement.rule.location, f"declares `{field}`"),
-                help=f"use {sizes(facts.allowed)}, which divide everything that this plan splits",
+                help=sizes(facts.allowed),
                 modules=requirement.modules,
             )

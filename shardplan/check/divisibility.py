@@ -161,7 +161,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             yield _finding(
                 CODE_OF[kind],
                 f"{what} is {count}, which tp={tp} does not divide",
-                f"use {sizes(facts.allowed)}, which divide everything that this plan splits",
+                sizes(facts.allowed),
                 requirements,
             )
 

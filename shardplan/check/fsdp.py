@@ -143,12 +143,13 @@ def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
         return
     rare = {name for dtypes in mixed.values() for name in min(dtypes.values(), key=len)}
     kinds = sorted({dtype for dtypes in mixed.values() for dtype in dtypes})
-    units = named(unit or "the root" for unit in mixed)
+    inner = [unit for unit in mixed if unit]
+    units = f"the FSDP unit {named(inner)}" if inner else "the root's FSDP unit"
     owners = tuple(dict.fromkeys(parent(name) for name in facts.resolved.tree.parameters if name in rare))
     yield _finding(
         facts,
         DTYPES,
-        f"the FSDP unit {units} has parameters of dtypes {join(kinds, 'and')}, and may have only one",
+        f"{units} has parameters of dtypes {join(kinds, 'and')}, and may have only one",
         f"make {named(owners)} a unit of its own, or convert the model to one dtype",
         tuple(name for name in facts.resolved.tree.parameters if name in rare),
     )

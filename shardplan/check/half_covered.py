@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
-from shardplan.core.tree import ModuleInfo, named, parent, starred
+from shardplan.core.tree import ModuleInfo, named, parent
 from shardplan.styles import feature_dim
 
 from .facts import Facts
@@ -65,7 +65,7 @@ MATMUL = ("linear", "conv1d")
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each name, list indices aside."""
+    """One finding for all that stands beside what the same rules split."""
     tree = facts.resolved.tree
     own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
     split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
@@ -76,19 +76,23 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
                 own[owner][name] = held.rule
                 if held.module.kind in MATMUL:
                     split[parent(owner)].setdefault(owner, held.rule)
-    whole: dict[str, tuple[list[str], dict[str, Rule]]] = {}
+    whole: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
     for around, siblings in split.items():
         for name in tree.children[around]:
             if name not in own and tree.modules[name].kind in MATMUL and not facts.claimed(name):
                 if not _feeds(facts, tree.modules[name], siblings):
-                    whole.setdefault(starred(name), ([], siblings))[0].append(name)
-    bare: dict[str, tuple[list[str], dict[str, Rule]]] = {}
+                    whole.setdefault(_ids(siblings), ([], siblings))[0].append(name)
+    bare: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
     for owner in dict.fromkeys((*split, *own)):
+        beside = split.get(owner, {}) | own.get(owner, {})
         for name in _unclaimed(facts, tree.modules[owner]):
-            beside = split.get(owner, {}) | own.get(owner, {})
-            bare.setdefault(starred(name), ([], beside))[0].append(name)
+            bare.setdefault(_ids(beside), ([], beside))[0].append(name)
     yield from (_finding(SIBLING, names, beside) for names, beside in whole.values())
     yield from (_finding(PARAMETER, names, beside) for names, beside in bare.values())
+
+
+def _ids(rules: Mapping[str, Rule]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(id, rules.values())))
 
 
 def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
@@ -126,16 +130,13 @@ def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
 
 def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
     what = named(names)
-    beside = join([f"`{name.rpartition('.')[2]}`" for name in split], "and")
+    beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
+    one = " and " not in what
     return Diagnostic(
         code=code.code,
         severity=Severity.WARNING,
-        message=f"{what} is named by no rule and stays whole, while {beside} beside it {_is(split)} split",
+        message=f"no rule names {what}, which stays whole beside the split {beside}",
         primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
-        help=f"add a rule for `{what}`; if a whole copy is meant, `{what}: replicate` says so",
+        help=f"add a rule; if a whole copy is meant, {f'`{what}: replicate`' if one else '`replicate`'} says so",
         modules=tuple(names),
     )
-
-
-def _is(split: dict[str, Rule]) -> str:
-    return "is" if len(split) == 1 else "are"

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import ModuleKind, named
-from shardplan.styles import STYLES, Style
+from shardplan.core.tree import ModuleKind, named, parent
+from shardplan.styles import STYLES
 
 from .facts import Facts
 from .words import join
@@ -84,7 +84,7 @@ WORDS: dict[ModuleKind, str] = {
     "norm": "a norm",
     "dropout": "a Dropout",
     "list": "a list of modules",
-    "other": "none of these",
+    "other": "",
 }
 
 
@@ -93,52 +93,60 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     groups: dict[tuple[int, str, str], tuple[Rule, list[str]]] = {}
     for name, assignment in facts.misfits.items():
         code, what = _reason(facts, assignment)
-        groups.setdefault((id(assignment.rule), code, what), (assignment.rule, []))[1].append(name)
+        groups.setdefault((id(assignment.rule), code.code, what), (assignment.rule, []))[1].append(name)
     for (_, code, what), (rule, names) in groups.items():
-        yield _finding(rule, code, what, tuple(names))
+        yield FINDINGS[code](facts, rule, what, tuple(names))
 
 
-def _reason(facts: Facts, assignment: Assignment) -> tuple[str, str]:
+def _reason(facts: Facts, assignment: Assignment) -> tuple[Code, str]:
     """The code and what the named thing is."""
-    tree = facts.resolved.tree
     if assignment.is_parameter:
-        shape = list(tree.parameters[assignment.name][1].shape)
-        misplaced = facts.style(assignment).on_parameters
-        return (DIMENSION.code, f"shape {shape}") if misplaced else (PARAMETER.code, "a parameter")
-    module = tree.modules[assignment.name]
-    if facts.style(assignment).kinds is not None and module.kind not in (facts.style(assignment).kinds or ()):
-        return KIND.code, f"{WORDS[module.kind]} ({module.class_name})"
-    return KIND.code, f"without a parameter `weight` ({module.class_name})"
+        return (DIMENSION if facts.style(assignment).on_parameters else PARAMETER), ""
+    module = facts.resolved.tree.modules[assignment.name]
+    if module.kind in (facts.style(assignment).kinds or WORDS):
+        return KIND, f"a {module.class_name} without a parameter `weight`"
+    words = WORDS[module.kind] or f"of class {module.class_name}"
+    return KIND, words if module.class_name in words else f"{words} ({module.class_name})"
 
 
-def _finding(rule: Rule, code: str, what: str, names: tuple[str, ...]) -> Diagnostic:
-    style, what_is = STYLES[rule.style], named(names)
-    if code == KIND.code:
-        message = f"`{style.name}` is for {_kinds(style)}, but {what_is} is {what}"
-        help = f"use a style for this kind of module, such as {_alternatives(what)}"
-    elif code == PARAMETER.code:
-        message = f"`{style.name}` is for modules, but {what_is} is a parameter"
-        help = f"name the module: `{named(n.rpartition('.')[0] for n in names)}: {style.name}`"
-    else:
-        side = "output" if style.weight.shard == "out" else "input"
-        message = f"`{style.name}` splits {side} features, but {what_is} has none: {what}"
-        help = "remove the rule, or keep the parameter whole with `replicate`"
+def _kind(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagnostic:
+    style = STYLES[rule.style]
+    kinds = join([words for kind, words in WORDS.items() if words and kind in (style.kinds or WORDS)], "or")
+    kind = facts.resolved.tree.modules[names[0]].kind
+    fitting = [s.name for s in STYLES.values() if s.owns_parameters and (s.kinds is None or kind in s.kinds)]
     return Diagnostic(
-        code=code,
+        code=KIND.code,
         severity=Severity.ERROR,
-        message=message,
-        primary=Label(rule.location, f"names {what}" if code != DIMENSION.code else what),
-        help=help,
+        message=f"`{style.name}` is for {kinds}, but {named(names)} is {what}",
+        primary=Label(rule.location, f"names {what}" if WORDS[kind] else f"names a module {what}"),
+        help=f"use a style for such a module, as {join([f'`{name}`' for name in fitting[:4]], 'or')}",
         modules=names,
     )
 
 
-def _kinds(style: Style) -> str:
-    return join([WORDS[kind] for kind in WORDS if kind in (style.kinds or WORDS)], "or")
+def _parameter(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagnostic:
+    return Diagnostic(
+        code=PARAMETER.code,
+        severity=Severity.ERROR,
+        message=f"`{rule.style}` is for modules, but `{rule.pattern}` names a parameter, {named(names)}",
+        primary=Label(rule.location, "names a parameter"),
+        help=f"name the module: `{named(parent(name) for name in names)}: {rule.style}`",
+        modules=names,
+    )
 
 
-def _alternatives(what: str) -> str:
-    """The styles that hold parameters of a module of the kind that `what` begins with."""
-    kind = next((kind for kind, words in WORDS.items() if what.startswith(words)), "other")
-    fitting = [s.name for s in STYLES.values() if s.owns_parameters and (s.kinds is None or kind in s.kinds)]
-    return join([f"`{name}`" for name in fitting[:4]], "or")
+def _dimension(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagnostic:
+    side = "output" if STYLES[rule.style].weight.shard == "out" else "input"
+    shapes = dict.fromkeys(str(list(facts.resolved.tree.parameters[name][1].shape)) for name in names)
+    return Diagnostic(
+        code=DIMENSION.code,
+        severity=Severity.ERROR,
+        message=f"`{rule.style}` splits {side} features, and there are none in {named(names)} of shape "
+        f"{join(list(shapes), 'or')}",
+        primary=Label(rule.location, f"names a parameter without {side} features"),
+        help="remove the rule, or keep the parameter whole with `replicate`",
+        modules=names,
+    )
+
+
+FINDINGS = {KIND.code: _kind, PARAMETER.code: _parameter, DIMENSION.code: _dimension}

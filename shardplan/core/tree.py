@@ -133,13 +133,25 @@ def starred(name: str) -> str:
 
 def named(names: Iterable[str]) -> str:
     """Words for names of repeated layers: itself, where it is one; else the distinct starred ones, those that differ in
-    their last part only written as one: "model.layers.*.mlp.{gate_proj,up_proj} and lm_head"."""
+    one part written as one: "model.layers.*.mlp.{gate_proj,up_proj} and lm_head"."""
     names = tuple(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]
-    ends: dict[str, list[str]] = {}
-    for name in dict.fromkeys(map(starred, names)):
-        ends.setdefault(name[: name.rfind(".") + 1], []).append(name[name.rfind(".") + 1 :])
-    folded = [f"{base}{{{','.join(last)}}}" if base and len(last) > 1 else base + last[0] for base, last in ends.items()]
-    folded += ends.get("", [])[1:]
-    return f"{', '.join(folded[:-1])} and {folded[-1]}" if len(folded) > 1 else folded[0]
+    rows = list(dict.fromkeys(tuple(starred(name).split(".")) for name in names))
+    for position in reversed(range(max(map(len, rows)))):
+        rows = _fold(rows, position)
+    texts = [".".join(row) for row in rows]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}" if len(texts) > 1 else texts[0]
+
+
+def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
+    """Rows that differ in one part only as one row with `{a,b}` there; names of a single part stay apart."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for row in rows:
+        foldable = 1 < len(row) > position
+        key = (*row[:position], "", *row[position + 1 :]) if foldable else row
+        alike.setdefault(key, []).append(row[position] if foldable else "")
+    return [
+        tuple((parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}") if part == "" else part for part in key)
+        for key, parts in alike.items()
+    ]

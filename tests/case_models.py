@@ -1,0 +1,47 @@
+"""Models that cases name as `tests.case_models:CALLABLE`: what no configuration of a known architecture has."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    """An MLP of 16 features, 64 wide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64, bias=False)
+        self.down = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def scalar_gate() -> nn.Module:
+    """Two blocks, each with a gate that is a parameter without dimensions."""
+    blocks = [Block(), Block()]
+    for block in blocks:
+        block.gate = nn.Parameter(torch.ones(()))
+    return Stack(blocks)
+
+
+def bfloat16_matrices() -> nn.Module:
+    """Two blocks whose second matrix alone is in bfloat16."""
+    blocks = [Block(), Block()]
+    for block in blocks:
+        block.down.to(torch.bfloat16)
+    return Stack(blocks)

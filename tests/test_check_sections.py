@@ -1,0 +1,204 @@
+"""FSDP units, backends, checkpointing, dropout, mesh axes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+
+from shardplan.bind import bind
+from shardplan.check import check
+from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.tree import ModuleTree
+from shardplan.parse import parse_plan, parse_text
+from tests.examples import plan, tree
+from tests.trees import Builder, llama_8b
+
+LLAMA = llama_8b(layers=2)
+HEADER = 'version: "1"\nname: mine\n'
+
+
+def checked(text: str, model: ModuleTree = LLAMA, *, tp: int = 1, **sizes: int) -> tuple[Diagnostic, ...]:
+    resolved, found = bind(plan(HEADER + text), model, MeshSizes(tp=tp, **sizes), sequence_parallel=False)
+    assert found == ()
+    return check(resolved)
+
+
+def codes(found: tuple[Diagnostic, ...]) -> list[str]:
+    return [finding.code for finding in found]
+
+
+def place(finding: Diagnostic, text: str) -> str:
+    """The text that a finding points at."""
+    span = parse_text(HEADER + text, "mine.yaml").sources.span(finding.primary.location)
+    return (HEADER + text).splitlines()[span.line - 1][span.column - 1 : span.end_column - 1]
+
+
+# FSDP
+
+
+def test_a_list_is_no_unit():
+    text = "data_parallel:\n  units: [model.layers]\n"
+    (finding,) = checked(text, dp_shard=2)
+    assert (finding.code, finding.severity) == ("SP330", Severity.ERROR)
+    assert finding.help == "name its elements: `model.layers.*`"
+    assert place(finding, text) == "[model.layers]"
+
+
+def test_a_sequential_is_a_unit():
+    b = Builder("Net")
+    b.add("blocks", "Sequential", "list")
+    b.linear("blocks.0", 8, 8)
+    assert checked("data_parallel:\n  units: [blocks]\n", b.tree(("Net",), None, {}), dp_shard=2) == ()
+
+
+def test_without_data_parallel_ranks_what_fsdp_refuses_is_a_warning():
+    (finding,) = checked("data_parallel:\n  units: [model.layers]\n")
+    assert (finding.code, finding.severity) == ("SP330", Severity.WARNING)
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}])
+def test_every_data_axis_counts(sizes: dict[str, int]):
+    (finding,) = checked("data_parallel:\n  units: [model.layers]\n", **sizes)
+    assert finding.severity is Severity.ERROR
+
+
+def test_another_backend_has_no_such_rule():
+    assert checked("data_parallel:\n  backend: ddp\n  units: [model.layers]\n", dp_replicate=2) == ()
+
+
+def test_fsdp2_is_the_backend_of_a_plan_without_a_section():
+    assert codes(checked("", tree("mixtral-scalar-gate"), dp_shard=2)) == ["SP331"]
+
+
+def test_dtypes_are_counted_per_unit():
+    model = tree("mixtral-float64-router")
+    text = "data_parallel:\n  units: [model.layers.*, model.layers.*.mlp.gate]\n"
+    assert checked(text, model, dp_shard=2) == ()
+    (finding,) = checked("data_parallel:\n  units: [model.layers.*]\n", model, dp_shard=2)
+    assert finding.message == (
+        "the FSDP unit model.layers.* has parameters of dtypes float32 and float64, and may have only one"
+    )
+    assert finding.modules == ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight")
+    (root,) = checked("", model, dp_shard=2)
+    assert root.message.startswith("the root's FSDP unit has parameters of dtypes")
+
+
+def test_frozen_parameters_may_have_another_dtype():
+    model = tree("mixtral-float64-router")
+    modules = {
+        name: replace(m, parameters=tuple(replace(p, requires_grad=p.dtype == "float32") for p in m.parameters))
+        for name, m in model.modules.items()
+    }
+    assert checked("", replace(model, modules=modules), dp_shard=2) == ()
+
+
+@pytest.mark.parametrize(
+    ("to", "sizes", "right"),
+    [
+        ("3", {"dp_shard": 8}, False),
+        ("4", {"dp_shard": 8}, True),
+        ("4", {"dp_shard": 2, "cp": 2}, True),
+        ("8", {"dp_shard": 4, "dp_replicate": 2}, False),
+        ("true", {"dp_shard": 8}, True),
+        ("all_but_last", {"dp_shard": 8}, True),
+        ("3", {}, True),
+    ],
+)
+def test_resharding_needs_a_divisor(to: str, sizes: dict[str, int], right: bool):
+    text = f"data_parallel:\n  reshard_after_forward: {to}\n"
+    assert codes(checked(text, **sizes)) == ([] if right else ["SP333"])
+
+
+def test_an_inherited_field_is_shown_where_it_stands():
+    text = "extends: llama\ndata_parallel:\n  reshard_after_forward: 3\n"
+    (finding,) = checked(text, dp_shard=8)
+    assert place(finding, text) == "3"
+
+
+# Backends
+
+
+@pytest.mark.skipif(find_spec("megatron_fsdp") is not None, reason="megatron_fsdp is installed")
+def test_a_backend_that_is_not_installed():
+    text = "data_parallel:\n  backend: megatron_fsdp\n  units: [model.layers.*]\n"
+    (finding,) = checked(text, dp_shard=2)
+    assert (finding.code, place(finding, text)) == ("SP551", "megatron_fsdp")
+    assert "pip install megatron-fsdp" in finding.help
+
+
+@pytest.mark.parametrize(
+    ("sizes", "right"),
+    [({"dp_replicate": 4}, True), ({"dp_shard": 2}, False), ({"cp": 2}, False), ({"tp": 2}, False), ({}, True)],
+)
+def test_ddp_replicates_only(sizes: dict[str, int], right: bool):
+    text = "tensor_parallel:\n  lm_head: colwise_gather_output\ndata_parallel:\n  backend: ddp\n"
+    assert codes(checked(text, **sizes)) == ([] if right else ["SP552"])
+
+
+# Activation checkpointing and compile
+
+
+def test_checkpointed_modules_are_not_nested():
+    text = "activation_checkpointing:\n  modules: [model.layers.*, model.layers.1.mlp]\n"
+    (finding,) = checked(text)
+    assert finding.message == "model.layers.1.mlp is checkpointed, and so is model.layers.1 around it"
+    assert place(finding, text) == "[model.layers.*, model.layers.1.mlp]"
+    assert checked("activation_checkpointing:\n  modules: [model.layers.0, model.layers.1.mlp]\n") == ()
+
+
+def test_compiled_modules_may_be_nested():
+    assert checked("compile:\n  modules: [model.layers.*, model.layers.*.mlp]\n") == ()
+
+
+# Dropout
+
+
+def test_dropout_is_refused_with_the_fields_to_change():
+    file = parse_plan("gpt2").plan
+    resolved, _ = bind(file, tree("gpt2"), MeshSizes(tp=2), sequence_parallel=False)
+    finding = next(finding for finding in check(resolved) if finding.code == "SP370")
+    assert finding.message.startswith("dropout is 0.1 in transformer.drop, transformer.h.*.attn.{attn_dropout,resid_dropout}")
+    assert finding.help == "set resid_pdrop, embd_pdrop and attn_pdrop to 0 in the config"
+    assert len(finding.modules) == 1 + 3 * 12
+
+
+def test_dropout_is_no_matter_without_tp_or_training():
+    text = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
+    assert codes(checked(text, tree("gpt2"), tp=2)) == ["SP370"]
+    assert checked(text, tree("gpt2"), tp=1, dp_shard=2) == ()
+    assert checked(text, replace(tree("gpt2"), trains=False), tp=2) == ()
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "counts"),
+    [
+        ("attention_dropout", 0.1, True),
+        ("layerdrop", 1.0, True),
+        ("attention_dropout", 0.0, False),
+        ("drop_tokens", True, False),
+        ("num_dropped", 1, False),
+        ("eps", 0.1, False),
+        ("p", 0.1, False),
+    ],
+)
+def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: float, counts: bool):
+    b = Builder("Net")
+    b.add("block", "Block", **{attribute: value})
+    b.linear("block.linear", 8, 8)
+    found = checked("tensor_parallel:\n  block.linear: colwise_gather_output\n", b.tree(("Net",), None, {}), tp=2)
+    assert codes(found) == (["SP370"] if counts else [])
+    if counts:
+        assert f"block.{attribute}" in found[0].message
+
+
+# Mesh axes
+
+
+@pytest.mark.parametrize(("axis", "name"), [("ep", "expert parallelism"), ("pp", "pipeline parallelism")])
+def test_axes_that_are_not_supported_are_refused(axis: str, name: str):
+    (finding,) = checked("", **{axis: 2})
+    assert (finding.code, finding.message) == ("SP550", f"the mesh axis {axis} has size 2, and {name} is not supported yet")
+    assert checked("", **{axis: 1}) == ()
