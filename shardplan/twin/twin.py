@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -160,13 +161,15 @@ def _maker(
     def make() -> nn.Module:
         return _construct(cls, config, "cpu", seed, **options).train()
 
-    first = make()
-    randomise(first, seed)
-    state = {key: value.clone() for key, value in first.state_dict().items()}
+    @cache
+    def state() -> dict[str, torch.Tensor]:
+        first = make()
+        randomise(first, seed)
+        return {key: value.clone() for key, value in first.state_dict().items()}
 
     def build() -> nn.Module:
         fresh = make()
-        fresh.load_state_dict(state)
+        fresh.load_state_dict(state())
         return fresh
 
     return build
