@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from shardplan.core.report import Report
-from shardplan.render import json_text, report_text, text, to_json, to_sarif, wants_color
+from shardplan.render import report_text, text, wants_color
 
 from .exits import CLEAN, FINDINGS, UsageError
 
@@ -15,8 +15,12 @@ from .exits import CLEAN, FINDINGS, UsageError
 def finish(report: Report, args: argparse.Namespace) -> int:
     """Print the report as the options want it. Raises UsageError where the SARIF file cannot be written."""
     if getattr(args, "sarif", None):
+        from shardplan.render import json_text, to_sarif
+
         write_file(args.sarif, json_text(to_sarif(report)) + "\n")
     if args.json:
+        from shardplan.render import json_text, to_json
+
         print(json_text(to_json(report)))
     else:
         print(report_text(report, color=wants_color(sys.stdout)))
