@@ -122,7 +122,7 @@ def test_json_places() -> None:
 @pytest.mark.parametrize(
     ("text", "message", "place"),
     [
-        ("a: 1\nb: [", "not valid YAML, while parsing a flow node: did not find expected node content", (3, 1)),
+        ("a: 1\nb: [", "not valid YAML, while parsing a flow node: did not find expected node content", (2, 5)),
         ("a: b: c", "not valid YAML: mapping values are not allowed in this context", (1, 5)),
         ("a: *b", "the alias `*b` refers to nothing", (1, 4)),
         ("a: &b [*b]", "the alias `*b` stands inside what it refers to", (1, 8)),

@@ -1,4 +1,4 @@
-"""Expressions over the numbers of a model's configuration: `num_key_value_heads * (hidden_size // num_heads)`.
+"""Expressions over the numbers of a model's configuration: `num_key_value_heads * (hidden_size // 32)`.
 
     expression = term {("+" | "-") term}
     term       = factor {("*" | "//") factor}
@@ -137,7 +137,9 @@ def _whole(name: str, value: int | float) -> int:
     return int(value)
 
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)|(?P<sign>//|[-+*()]))", re.ASCII)
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[0-9]+)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)|(?P<sign>//|[-+*()]))", re.ASCII
+)
 _BLANK = re.compile(r"\s*")
 _SUMS = ("+", "-")
 _PRODUCTS = ("*", "//")
@@ -214,4 +216,5 @@ class _Reader:
     def _wrong(self, expected: str) -> ExpressionError:
         token = self.ahead
         found = f"`{token.text}`" if token.text else "the end"
-        return ExpressionError(f"{found} stands where {expected} is expected", token.start, token.start + len(token.text))
+        reason = f"{found} stands where {expected} is expected"
+        return ExpressionError(reason, token.start, token.start + len(token.text))

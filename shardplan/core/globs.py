@@ -10,8 +10,8 @@
 
 Names are compared whole and case-sensitively; nothing but `**` and an alternative reaches over a dot.
 
-A pattern is expanded into its alternatives, each a tuple of segments, so that a reader of a tree of names can walk
-them side by side: a literal segment is a look-up. Their number is counted before any is made.
+A pattern is expanded into its alternatives, each a tuple of segments, so that a reader of a tree of names can
+walk them side by side: a literal segment is a look-up. Their number is counted before any is made.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from math import prod
 from typing import TypeVar
 
 MAX_LENGTH = 1000  # characters of a pattern
-MAX_ALTERNATIVES = 1000  # that a pattern stands for: a model of 126 layers listed by number times 7 projections
+MAX_ALTERNATIVES = 1000  # that a pattern stands for: 7 projections in 126 layers listed by number are 882
 MAX_NESTING = 8  # of braces
 
 
@@ -80,8 +80,8 @@ class Segment:
 
     Args:
         text: as in the pattern, its alternatives chosen.
-        elements: its characters, one by one; (DEPTH,) stands for zero or more whole segments; empty where the segment
-            is `text` itself.
+        elements: its characters, one by one; (DEPTH,) stands for zero or more whole segments; empty where the
+            segment is `text` itself.
     """
 
     text: str
@@ -121,7 +121,7 @@ class Glob:
     def matches(self, name: str) -> bool:
         """Whether a full dotted name matches; time is at most the pattern's length times the name's."""
         segments = name.split(".") if name else []
-        return any(_match(alternative, segments, _ANY_DEPTH, Segment.matches) for alternative in self.alternatives)
+        return any(_match(one, segments, _ANY_DEPTH, Segment.matches) for one in self.alternatives)
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -160,7 +160,8 @@ def _fits(element: Element, character: str) -> bool:
 def _match(pattern: Sequence[_P], items: Sequence[_I], star: _P, fits: Callable[[_P, _I], bool]) -> bool:
     """Whether the items match a pattern in which `star` stands for any number of them.
 
-    What stands between two stars is best matched where it first fits, so that only the last star is ever tried again.
+    What stands between two stars is best matched where it first fits, so that only the last star
+    is ever tried again.
     """
     p = i = 0
     after_star = from_item = -1
@@ -188,18 +189,14 @@ def parse_glob(pattern: str) -> Glob:
     if not pattern:
         raise GlobError("the pattern is empty", 0, 0)
     if len(pattern) > MAX_LENGTH:
-        raise GlobError(
-            f"the pattern has {len(pattern)} characters, at most {MAX_LENGTH} are allowed", 0, len(pattern), too_large=True
-        )
+        reason = f"the pattern has {len(pattern)} characters, at most {MAX_LENGTH} are allowed"
+        raise GlobError(reason, 0, len(pattern), too_large=True)
     tree = _Reader(pattern).read()
     count = _count(tree)
     if count > MAX_ALTERNATIVES:
-        raise GlobError(
-            f"the pattern stands for {_number(count)} alternatives, at most {MAX_ALTERNATIVES} are allowed",
-            0,
-            len(pattern),
-            too_large=True,
-        )
+        most = f"at most {MAX_ALTERNATIVES} are allowed"
+        reason = f"the pattern stands for {_number(count)} alternatives, {most}"
+        raise GlobError(reason, 0, len(pattern), too_large=True)
     expanded = (_segments(elements, pattern) for elements in _expand(tree))
     return Glob(pattern, tuple(dict.fromkeys(expanded)))
 
@@ -222,12 +219,14 @@ def _count(tree: _Tree) -> int:
 
 
 def _expand(tree: _Tree) -> Iterator[tuple[Element, ...]]:
-    ways = [
-        [way for option in part.options for way in _expand(option)] if isinstance(part, _Choice) else [(part,)]
-        for part in tree
-    ]
-    for chosen in product(*ways):
+    for chosen in product(*map(_ways, tree)):
         yield tuple(element for piece in chosen for element in piece)
+
+
+def _ways(part: Element | _Choice) -> list[tuple[Element, ...]]:
+    if isinstance(part, _Choice):
+        return [way for option in part.options for way in _expand(option)]
+    return [(part,)]
 
 
 def _segments(elements: tuple[Element, ...], pattern: str) -> tuple[Segment, ...]:
@@ -279,7 +278,8 @@ class _Reader:
     def _options(self, depth: int, opened: int) -> tuple[_Tree, ...]:
         """What stands between commas, up to the brace that closes (at depth 0: up to the end)."""
         if depth > MAX_NESTING:
-            raise GlobError(f"braces are nested more than {MAX_NESTING} deep", opened, opened + 1, too_large=True)
+            reason = f"braces are nested more than {MAX_NESTING} deep"
+            raise GlobError(reason, opened, opened + 1, too_large=True)
         options: list[_Tree] = []
         current: list[Element | _Choice] = []
         while self.position < len(self.pattern):
@@ -337,21 +337,19 @@ class _Reader:
         if not characters:
             raise GlobError("`[...]` holds no characters", opened, closed + 1)
         if "." in characters:
-            raise GlobError("`[...]` stands for one character of a segment, never for a dot", opened, closed + 1)
+            reason = "`[...]` stands for one character of a segment, never for a dot"
+            raise GlobError(reason, opened, closed + 1)
         if not characters.isprintable():
             raise GlobError("`[...]` holds a character that cannot be in a name", opened, closed + 1)
-        ranges: list[tuple[str, str]] = []
-        i = 0
-        while i < len(characters):
-            last = characters[i + 2] if characters[i + 1 : i + 2] == "-" and i + 2 < len(characters) else characters[i]
-            if last < characters[i]:
-                raise GlobError(f"the range `{characters[i]}-{last}` is empty", opened, closed + 1)
-            ranges.append((characters[i], last))
-            i += 3 if characters[i + 1 : i + 2] == "-" and i + 2 < len(characters) else 1
+        ranges = [(match[1], match[2] or match[1]) for match in _RANGE.finditer(characters)]
+        for first, last in ranges:
+            if last < first:
+                raise GlobError(f"the range `{first}-{last}` is empty", opened, closed + 1)
         return CharacterSet(tuple(ranges), negated)
 
 
 _PLAIN = re.compile(r"\w+")
+_RANGE = re.compile(r"(.)(?:-(.))?", re.DOTALL)
 _SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
 _REFUSED = {
     "]": "a `]` closes nothing",

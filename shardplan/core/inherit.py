@@ -1,4 +1,4 @@
-"""What a plan's sections come to when it extends another: a child's fields, and where it sets none, its parent's."""
+"""What a plan's sections come to when it extends another: its own fields, and else its parent's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ class Sections:
 
 
 def effective_sections(plan: PlanFile) -> Sections:
-    """The sections of a plan together with what it inherits, field by field. Rules are not among them: their layers
-    meet per module, when they are bound."""
+    """The sections of a plan together with what it inherits, field by field.
+
+    Rules are not among them: their layers meet per module, when they are bound.
+    """
     lineage = plan.lineage
     return Sections(
         data_parallel=reduce(_over, (one.data_parallel for one in lineage), None),

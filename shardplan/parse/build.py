@@ -43,14 +43,15 @@ def build_plan(document: PlanDocument, file: str, name: str, parent: PlanFile | 
 
 
 def _rules(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple[Rule, ...]:
-    return tuple(_rule(pattern, entry, Location(file, (section, pattern))) for pattern, entry in rules.items())
+    return tuple(_rule(key, entry, Location(file, (section, key))) for key, entry in rules.items())
 
 
 def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     written = entry if isinstance(entry, str) else entry.style
     style = canonical_style(written)
     assert style is not None, written
-    options = {} if isinstance(entry, str) else {name: getattr(entry, name) for name in entry.model_fields_set}
+    said = () if isinstance(entry, str) else entry.model_fields_set
+    options = {name: getattr(entry, name) for name in said}
     options.pop("style", None)
     if isinstance(options.get("packed"), list):
         options["packed"] = tuple(map(str, options["packed"]))
@@ -70,7 +71,8 @@ def _data_parallel(fields: DataParallelFields | None, file: str) -> DataParallel
     if "units" in values:
         values["units"] = tuple(values["units"])
     if "mixed_precision" in values:
-        values["mixed_precision"] = _mixed_precision(values["mixed_precision"], (*path, "mixed_precision"), file)
+        place = (*path, "mixed_precision")
+        values["mixed_precision"] = _mixed_precision(values["mixed_precision"], place, file)
     prefetch = values.pop("prefetch", None)
     given.pop("prefetch", None)
     if prefetch is not None:

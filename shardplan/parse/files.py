@@ -15,9 +15,9 @@ CANNOT_READ = Code(
     code="SP101",
     title="the plan cannot be read",
     text="""
-    There is no such file, it may not be read, it is not a regular file, or it is not UTF-8 text. A word with a path
-    separator or with the ending .yaml, .yml or .json is a file; every other word is the name of a built-in plan
-    (`shardplan list` shows them).
+    There is no such file, it may not be read, it is not a regular file, or it is not UTF-8 text. A word with
+    a path separator or with the ending .yaml, .yml or .json is a file; every other word is the name of a
+    built-in plan (`shardplan list` shows them).
     """,
     bad="""
     $ shardplan lint lama
@@ -34,12 +34,13 @@ class CannotRead(Exception):
 
     Args:
         reason: what is wrong with it, without a final full stop.
+        missing: whether there is no such file.
         too_large: whether only its size is wrong.
     """
 
-    def __init__(self, reason: str, *, too_large: bool = False):
+    def __init__(self, reason: str, *, missing: bool = False, too_large: bool = False):
         super().__init__(reason)
-        self.reason, self.too_large = reason, too_large
+        self.reason, self.missing, self.too_large = reason, missing, too_large
 
 
 def is_file(word: str) -> bool:
@@ -63,7 +64,7 @@ def read_text(path: Path) -> str:
                 raise CannotRead("is not a regular file")
             content = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise CannotRead("does not exist") from None
+        raise CannotRead("does not exist", missing=True) from None
     except (OSError, ValueError) as error:  # a ValueError for what no path can hold
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CannotRead(f"cannot be opened: {reason[:1].lower()}{reason[1:]}") from None
@@ -81,8 +82,9 @@ def decode(content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{content[error.start]:02x}"
         kind = " (it looks like UTF-16)" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        raise CannotRead(f"is not UTF-8 text: byte {error.start} is 0x{content[error.start]:02x}{kind}") from None
+        raise CannotRead(f"is not UTF-8 text: {byte}{kind}") from None
 
 
 @cache

@@ -14,17 +14,17 @@ TOO_LARGE = Code(
     code="SP111",
     title="a plan is too large",
     text="""
-    A plan is read in bounded time and memory, whatever it contains: a file of at most 1 MiB with at most 100,000 keys
-    and values, at most 16 levels deep; patterns of at most 1,000 characters that stand for at most 1,000 alternatives
-    each and 20,000 together. Aliases (`*name`) count each time that they are used. Only the first 200 findings about
-    a file are shown.
+    A plan is read in bounded time and memory, whatever it contains: a file of at most 1 MiB with at most
+    100,000 keys and values, at most 16 levels deep; patterns of at most 1,000 characters that stand for at
+    most 1,000 alternatives each and 20,000 together. Aliases (`*name`) count each time that they are used.
+    Only the first 200 findings about a file are shown.
 
-    Real plans are far below: one that lists every module of a model of 126 layers by name has 0.1 MiB. Write one
-    pattern where many entries say the same.
+    Real plans are far below: one that lists every module of a model of 126 layers by name has 0.1 MiB. Write
+    one pattern where many entries say the same.
     """,
     bad="""
     tensor_parallel:
-      model.layers.{0,1,2,3,4}{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}.mlp.up_proj: colwise
+      model.layers.{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}{0,1,2,3,4,5,6,7,8,9}{0,1}.mlp.up_proj: colwise
     """,
     good="""
     tensor_parallel:
@@ -65,12 +65,8 @@ class Findings:
             help, label, severity = "mend the first ones: the others may go with them", "", Severity.ERROR
         elif self.full:
             return
-        primary = Label(self.place(path, part, span), label)
+        primary = Label(Location(self.file, path, part, span), label)
         self._found.append(Diagnostic(code.code, severity, message, primary, tuple(related), notes, help))
-
-    def place(self, path: Path, part: Literal["key", "value"] = "value", span: Span | None = None) -> Location:
-        """A place in the document."""
-        return Location(self.file, path, part, span)
 
     @property
     def full(self) -> bool:

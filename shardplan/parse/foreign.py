@@ -17,20 +17,24 @@ HF = "<hf>"
 def from_hf_tp_plan(plan: Mapping[str, str], base_prefix: str | None = None) -> Parsed:
     """A tensor-parallel plan of transformers (`model.tp_plan`, or a configuration's `base_model_tp_plan`).
 
-    Its style names are ours or aliases of ours; one that is neither is a finding. It is written for a family of
-    models, so a rule that matches nothing is a warning when it is bound (`PlanFile.lenient_dead_rules`).
+    Its style names are ours or aliases of ours; one that is neither is a finding. It is written for a family
+    of models, so a rule that matches nothing is a warning when it is bound (`PlanFile.lenient_dead_rules`).
 
     Args:
         plan: names, with `*` for a layer's number -> style names.
-        base_prefix: what the entries of a class-level plan leave out ("model"): put before those that lack it.
+        base_prefix: what the entries of a class-level plan leave out ("model"): put before those that lack
+            it.
 
     Raises:
         TypeError: no mapping from text to text.
     """
-    if not isinstance(plan, Mapping) or not all(isinstance(part, str) for item in plan.items() for part in item):
+    parts = [part for item in plan.items() for part in item] if isinstance(plan, Mapping) else [None]
+    if not all(isinstance(part, str) for part in parts):
         raise TypeError("a tp_plan maps names to style names")
     prefix = f"{base_prefix}." if base_prefix else ""
     rules = {name if name.startswith(prefix) else prefix + name: style for name, style in plan.items()}
     document = read_python({"version": "1", "name": "hf", "tensor_parallel": rules}, HF)
     parsed = compile_document(document, SourceFile(HF), (Origin(HF, "hf"),))
-    return parsed if parsed.plan is None else replace(parsed, plan=replace(parsed.plan, lenient_dead_rules=True))
+    if parsed.plan is None:
+        return parsed
+    return replace(parsed, plan=replace(parsed.plan, lenient_dead_rules=True))

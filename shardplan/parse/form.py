@@ -1,4 +1,4 @@
-"""The form of a document: which fields it has and what they hold. pydantic finds what is wrong, the words are ours."""
+"""The form of a document: its fields and what they hold. pydantic finds what is wrong, the words are ours."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ UNKNOWN_FIELD = Code(
     code="SP104",
     title="an unknown field",
     text="""
-    Each mapping of a plan has a fixed set of fields. One that is not known is an error, never skipped: a misspelled
-    option would otherwise be one that does not hold. The rules of a section are different: there every key is a
-    pattern.
+    Each mapping of a plan has a fixed set of fields. One that is not known is an error, never skipped: a
+    misspelled option would otherwise be one that does not hold. The rules of a section are different: there
+    every key is a pattern.
     """,
     bad="""
     version: "1"
@@ -39,9 +39,9 @@ WRONG_VALUE = Code(
     code="SP105",
     title="a value of the wrong type or out of range",
     text="""
-    A field does not take this value. Types are strict: the text `"2"` is not the number 2. Plans are YAML 1.2, where
-    `yes`, `no`, `on` and `off` are texts; only `true` and `false` say yes and no. A field without a value is an error
-    too: leave its line out.
+    A field does not take this value. Types are strict: the text `"2"` is not the number 2. Plans are YAML
+    1.2, where `yes`, `no`, `on` and `off` are texts; only `true` and `false` say yes and no. A field without
+    a value is an error too: leave its line out.
     """,
     bad="""
     tensor_parallel:
@@ -56,15 +56,17 @@ VERSION = Code(
     code="SP114",
     title="the version of the plan language is missing or unknown",
     text="""
-    A plan says which version of the plan language it is written in, so that a later version can change the meaning of
-    a word without changing the meaning of old plans. It is a text, in quotes: the number 1 and the number 1.0 would be
-    equal, `"1"` and `"1.0"` are not. There is one version: `"1"`.
+    A plan says which version of the plan language it is written in, so that a later version can change the
+    meaning of a word without changing the meaning of old plans. It is a text, in quotes: the number 1 and the
+    number 1.0 would be equal, `"1"` and `"1.0"` are not. There is one version: `"1"`.
     """,
     bad="""
     version: 1
+    extends: llama
     """,
     good="""
     version: "1"
+    extends: llama
     """,
 )
 
@@ -97,7 +99,8 @@ _MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
 def check_form(root: Node, findings: Findings) -> PlanDocument | None:
     """The document as the models have it; None, and findings, where its form is wrong."""
     if not isinstance(root, MapNode):
-        findings.add(WRONG_VALUE, f"a plan is a mapping, not {describe(root)}", help='begin with `version: "1"`')
+        message = f"a plan is a mapping, not {describe(root)}"
+        findings.add(WRONG_VALUE, message, help='begin with `version: "1"`')
         return None
     try:
         return PlanDocument.model_validate(to_data(root))
@@ -126,9 +129,11 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
     elif kind == "extra_forbidden":
         name = str(path[-1])
         where = f" in {_subject(path[:-1])}" if len(path) > 1 else ""
-        findings.add(UNKNOWN_FIELD, f"there is no field {quoted(name)}{where}", path, "key", help=_right_field(path))
+        message = f"there is no field {quoted(name)}{where}"
+        findings.add(UNKNOWN_FIELD, message, path, "key", help=_right_field(path))
     elif kind == "missing":
-        findings.add(WRONG_VALUE, f"{_subject(path[:-1])} has no `{path[-1]}`", path[:-1], "key", help=_MISSING)
+        message = f"{_subject(path[:-1])} has no `{path[-1]}`"
+        findings.add(WRONG_VALUE, message, path[:-1], "key", help=_MISSING)
     elif path == ("extends",) and kind == "string_pattern_mismatch":
         return  # where a parent may be is said where it is looked for
     else:
@@ -142,9 +147,11 @@ def _report_version(node: Node | None, findings: Findings) -> None:
     if node is None:
         findings.add(VERSION, "the plan does not say its version", (), "key", help=help + " at its beginning")
     elif isinstance(node, Scalar) and isinstance(node.value, str):
-        findings.add(VERSION, f"there is no version {quoted(node.value)} of the plan language", ("version",), help=help)
+        message = f"there is no version {quoted(node.value)} of the plan language"
+        findings.add(VERSION, message, ("version",), help=help)
     else:
-        findings.add(VERSION, f'the version must be the text "1", not {describe(node)}', ("version",), help=help)
+        message = f'the version must be the text "1", not {describe(node)}'
+        findings.add(VERSION, message, ("version",), help=help)
 
 
 def _subject(path: Path) -> str:
@@ -163,11 +170,12 @@ def _dotted(path: Path) -> str:
 def _right_field(path: Path) -> str | None:
     """Where an unknown field was meant to be, or what it was meant to be called."""
     name, known = str(path[-1]), _fields(path[:-1])
-    homes = [home for home in _fields(()) if len(path) == 1 and name in _fields((home,)) and home not in SECTIONS]
-    if len(homes) == 1 and homes[0] != name and name not in known:
-        return f"`{name}` belongs under `{homes[0]}`"
-    if len(path) == 1 and ("." in name or "*" in name):
-        return "a rule stands under `tensor_parallel` or `sequence_parallel`"
+    if len(path) == 1:
+        homes = [home for home in known if home not in SECTIONS and name in _fields((home,))]
+        if len(homes) == 1:
+            return f"`{name}` belongs under `{homes[0]}`"
+        if "." in name or "*" in name:
+            return "a rule stands under `tensor_parallel` or `sequence_parallel`"
     near = closest(name, known)
     return f"did you mean `{near}`?" if near else f"the fields are {_listed(known, 'and')}"
 

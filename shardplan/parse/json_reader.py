@@ -1,4 +1,7 @@
-"""JSON text (RFC 8259) -> nodes. JSON is nearly, but not quite, YAML: surrogate escapes, long keys and tabs differ."""
+"""JSON text (RFC 8259) -> nodes.
+
+JSON is nearly, but not quite, YAML: surrogate escapes, long keys and tabs differ.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ class _Token(NamedTuple):
 
 
 def read_json(text: str, file: str) -> Document:
-    """Reads a document. What ends the reading comes as one finding; of a key that is there twice the first is kept.
+    """Reads a document.
+
+    What ends the reading comes as one finding; of a key that is there twice the first is kept.
 
     Args:
         text: without a byte order mark.
@@ -86,7 +91,8 @@ class _Reader:
                 text = self._text(token)
                 return Scalar(text, text, span)
             case ("number", digits, *_):
-                return Scalar(whole(digits) if digits.lstrip("-").isdigit() else number(float(digits)), digits, span)
+                is_whole = digits.lstrip("-").isdigit()
+                return Scalar(whole(digits) if is_whole else number(float(digits)), digits, span)
             case ("word", word, *_):
                 return Scalar(_WORDS[word], word, span)
             case (_, "[" | "{" as sign, *_):
@@ -162,9 +168,9 @@ class _Reader:
             help = "JSON has double quotes only"
         elif character == "#" or rest in ("//", "/*"):
             help = "JSON has no comments; a plan with comments is a .yaml file"
-        reason = "a text that is not closed, or holds a line break or an unknown escape" if character == '"' else (
-            f"{quoted(character)} has no meaning here"
-        )
+        reason = f"{quoted(character)} has no meaning here"
+        if character == '"':
+            reason = "a text that is not closed, or holds a line break or an unknown escape"
         refuse(self.file, f"not valid JSON: {reason}", self._span(position, position + 1), help=help)
 
     def _span(self, start: int, end: int) -> Span:

@@ -1,6 +1,6 @@
 """How large a plan may be. Each bound is met before the work that it bounds is done."""
 
-MAX_BYTES = 2**20  # of a file; the largest plan that lists every module of a 126-layer model by name has 0.1 MiB
+MAX_BYTES = 2**20  # of a file; a plan that lists every module of a 126-layer model by name has 0.1 MiB
 MAX_DEPTH = 16  # of nested lists and mappings; the language needs 4
 MAX_NODES = 100_000  # keys and values, what an alias repeats counted each time
 MAX_ALTERNATIVES = 20_000  # of all patterns of one plan together

@@ -1,7 +1,7 @@
-"""What can be said against a plan without a model: rules that contradict or repeat each other, parts that say nothing.
+"""What can be said against a plan without a model: rules that contradict or repeat each other, empty parts.
 
-Two patterns are compared by the alternatives that they stand for, not by the names that they match: that depends on
-the model.
+Two patterns are compared by the alternatives that they stand for, not by the names that they match: that
+depends on the model.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ CANNOT_BOTH_HOLD = Code(
     code="SP116",
     title="two rules that cannot both hold",
     text="""
-    Two rules of one section stand for the same pattern and say different things. No rule is more specific than another
-    and the order does not decide: either the patterns must be kept apart, or the later rule says `override: true`.
+    Two rules of one section stand for the same pattern and say different things. No rule is more specific
+    than another and the order does not decide: either the patterns must be kept apart, or the later rule says
+    `override: true`.
 
-    This is seen without a model where the patterns are alike, alternatives chosen. Patterns that differ and meet in
-    one module of a model are found when the plan is bound to it.
+    This is seen without a model where the patterns are alike, alternatives chosen. Patterns that differ and
+    meet in one module of a model are found when the plan is bound to it.
     """,
     bad="""
     tensor_parallel:
@@ -45,8 +46,8 @@ NO_EFFECT = Code(
     code="SP117",
     title="a rule, or a word of it, without effect",
     text="""
-    The rule says again what an earlier rule of its section says, or later rules override it for all that it stands
-    for, or it says `override` where there is nothing before it. The plan means the same without it.
+    The rule says again what an earlier rule of its section says, or later rules override it for all that it
+    stands for, or it says `override` where there is nothing before it. The plan means the same without it.
     """,
     bad="""
     tensor_parallel:
@@ -62,8 +63,8 @@ NOTHING_SAID = Code(
     code="SP118",
     title="a part of the plan that says nothing",
     text="""
-    A section is there but empty, or names no modules, or the whole plan holds no rules. That may be meant for a plan
-    that is being written; a finished one means the same without the part.
+    A section is there but empty, or names no modules, or the whole plan holds no rules. That may be meant for
+    a plan that is being written; a finished one means the same without the part.
     """,
     bad="""
     version: "1"
@@ -151,7 +152,8 @@ def _warn_no_effect(message: str, rule: Rule, findings: Findings, *related: Labe
 def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> None:
     there = {path[0] for path, part in sources.files[plan.file].spans if part == "key" and len(path) == 1}
     sections = effective_sections(plan)
-    if not any((one.tensor_parallel or one.sequence_parallel) for one in plan.lineage) and not sections.data_parallel:
+    rules = any(one.tensor_parallel or one.sequence_parallel for one in plan.lineage)
+    if not rules and not sections.data_parallel:
         _warn_nothing("the plan holds no rules and no data_parallel section", (), "add rules", findings)
     for section in SECTIONS:
         if section in there and not getattr(plan, section):
@@ -162,7 +164,8 @@ def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> 
         if getattr(plan, section) is not None and not getattr(sections, section).modules:
             inherited = any(one.modules for p in plan.lineage if (one := getattr(p, section)) is not None)
             if not inherited:
-                _warn_nothing(f"`{section}` names no modules", (section,), "add `modules`, or remove it", findings)
+                message = f"`{section}` names no modules"
+                _warn_nothing(message, (section,), "add `modules`, or remove it", findings)
 
 
 def _warn_nothing(message: str, path: tuple[str, ...], help: str, findings: Findings) -> None:

@@ -1,7 +1,7 @@
 """The document as pydantic models: which fields there are and what each may hold.
 
-The JSON Schema is made from them; the texts are what an editor shows. What a style takes is not said here: it follows
-from the style records (`options`).
+The JSON Schema is made from them; the texts are what an editor shows. What a style takes is not said here: it
+follows from the style records (`options`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ TAGS: set[str] = set()  # the words for the types of fields that may have severa
 
 
 def either(*options: tuple[type, Any, str]) -> Any:
-    """A field of several types: for each the Python type of the value, the annotation, and its words in a message."""
+    """A field of several types.
+
+    Args:
+        options: for each the Python type of the value, the annotation, and its words in a message.
+    """
     words = {cls: text for cls, _, text in options}
-    literals = {cls: get_args(annotation) for cls, annotation, _ in options if get_origin(annotation) is Literal}
+    literals = {cls: get_args(one) for cls, one, _ in options if get_origin(one) is Literal}
     tagged = tuple(Annotated[annotation, Tag(text)] for _, annotation, text in options)
     TAGS.update(words.values())
 
@@ -37,8 +41,7 @@ def either(*options: tuple[type, Any, str]) -> Any:
 
 
 def _default(cls: type, name: str) -> Any:
-    """The default of a dataclass's field: what a plan means that does not say it. For documentation only: what a
-    document leaves out is never taken from the models."""
+    """The default of a dataclass's field, for documentation: no document is completed from here."""
     return cls.__dataclass_fields__[name].default
 
 
@@ -47,8 +50,8 @@ GlobText = Annotated[
     Field(
         min_length=1,
         max_length=globs.MAX_LENGTH,
-        description="A glob over whole dotted names: `*`, `?` and `[...]` never match a dot, `**` matches zero or "
-        "more segments, `{a,b}` are alternatives.",
+        description="A glob over whole dotted names: `*`, `?` and `[...]` never match a dot, `**` matches "
+        "zero or more segments, `{a,b}` are alternatives.",
         examples=["model.layers.*"],
     ),
 ]
@@ -57,7 +60,8 @@ ExpressionText = Annotated[
     Field(
         min_length=1,
         max_length=expressions.MAX_LENGTH,
-        description="An expression over the numbers of the model's configuration, with + - * // and parentheses.",
+        description="An expression over the numbers of the model's configuration, with + - * // and "
+        "parentheses.",
         examples=["num_key_value_heads * (hidden_size // num_attention_heads)"],
     ),
 ]
@@ -99,14 +103,14 @@ class RuleOptions(_Model):
     style: StyleName = Field(description="What to do with the modules or parameters.", examples=["colwise"])
     optional: bool = Field(
         default=_default(Rule, "optional"),
-        description="The rule may match nothing. Without it, a rule that matches no module and no parameter is an "
-        "error.",
+        description="The rule may match nothing. Without it, a rule that matches no module and no parameter "
+        "is an error.",
         examples=[True],
     )
     override: bool = Field(
         default=_default(Rule, "override"),
-        description="The rule may differ from an earlier rule of the same section for the same module, and replaces "
-        "it there. Without it, two different rules for one module are an error.",
+        description="The rule may differ from an earlier rule of the same section for the same module, and "
+        "replaces it there. Without it, two different rules for one module are an error.",
         examples=[True],
     )
     argument: AttributeName = Field(
@@ -116,27 +120,28 @@ class RuleOptions(_Model):
     )
     grad: Literal["partial", "complete"] = Field(
         default=None,
-        description="What the readers of a gathered value hand back: `partial` where each rank has a part of its "
-        "gradient (column-wise matrices read it), `complete` where every rank has all of it. Without it, it is "
-        "found from the structure.",
+        description="What the readers of a gathered value hand back: `partial` where each rank has a part "
+        "of its gradient (column-wise matrices read it), `complete` where every rank has all of it. Without "
+        "it, it is found from the structure.",
         examples=["complete"],
     )
     output: Literal["gather", "all_reduce", "reduce_scatter"] = Field(
         default=None,
-        description="What the module's output goes through: `gather` hands the whole sequence on, `all_reduce` adds "
-        "up the ranks' partial sums, `reduce_scatter` adds them up and splits the result along the sequence.",
+        description="What the module's output goes through: `gather` hands the whole sequence on, "
+        "`all_reduce` adds up the ranks' partial sums, `reduce_scatter` adds them up and splits the result "
+        "along the sequence.",
         examples=["gather"],
     )
     packed: Packed = Field(
         default=None,
-        description="The parts of a packed dimension, each of which is split: their sizes, or their number where "
-        "they are equal. Without it, two equal parts.",
+        description="The parts of a packed dimension, each of which is split: their sizes, or their number "
+        "where they are equal. Without it, two equal parts.",
         examples=[3, ["hidden_size", "num_key_value_heads * head_dim", "num_key_value_heads * head_dim"]],
     )
     divide: Attributes = Field(
         default=None,
-        description="Attributes of the module to divide by tp, because its forward counts with them. What begins "
-        "with `config.` is changed in a copy of the configuration.",
+        description="Attributes of the module to divide by tp, because its forward counts with them. What "
+        "begins with `config.` is changed in a copy of the configuration.",
         examples=[["num_heads"], "config.num_attention_heads"],
     )
     divides: Expressions = Field(
@@ -154,22 +159,29 @@ class RuleOptions(_Model):
     read_outside: list[Annotated[int, Field(ge=0, le=100)]] = Field(
         default=None,
         min_length=1,
-        description="Positions in the module's output that are also read outside the tensor-parallel region by "
-        "something that every rank computes in full, like an auxiliary loss on router logits.",
+        description="Positions in the module's output that are also read outside the tensor-parallel region "
+        "by something that every rank computes in full, like an auxiliary loss on router logits.",
         examples=[[0]],
     )
 
 
 Entry = TypeAliasType(
-    "Entry", either((str, StyleName, "the name of a style"), (dict, RuleOptions, "a mapping with a style and its options"))
+    "Entry",
+    either(
+        (str, StyleName, "the name of a style"), (dict, RuleOptions, "a mapping with a style and its options")
+    ),
 )
 
 
 class MixedPrecisionFields(_Model):
     """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
 
-    param: Dtype = Field(default=None, description="The dtype in which layers compute.", examples=["bfloat16"])
-    reduce: Dtype = Field(default=None, description="The dtype in which gradients are added up.", examples=["float32"])
+    param: Dtype = Field(
+        default=None, description="The dtype in which layers compute.", examples=["bfloat16"]
+    )
+    reduce: Dtype = Field(
+        default=None, description="The dtype in which gradients are added up.", examples=["float32"]
+    )
     output: Dtype = Field(default=None, description="The dtype of the model's output.", examples=["float32"])
     cast_forward_inputs: bool = Field(
         default=_default(MixedPrecision, "cast_forward_inputs"),
@@ -181,8 +193,12 @@ class MixedPrecisionFields(_Model):
 class PrefetchFields(_Model):
     """How many units to gather ahead of the one that computes."""
 
-    forward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1])
-    backward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2])
+    forward: int = Field(
+        default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1]
+    )
+    backward: int = Field(
+        default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2]
+    )
 
 
 class DataParallelFields(_Model):
@@ -190,8 +206,8 @@ class DataParallelFields(_Model):
 
     backend: Literal["fsdp2", "megatron_fsdp", "ddp"] = Field(
         default=_default(DataParallel, "backend"),
-        description="`fsdp2`: torch's fully_shard. `megatron_fsdp`: the megatron-fsdp package. `ddp`: torch's "
-        "DistributedDataParallel, every rank a whole copy.",
+        description="`fsdp2`: torch's fully_shard. `megatron_fsdp`: the megatron-fsdp package. `ddp`: "
+        "torch's DistributedDataParallel, every rank a whole copy.",
         examples=["fsdp2"],
     )
     units: list[GlobText] = Field(
@@ -201,8 +217,9 @@ class DataParallelFields(_Model):
     )
     reshard_after_forward: Reshard = Field(
         default=_default(DataParallel, "reshard_after_forward"),
-        description="Whether a unit's gathered parameters are freed after its forward: true, false, `all_but_last` "
-        "(the last unit, needed first in backward, is kept), or a number of ranks to keep them sharded over.",
+        description="Whether a unit's gathered parameters are freed after its forward: true, false, "
+        "`all_but_last` (the last unit, needed first in backward, is kept), or a number of ranks to keep "
+        "them sharded over.",
         examples=["all_but_last"],
     )
     mixed_precision: MixedPrecisionFields = Field(
@@ -212,7 +229,8 @@ class DataParallelFields(_Model):
     )
     cpu_offload: CpuOffload = Field(
         default=_default(DataParallel, "cpu_offload"),
-        description="Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned memory.",
+        description="Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned "
+        "memory.",
         examples=["pinned"],
     )
     prefetch: PrefetchFields = Field(
@@ -259,7 +277,7 @@ class CompileFields(_Model):
 
 
 class PlanDocument(_Model):
-    """How to split a model over ranks: tensor and sequence parallelism, data parallelism, activation checkpointing."""
+    """How to split a model over ranks: tensor, sequence and data parallelism, activation checkpointing."""
 
     model_config = ConfigDict(title="shardplan plan", json_schema_extra={"allOf": [none_rule()]})
 
@@ -274,13 +292,14 @@ class PlanDocument(_Model):
     )
     models: list[Annotated[str, Field(pattern=WORD, max_length=100)]] = Field(
         default=[],
-        description="The models that the plan is for: Hugging Face model types (`config.model_type`) or class names.",
+        description="The models that the plan is for: Hugging Face model types (`config.model_type`) or "
+        "class names.",
         examples=[["llama", "LlamaForCausalLM"]],
     )
     extends: Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)] = Field(
         default=None,
-        description="The plan that this one extends: the name of a built-in plan, or a file beside this one (a name "
-        "that ends in .yaml, .yml or .json).",
+        description="The plan that this one extends: the name of a built-in plan, or a file beside this one "
+        "(a name that ends in .yaml, .yml or .json).",
         examples=["llama", "base.yaml"],
     )
     tensor_parallel: dict[GlobText, Entry] = Field(

@@ -20,7 +20,8 @@ class Scalar:
     """A single value.
 
     Args:
-        value: as the plan means it: a number without a fractional part is an int (1.0 and 1 are one number in JSON).
+        value: as the plan means it: a number without a fractional part is an int (1.0 and 1 are one number in
+            JSON).
         text: as it is written, without quotes.
     """
 
@@ -62,7 +63,7 @@ Node = Scalar | ListNode | MapNode
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a reader makes of a text: the root, or None where there is none, and what is wrong with the text."""
+    """What a reader makes of a text: the root, None where there is none, and what is wrong with the text."""
 
     root: Node | None
     findings: tuple[Diagnostic, ...] = ()

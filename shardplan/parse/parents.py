@@ -18,8 +18,8 @@ NO_PARENT = Code(
     code="SP108",
     title="the plan to extend is not found",
     text="""
-    `extends` names a built-in plan, or, with the ending .yaml, .yml or .json, a file in the same folder. A plan given
-    as a dict has no folder and can extend built-in plans only.
+    `extends` names a built-in plan, or, with the ending .yaml, .yml or .json, a file in the same folder. A
+    plan given as a dict has no folder and can extend built-in plans only.
     """,
     bad="""
     version: "1"
@@ -51,9 +51,9 @@ OUTSIDE = Code(
     code="SP110",
     title="a file outside the plan's folder",
     text="""
-    A plan reads nothing but files of its own folder, so that a plan from elsewhere can be looked at without harm: no
-    path separators, no `..`, no symbolic link that leads out. Copy the parent beside the plan, or extend a built-in
-    plan.
+    A plan reads nothing but files of its own folder, so that a plan from elsewhere can be looked at without
+    harm: no path separators, no `..`, no symbolic link that leads out. Copy the parent beside the plan, or
+    extend a built-in plan.
     """,
     bad="""
     version: "1"
@@ -124,17 +124,20 @@ def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tup
     identities = [one.identity for one in chain]
     if origin.identity in identities:
         circle = [one.display for one in chain[identities.index(origin.identity) :]] + [origin.display]
-        findings.add(CIRCLE, f"a plan extends itself: {' -> '.join(circle)}", PATH, help="extend another plan")
+        message = f"a plan extends itself: {' -> '.join(circle)}"
+        findings.add(CIRCLE, message, PATH, help="extend another plan")
         return None
     if len(chain) > MAX_ANCESTORS:
-        findings.add(CIRCLE, f"more than {MAX_ANCESTORS} plans extend one another", PATH, help="join some of them")
+        message = f"more than {MAX_ANCESTORS} plans extend one another"
+        findings.add(CIRCLE, message, PATH, help="join some of them")
         return None
     assert origin.identity is not None
     try:
         return origin, read_text(Path(origin.identity))
     except CannotRead as error:
-        code = TOO_LARGE if error.too_large else NO_PARENT if error.reason == "does not exist" else CANNOT_READ
-        findings.add(code, f"{quoted(origin.display, LONGEST_PATH)} {error.reason}", PATH, help=_similar(word, chain[-1].folder))
+        code = TOO_LARGE if error.too_large else NO_PARENT if error.missing else CANNOT_READ
+        message = f"{quoted(origin.display, LONGEST_PATH)} {error.reason}"
+        findings.add(code, message, PATH, help=_similar(word, chain[-1].folder))
         return None
 
 
@@ -142,12 +145,14 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
     child = chain[-1]
     if "/" in word or "\\" in word or "\0" in word:
         message = f"{quoted(word)} is outside the plan's folder"
-        findings.add(OUTSIDE, message, PATH, help="name a built-in plan, or a file beside this one without a folder")
+        help = "name a built-in plan, or a file beside this one without a folder"
+        findings.add(OUTSIDE, message, PATH, help=help)
         return None
     if not word.lower().endswith(ENDINGS):
         if word in builtin_plans():
             return builtin_origin(word, tuple(one.display for one in chain))
-        findings.add(NO_PARENT, f"there is no built-in plan {quoted(word)}", PATH, help=_similar(word, child.folder))
+        message = f"there is no built-in plan {quoted(word)}"
+        findings.add(NO_PARENT, message, PATH, help=_similar(word, child.folder))
         return None
     if child.folder is None:
         message = f"{quoted(word)} is a file, but this plan has no folder"

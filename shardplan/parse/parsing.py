@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.plan import PlanFile
 from shardplan.core.sources import SourceFile, SourceMap
 from shardplan.core.suggest import closest
@@ -46,8 +46,8 @@ def parse_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str 
     """Reads a plan and what it extends. Whatever is wrong with it is a finding.
 
     Args:
-        source: a file (a path, or a word with a path separator or the ending .yaml, .yml or .json), the name of a
-            built-in plan, or a plan as a dict.
+        source: a file (a path, or a word with a path separator or the ending .yaml, .yml or .json), the name
+            of a built-in plan, or a plan as a dict.
         name: the plan's name, where the plan does not say one.
 
     Raises:
@@ -62,15 +62,14 @@ def parse_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str 
     if isinstance(source, str) and not is_file(word):
         if word not in builtin_plans():
             message = f"there is no built-in plan {quoted(word)}"
-            return _refused(word, Diagnostic(CANNOT_READ.code, Severity.ERROR, message, help=_similar_builtin(word)))
+            return _refused(word, CANNOT_READ, message, help=_similar_builtin(word))
         path, origin = builtin_plans()[word], builtin_origin(word)
     else:
         path, origin = Path(word), file_origin(Path(word), word)
     try:
         text = read_text(path)
     except CannotRead as error:
-        code = TOO_LARGE if error.too_large else CANNOT_READ
-        return _refused(word, Diagnostic(code.code, Severity.ERROR, f"{quoted(word, LONGEST_PATH)} {error.reason}"))
+        return _not_read(word, error)
     return _parse(text, (replace(origin, name=name or origin.name),))
 
 
@@ -91,15 +90,19 @@ def parse_text(
     try:
         checked = decode(text.encode("utf-8", "surrogatepass"))
     except CannotRead as error:
-        code = TOO_LARGE if error.too_large else CANNOT_READ
-        return _refused(file, Diagnostic(code.code, Severity.ERROR, f"{quoted(file, LONGEST_PATH)} {error.reason}"))
+        return _not_read(file, error)
     return _parse(checked, (origin,))
 
 
-def _refused(file: str, diagnostic: Diagnostic) -> Parsed:
+def _not_read(file: str, error: CannotRead) -> Parsed:
+    code = TOO_LARGE if error.too_large else CANNOT_READ
+    return _refused(file, code, f"{quoted(file, LONGEST_PATH)} {error.reason}")
+
+
+def _refused(file: str, code: Code, message: str, help: str | None = None) -> Parsed:
     """Nothing was read."""
-    placed = replace(diagnostic, primary=Label(Location(file)))
-    return Parsed(None, SourceMap({file: SourceFile(file)}), (placed,))
+    finding = Diagnostic(code.code, Severity.ERROR, message, Label(Location(file)), help=help)
+    return Parsed(None, SourceMap({file: SourceFile(file)}), (finding,))
 
 
 def _similar_builtin(word: str) -> str:

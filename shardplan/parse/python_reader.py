@@ -57,8 +57,8 @@ class _Reader:
             case Mapping():
                 return MapNode(tuple(self._entry(key, item, path, depth + 1) for key, item in value.items()))
             case _:
-                name = type(value).__name__
-                self._refuse(path, f"a plan holds text, numbers, lists and mappings, not an object of class {name}")
+                kinds = "text, numbers, lists and mappings"
+                self._refuse(path, f"a plan holds {kinds}, not an object of class {type(value).__name__}")
 
     def _entry(self, key: object, value: object, path: Path, depth: int) -> Entry:
         self.nodes += 1

@@ -1,4 +1,4 @@
-"""What the rules of a document say: patterns, styles, options and expressions, whatever else is wrong with it."""
+"""What the rules of a document say: patterns, styles, options and expressions."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ UNKNOWN_STYLE = Code(
     code="SP106",
     title="there is no such style",
     text="""
-    The style of a rule is not known. Styles are a closed list (`docs/language.md` has the table); the style names of
-    transformers' tensor-parallel plans are among them, with their older spellings.
+    The style of a rule is not known. Styles are a closed list (`docs/language.md` has the table); the style
+    names of transformers' tensor-parallel plans are among them, with their older spellings.
     """,
     bad="""
     tensor_parallel:
@@ -40,9 +40,9 @@ NOT_TAKEN = Code(
     code="SP107",
     title="an option that the style does not take",
     text="""
-    Options change what a style does, so each belongs to the styles for which it means something: `grad` to those that
-    gather a value, `output` to doors and to whole modules, `packed` to packed matrices, `argument` to doors, and so
-    on. `output` takes only the values that the style can bring about.
+    Options change what a style does, so each belongs to the styles for which it means something: `grad` to
+    those that gather a value, `output` to doors and to whole modules, `packed` to packed matrices, `argument`
+    to doors, and so on. `output` takes only the values that the style can bring about.
     """,
     bad="""
     tensor_parallel:
@@ -57,9 +57,9 @@ WRONG_GLOB = Code(
     code="SP112",
     title="a pattern that is no glob",
     text="""
-    A pattern is compared with whole dotted names. `*`, `?` and `[...]` stand for characters of one segment and never
-    match a dot; `**` stands for zero or more whole segments; `{a,b}` are alternatives, which may be nested, empty and
-    longer than a segment. No alternative may leave an empty segment behind.
+    A pattern is compared with whole dotted names. `*`, `?` and `[...]` stand for characters of one segment
+    and never match a dot; `**` stands for zero or more whole segments; `{a,b}` are alternatives, which may be
+    nested, empty and longer than a segment. No alternative may leave an empty segment behind.
     """,
     bad="""
     tensor_parallel:
@@ -74,9 +74,9 @@ WRONG_EXPRESSION = Code(
     code="SP113",
     title="a text that is no expression",
     text="""
-    `packed` and `divides` hold expressions over the numbers of the model's configuration: names (with dots for nested
-    configurations), whole numbers, `+`, `-`, `*`, `//` and parentheses. All values are whole numbers, so the division
-    is `//`.
+    `packed` and `divides` hold expressions over the numbers of the model's configuration: names (with dots
+    for nested configurations), whole numbers, `+`, `-`, `*`, `//` and parentheses. All values are whole
+    numbers, so the division is `//`.
     """,
     bad="""
     tensor_parallel:
@@ -95,9 +95,9 @@ NONE_WITHOUT_PARENT = Code(
     code="SP115",
     title="`none` in a plan that inherits nothing",
     text="""
-    The style `none` removes a rule that the plan inherits for the same modules. A plan that extends no other inherits
-    none: leave the rule out. To keep modules whole that an earlier rule of the same section would split, write
-    `replicate` with `override: true`.
+    The style `none` removes a rule that the plan inherits for the same modules. A plan that extends no other
+    inherits none: leave the rule out. To keep modules whole that an earlier rule of the same section would
+    split, write `replicate` with `override: true`.
     """,
     bad="""
     version: "1"
@@ -125,8 +125,10 @@ class _Rule(NamedTuple):
 
 
 def check_rules(root: Node, findings: Findings) -> None:
-    """Everything about patterns, styles, options and expressions. What has the wrong type is passed over here: it is
-    a finding about the form."""
+    """Everything about patterns, styles, options and expressions.
+
+    What has the wrong type is passed over here: it is a finding about the form.
+    """
     _check_globs(root, findings)
     extends = node_at(root, ("extends",)) is not None
     for rule in _rules(root):
@@ -181,12 +183,9 @@ def _check_output(written: str, style: str, value: object, path: Path, findings:
     able = STYLES[style].output_option
     others = takers("output", value) if isinstance(value, str) else ()
     if value not in able and others:
-        findings.add(
-            NOT_TAKEN,
-            f"the style `{written}` has no `output: {value}`, only {' and '.join(f'`{one}`' for one in able)}",
-            path,
-            help=f"`output: {value}` goes with {', '.join(others)}",
-        )
+        only = " and ".join(f"`{one}`" for one in able)
+        message = f"the style `{written}` has no `output: {value}`, only {only}"
+        findings.add(NOT_TAKEN, message, path, help=f"`output: {value}` goes with {', '.join(others)}")
 
 
 def _who_takes(option: str) -> str:
@@ -252,7 +251,7 @@ def _globs(root: Node) -> Iterator[tuple[str, Path, str, Span | None]]:
 
 
 def _part(span: Span | None, text: str, start: int, end: int) -> Span | None:
-    """The place of some characters of a text; the whole text's, where it is written with escapes or over lines."""
+    """The place of some characters of a text; all of it, where it is written with escapes or over lines."""
     if span is None or span.line != span.end_line:
         return span
     quotes = {0: 0, 2: 1}.get(span.end_column - span.column - len(text))

@@ -50,10 +50,8 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) == ["--check"]:
         if FILE.exists() and FILE.read_text("utf-8") == text():
             return 0
-        print(
-            "schemas/plan.schema.json is not what the models say: run `python -m shardplan.parse.schema --write`",
-            file=sys.stderr,
-        )
+        command = "python -m shardplan.parse.schema --write"
+        print(f"schemas/plan.schema.json is not what the models say: run `{command}`", file=sys.stderr)
         return 1
     print("usage: python -m shardplan.parse.schema --write | --check", file=sys.stderr)
     return 2

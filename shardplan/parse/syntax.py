@@ -14,12 +14,13 @@ SYNTAX = Code(
     code="SP102",
     title="the text is not valid YAML or JSON",
     text="""
-    A plan is one YAML 1.2 or JSON document. What most often goes wrong in YAML: a pattern that begins with `*`, `{`,
-    `[`, `?`, `!` or `&` means something else to YAML and needs quotes; indentation is made of spaces; text that holds
-    `: ` or ` #` needs quotes. A file that ends in .json must be JSON: no comments, no comma after the last entry.
+    A plan is one YAML 1.2 or JSON document. What most often goes wrong in YAML: a pattern that begins with
+    `*`, `{`, `[`, `?`, `!` or `&` means something else to YAML and needs quotes; indentation is made of
+    spaces; text that holds `: ` or ` #` needs quotes. A file that ends in .json must be JSON: no comments, no
+    comma after the last entry.
 
-    Tags (`!!python/...`) name code or types in other tools; nothing in a plan does. `<<` merged mappings in YAML 1.1
-    and is a plain key in YAML 1.2; a plan that shares rules with another extends it.
+    Tags (`!!python/...`) name code or types in other tools; nothing in a plan does. `<<` merged mappings in
+    YAML 1.1 and is a plain key in YAML 1.2; a plan that shares rules with another extends it.
     """,
     bad="""
     tensor_parallel:
@@ -34,8 +35,8 @@ DUPLICATE_KEY = Code(
     code="SP103",
     title="a key is there twice",
     text="""
-    A mapping has each key once. Most YAML and JSON readers keep the last of two equal keys and drop the other in
-    silence; here that would be a rule that is written and does not hold.
+    A mapping has each key once. Most YAML and JSON readers keep the last of two equal keys and drop the other
+    in silence; here that would be a rule that is written and does not hold.
     """,
     bad="""
     tensor_parallel:
@@ -57,7 +58,9 @@ class Unreadable(Exception):
         self.diagnostic = diagnostic
 
 
-def refuse(file: str, message: str, span: Span | None, *, help: str | None = None, code: Code = SYNTAX) -> NoReturn:
+def refuse(
+    file: str, message: str, span: Span | None, *, help: str | None = None, code: Code = SYNTAX
+) -> NoReturn:
     """Ends the reading of a text with one finding."""
     primary = Label(Location(file, span=span))
     raise Unreadable(Diagnostic(code.code, Severity.ERROR, message, primary, help=help))
@@ -68,12 +71,8 @@ def refuse_depth(file: str, span: Span | None) -> NoReturn:
 
 
 def refuse_nodes(file: str, span: Span | None, *, alias: bool = False) -> NoReturn:
-    refuse(
-        file,
-        f"the plan has more than {MAX_NODES} keys and values{', with what its aliases repeat' if alias else ''}",
-        span,
-        code=TOO_LARGE,
-    )
+    repeated = ", with what its aliases repeat" if alias else ""
+    refuse(file, f"the plan has more than {MAX_NODES} keys and values{repeated}", span, code=TOO_LARGE)
 
 
 def note_duplicate(findings: list[Diagnostic], file: str, first: Entry, second: Span | None) -> None:

@@ -1,8 +1,8 @@
 """YAML text -> nodes.
 
-The YAML library gives events and their marks; what they mean is decided here: keys are text, plain scalars follow the
-core schema of YAML 1.2, nothing is ever constructed from a tag. Nesting, the number of nodes and what aliases repeat
-are bounded while reading.
+The YAML library gives events and their marks; what they mean is decided here: keys are text, plain scalars
+follow the core schema of YAML 1.2, nothing is ever constructed from a tag. Nesting, the number of nodes and
+what aliases repeat are bounded while reading.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nod
 _NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _QUOTE = "put quotes around a pattern that begins with `*`, `{`, `[`, `?`, `!` or `&`"
 _HELP = {
-    "mapping values are not allowed in this context": "put quotes around text that holds `: `, or mend the indentation",
+    "mapping values are not allowed in this context": "put quotes around text that holds `: `, or mend the "
+    "indentation",
     "did not find expected alphabetic or numeric character": _QUOTE,
     "did not find expected key": f"mend the indentation; {_QUOTE}",
     "did not find expected ',' or '}'": _QUOTE,
     "did not find expected ',' or ']'": _QUOTE,
     "did not find expected <document start>": _QUOTE,
-    "found character that cannot start any token": "indent with spaces, not with tabs; put quotes around text that "
-    "begins with `@`, `` ` `` or `%`",
+    "found character that cannot start any token": "indent with spaces, not with tabs; put quotes around "
+    "text that begins with `@`, `` ` `` or `%`",
     "found a tab character where an indentation space is expected": "indent with spaces, not with tabs",
 }
 
@@ -59,7 +60,9 @@ class _Anchored(NamedTuple):
 
 
 def read_yaml(text: str, file: str) -> Document:
-    """Reads a document. What ends the reading comes as one finding; of a key that is there twice the first is kept.
+    """Reads a document.
+
+    What ends the reading comes as one finding; of a key that is there twice the first is kept.
 
     Args:
         text: without a byte order mark.
@@ -130,7 +133,8 @@ class _Composer:
             line, column = self._position(mark)
             place = Span(line, column, line, column + 1)
             context = f", {error.context}" if error.context else ""
-            refuse(self.file, f"not valid YAML{context}: {error.problem}", place, help=_HELP.get(error.problem))
+            message = f"not valid YAML{context}: {error.problem}"
+            refuse(self.file, message, place, help=_HELP.get(error.problem))
 
     def _position(self, mark: yaml.Mark) -> tuple[int, int]:
         """Line and column, from 1. A mark at the end of the text may stand on a line that is not there."""
@@ -164,10 +168,12 @@ class _Composer:
         done = self.stack.pop()
         start, end = done.start, self._span(event)
         if not done.flow:
-            last = [entry.value.span or entry.span for entry in done.entries.values()] + [i.span for i in done.items]
-            end = last[-1] if last else start
+            inner = [entry.value for entry in done.entries.values()] or done.items
+            end = inner[-1].span if inner else start
         span = Span(start.line, start.column, end.end_line, end.end_column)
-        node: Node = MapNode(tuple(done.entries.values()), span) if done.mapping else ListNode(tuple(done.items), span)
+        node: Node = ListNode(tuple(done.items), span)
+        if done.mapping:
+            node = MapNode(tuple(done.entries.values()), span)
         self._add(_Anchored(node, done.size, done.height), done.anchor)
 
     def _scalar(self, event: yaml.ScalarEvent) -> None:
@@ -193,7 +199,8 @@ class _Composer:
             refuse(self.file, f"the alias {name} refers to nothing", span, help=_QUOTE)
         target = self.anchors[event.anchor]
         if target is None:
-            refuse(self.file, f"the alias {name} stands inside what it refers to", span, help="write the values out")
+            message = f"the alias {name} stands inside what it refers to"
+            refuse(self.file, message, span, help="write the values out")
         self._count(span, target.size, alias=True)
         if len(self.stack) + target.height > MAX_DEPTH:
             refuse_depth(self.file, span)
