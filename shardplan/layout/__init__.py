@@ -9,11 +9,12 @@ from .codes import CODES
 
 if TYPE_CHECKING:
     from .check import LayoutReport, check_layout
+    from .model import ModelLayouts
     from .run import Workbench
 
-__all__ = ["CODES", "LayoutReport", "Workbench", "check_layout"]
+__all__ = ["CODES", "LayoutReport", "ModelLayouts", "Workbench", "check_layout"]
 
-_HOMES = {"LayoutReport": "check", "check_layout": "check", "Workbench": "run"}
+_HOMES = {"LayoutReport": "check", "check_layout": "check", "ModelLayouts": "model", "Workbench": "run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardplan.check import check as check_structure
@@ -13,8 +13,10 @@ from shardplan.core.tree import ancestors
 from shardplan.twin import Twin
 
 from .finding import Finding
+from .reads import SharedRead
 from .repairs import Repair, general, repairs
 from .run import Workbench, prove
+from .types import Proof
 from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -33,6 +35,7 @@ class LayoutReport:
         secondary: what follows from these mistakes.
         arrivals: what arrives (I or R) at each module that takes both, and what a module that gathers its output hands
             on: `ResolvedPlan.arrivals`, for the lowering.
+        reads: values that several modules move I -> R, each on its own, where one door would do.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
     """
 
@@ -40,46 +43,56 @@ class LayoutReport:
     secondary: tuple[Diagnostic, ...] = ()
     arrivals: Mapping[str, Layout] = field(default_factory=dict)
     repairs: tuple[Repair | None, ...] = ()
+    reads: tuple[SharedRead, ...] = ()
 
     @property
     def ok(self) -> bool:
         return not self.diagnostics
 
 
-def check_layout(resolved: ResolvedPlan, twin: Twin | Workbench, *, help: bool = True) -> LayoutReport:
+def check_layout(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench], *, help: bool = True) -> LayoutReport:
     """Prove that every activation and every gradient of a plan has the layout that its readers assume.
 
     Args:
         resolved: the plan bound to the small model's tree, with a tp size, free of structural errors.
-        twin: the small model, or a workbench with its unsharded run (one serves many plans).
+        twin: the small model, or workbenches with its unsharded runs (they serve many plans).
         help: look for the changes that mend what is wrong; each costs a run.
     """
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
-    benches = [twin] if isinstance(twin, Workbench) else [
-        Workbench(twin.build(), twin.inputs(kind=kind), resolved.tree) for kind in twin.kinds
-    ]
+    benches = _benches(resolved, twin)
     if resolved.sizes.tp == 1:
         return LayoutReport()
     diagnostics: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
     arrivals: dict[str, Layout] = {}
+    reads: list[SharedRead] | None = None
     for bench in benches:
-        first, following, mended, arrived = _check(resolved, bench, help)
+        proof = prove(resolved, bench)
+        first, following, mended = _explain(resolved, bench, proof, help)
         for one, change in zip(first, mended, strict=True):
             if one not in diagnostics:
                 diagnostics.append(one)
                 changes.append(change)
         secondary += [one for one in following if one not in secondary]
-        arrivals = {**arrived, **arrivals}
-    return LayoutReport(tuple(diagnostics), tuple(secondary), arrivals, tuple(changes))
+        arrivals = {**proof.arrivals, **arrivals}
+        reads = [read for read in proof.reads if reads is None or read in reads]
+    return LayoutReport(tuple(diagnostics), tuple(secondary), arrivals, tuple(changes), tuple(reads or ()))
 
 
-def _check(
-    resolved: ResolvedPlan, bench: Workbench, help: bool
-) -> tuple[list[Diagnostic], list[Diagnostic], list[Repair | None], Mapping[str, Layout]]:
-    proof = prove(resolved, bench)
+def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench]) -> Sequence[Workbench]:
+    if isinstance(twin, Workbench):
+        return [twin]
+    if isinstance(twin, Twin):
+        return [Workbench(twin.build(), twin.inputs(kind=kind), resolved.tree) for kind in twin.kinds]
+    return twin
+
+
+def _explain(
+    resolved: ResolvedPlan, bench: Workbench, proof: Proof, help: bool
+) -> tuple[list[Diagnostic], list[Diagnostic], list[Repair | None]]:
+    """What was found as diagnostics: one for each mistake, what follows from them, and what mends each."""
     groups = grouped(proof.findings)
     primary: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
@@ -103,7 +116,7 @@ def _check(
             secondary += [diagnostic(plan, g, None, _blamed(plan, g[0], None)) for g in gone]
             plan = repair.apply(plan)
         groups = left
-    return primary, secondary, changes, proof.arrivals
+    return primary, secondary, changes
 
 
 def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:

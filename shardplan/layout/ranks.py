@@ -122,7 +122,7 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
 
 def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank: int) -> nn.Module:
     """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
-    local = copy.deepcopy(model)
+    local = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # each is exchanged below
     for boundary in plan.values():
         module = local.get_submodule(boundary.name)
         for parameter in boundary.parameters:

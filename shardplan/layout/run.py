@@ -30,7 +30,7 @@ class Workbench:
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
-        self.model, self.inputs = model, inputs
+        self.model, self.inputs, self.tree = model, inputs, tree
         self.atoms = frozenset(name for name, module in tree.modules.items() if module.kind in ATOMS)
         self.reference = record(model, inputs, self.atoms)
 

@@ -29,6 +29,7 @@ from shardplan.twin.trace import Event, Trace, argument_names
 
 from .boundaries import Boundary
 from .finding import Finding, Kind, Operand
+from .reads import SharedRead, shared_reads
 from .spread import SUM, WHOLE, Spread, chunk, scale, spread_of
 
 LAYOUTS = {"split": "V", "sum": "P"}
@@ -69,11 +70,13 @@ class Proof:
     Args:
         findings: in the order of the run.
         arrivals: what arrives at each module that takes I or R; at one that gathers its output, what it hands on.
+        reads: values that several modules move I -> R, each on its own.
         operations: how many operations were typed.
     """
 
     findings: tuple[Finding, ...]
     arrivals: Mapping[str, Layout]
+    reads: tuple[SharedRead, ...]
     operations: int
 
 
@@ -107,6 +110,7 @@ class Prover:
         self.arrivals: dict[str, Layout] = {}
         self.spreads = spreads  # (value, 0) -> spread; the same for every choice of `gathers`
         self.operations = 0
+        self.entering: list[tuple[int, str]] = []  # (value, module): an I that a module moves to R
 
     def prove(self) -> Proof:
         self._parameters()
@@ -115,7 +119,9 @@ class Prover:
         for run in self.runs[1:]:
             if run.crash is not None and self.run.crash is None:
                 self._crash(run.crash, other_rank=True)
-        return Proof(tuple(self.findings), self.arrivals, self.operations)
+        taken = (name for name, boundary in self.plan.items() if boundary.assignment is not None)
+        reads = shared_reads(self.run, self.entering, taken)
+        return Proof(tuple(self.findings), self.arrivals, reads, self.operations)
 
     def _parameters(self) -> None:
         declared = {
@@ -291,6 +297,8 @@ class Prover:
         if not any(self._fits(arrived, layout, ndim, boundary) for layout in boundary.takes):
             wanted = " or ".join(str(layout) for layout in boundary.takes)
             self._find("arrival", event, boundary.name, (number,), arrived=arrived.describe(ndim), wanted=wanted)
+        if arrived.kind == "I" and boundary.inside == R:
+            self.entering.append((number, boundary.name))
         if I in boundary.takes and R in boundary.takes and arrived.kind in ("I", "R"):
             before = self.arrivals.setdefault(boundary.name, I if arrived.kind == "I" else R)
             if before.kind != arrived.kind:

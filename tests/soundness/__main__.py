@@ -1,4 +1,4 @@
-"""`python -m tests.soundness [--sample N] [--seed S] [--tp 2 4] [architecture ...]`."""
+"""`python -m tests.soundness [--sample N] [--seed S] [--tp 2 4] [--no-help] [--table FILE] [plan or plan=architecture ...]`."""
 
 from __future__ import annotations
 
@@ -6,54 +6,64 @@ import argparse
 import os
 import random
 import sys
-import time
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 
 warnings.filterwarnings("ignore")
-os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from shardplan.parse import builtin_plans, parse_plan  # noqa: E402
 
-from .edits import edits, written_out  # noqa: E402
-from .judge import judge, parse, subject  # noqa: E402
+from .edits import Edit, edits, written_out  # noqa: E402
+from .judge import Subject, judge, parse, subject  # noqa: E402
+from .table import Row, row_of, table  # noqa: E402
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*")
-    parser.add_argument("--sample", type=int)
+def rows(plan: str, model: Subject, *, sample: int | None, seed: int, help: bool, kinds: list[str]) -> Iterator[Row]:
+    """Judge the edits of a plan, or a sample of them."""
+    document = written_out(parse_plan(plan).plan, model.tree)
+    for sequence_parallel in (False, True):
+        todo: list[Edit] = [
+            edit for edit in edits(document, sequence_parallel=sequence_parallel) if not kinds or edit.kind in kinds
+        ]
+        if sample is not None and sample < len(todo):
+            todo = random.Random(f"{seed} {plan} {model.name} {model.tp} {sequence_parallel}").sample(todo, sample)
+        for edit in todo:
+            edited = parse(edit.document)
+            if edited is not None:
+                verdict = judge(model, edited, sequence_parallel=sequence_parallel, help=help)
+                yield row_of(plan, model, sequence_parallel, edit, verdict)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soundness")
+    parser.add_argument("plans", nargs="*", help="built-in plans; llama=olmo2 edits that plan for that architecture")
+    parser.add_argument("--sample", type=int, help="edits of each plan, variant and size (all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tp", type=int, nargs="*", default=[2])
-    parser.add_argument("--kinds", nargs="*")
-    args = parser.parse_args()
-    import collections
-    table = collections.Counter()
+    parser.add_argument("--kinds", nargs="*", default=[])
+    parser.add_argument("--no-help", action="store_true", help="do not look for what mends a finding")
+    parser.add_argument("--table", type=Path, help="write the table to this file")
+    args = parser.parse_args(argv)
+    judged: list[Row] = []
     for tp in args.tp:
-        for name in args.names or builtin_plans():
-            plan = parse_plan(name).plan
-            model = subject(plan.models[0], tp)
-            document = written_out(plan, model.tree)
-            for sp in (False, True):
-                todo = [e for e in edits(document, sequence_parallel=sp) if not args.kinds or e.kind in args.kinds]
-                if args.sample:
-                    todo = random.Random(f"{args.seed}{name}{sp}{tp}").sample(todo, min(args.sample, len(todo)))
-                for edit in todo:
-                    edited = parse(edit.document)
-                    if edited is None:
-                        table[edit.kind, "form"] += 1
-                        continue
-                    start = time.time()
-                    try:
-                        v = judge(model, edited, sequence_parallel=sp)
-                    except Exception as e:
-                        import traceback; traceback.print_exc(limit=-4)
-                        print("BROKEN", name, tp, sp, edit.what, type(e), str(e)[:300]); table[edit.kind,"BROKEN"]+=1; continue
-                    how = ("wrong" if not v.right else "right") + (" silent" if v.silent else "")
-                    got = "valid" if v.valid else "refused by structure" if v.structure else "refused"
-                    table[edit.kind, how, got] += 1
-                    if v.right != v.valid:
-                        print("DISAGREE", name, "tp", tp, "sp", sp, edit.kind, edit.what, "|", how, v.worst, "|", got, [d.message for d in v.structure][:1], v.layout and [(f.kind, f.subject, str([str(o) for o in f.operands[:3]]), f.arrived, f.wanted, f.source and f.source.text,f.message[:100]) for f in v.layout.diagnostics[:2]], flush=True)
-            print(name, tp, dict(collections.Counter((k[1:] for k in table.elements()))), flush=True)
-    for k, n in sorted(table.items()): print(n, k)
+        for word in args.plans or builtin_plans():
+            plan, _, name = word.partition("=")
+            model = subject(name or parse_plan(plan).plan.models[0], tp)
+            for row in rows(
+                plan, model, sample=args.sample, seed=args.seed, help=not args.no_help, kinds=args.kinds
+            ):
+                judged.append(row)
+                if row.disagrees:
+                    print(row.text, flush=True)
+            print(f"{word} tp={tp}: {len(judged)} edits", file=sys.stderr, flush=True)
+    text = table(judged)
+    print(text)
+    if args.table is not None:
+        args.table.write_text(text + "\n")
+    return int(any(row.disagrees for row in judged))
 
-main()
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

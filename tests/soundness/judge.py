@@ -13,7 +13,7 @@ from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.lower import lower
@@ -32,7 +32,7 @@ class Subject:
     Args:
         name: the architecture.
         tp: the size of the axis.
-        model: in float32.
+        models: by dtype.
         tree: its picture.
         bench: its unsharded recorded run.
         inputs: of its forward.
@@ -41,7 +41,7 @@ class Subject:
 
     name: str
     tp: int
-    model: nn.Module
+    models: dict[torch.dtype, nn.Module]
     tree: ModuleTree
     bench: Workbench
     inputs: dict[str, Any]
@@ -52,14 +52,13 @@ def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
     """The small model of an architecture."""
     twin = make_twin(find_model(name), tp=tp, tied=tied)
     model, inputs = twin.build(), twin.inputs()
+    exact = make_twin(find_model(name), tp=tp, tied=tied, experts_implementation="eager").build()  # float64 has no other
     if "output_router_logits" in vars(model.config):
         inputs["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
     tree = tree_of(model)
-    steps = {
-        dtype: reference_step(copy.deepcopy(model).to(dtype), cast(inputs, dtype))
-        for dtype in (torch.float32, torch.float64)
-    }
-    return Subject(name, tp, model, tree, Workbench(model, inputs, tree), inputs, steps)
+    models = {torch.float32: model, torch.float64: exact.to(torch.float64)}
+    steps = {dtype: reference_step(copy.deepcopy(one), cast(inputs, dtype)) for dtype, one in models.items()}
+    return Subject(name, tp, models, tree, Workbench(model, inputs, tree), inputs, steps)
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class Verdict:
         right: what the numeric proof says.
         silent: wrong, but with the right loss.
         worst: the tensor that differs most, or the exception.
+        mended: the changes that the report proposes leave nothing to find; None where none was looked for.
     """
 
     structure: tuple[Diagnostic, ...]
@@ -79,6 +79,7 @@ class Verdict:
     right: bool
     silent: bool
     worst: str
+    mended: bool | None = None
 
     @property
     def valid(self) -> bool:
@@ -90,18 +91,29 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
     sizes = MeshSizes(tp=subject.tp)
     resolved, about = bind(plan, subject.tree, sizes, sequence_parallel=sequence_parallel)
     structure = tuple(d for d in (*about, *check(resolved, seq_len=None)) if d.is_error)
-    layout = None
+    layout, mended = None, None
     if not structure:
         layout = check_layout(resolved, subject.bench, help=help)
+        if help and layout.diagnostics:
+            mended = _mends(subject, resolved, layout)
         resolved = replace(resolved, arrivals=layout.arrivals)
-    return Verdict(structure, layout, *_numbers(subject, resolved))
+    return Verdict(structure, layout, *_numbers(subject, resolved), mended)
 
 
-def _numbers(subject: Subject, resolved: Any) -> tuple[bool, bool, str]:
+def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bool:
+    """Whether the proposed changes, all together, give a plan without findings."""
+    if None in report.repairs:
+        return False
+    for repair in report.repairs:
+        resolved = repair.apply(resolved)
+    return check_layout(resolved, subject.bench, help=False).ok
+
+
+def _numbers(subject: Subject, resolved: ResolvedPlan) -> tuple[bool, bool, str]:
     if not any(p.dim is not None for m in lower(resolved).modules.values() for p in m.parameters):
         return False, True, "nothing is split"
     for dtype in (torch.float32, torch.float64):
-        model = copy.deepcopy(subject.model).to(dtype)
+        model = copy.deepcopy(subject.models[dtype])
         try:
             rows = simulate(model, cast(subject.inputs, dtype), lower(resolved), subject.steps[dtype])
         except Exception as error:

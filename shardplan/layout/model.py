@@ -1,0 +1,106 @@
+"""The layout check of plans for one model: on its small copy, which is made and run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from shardplan.bind import bind
+from shardplan.check import check as check_structure
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.core.tree import ModuleTree
+from shardplan.models import FoundModel, tree_of
+from shardplan.twin import make_twin
+
+from .check import LayoutReport, check_layout
+from .codes import UNTYPED
+from .reads import SharedRead
+from .repairs import general
+from .run import Workbench
+
+
+class ModelLayouts:
+    """Checks plans for a model at one size of the tp axis.
+
+    Args:
+        found: the model.
+        tp: the size of the axis.
+    """
+
+    def __init__(self, found: FoundModel, tp: int):
+        self.found, self.tp = found, tp
+
+    @cached_property
+    def benches(self) -> tuple[Workbench, ...]:
+        """The small copy with each kind of input that it takes.
+
+        Raises:
+            PlanError: SP520, SP521, SP522: there is none.
+        """
+        twin = make_twin(self.found, tp=self.tp)
+        model = twin.build()
+        tree = tree_of(model)
+        return tuple(Workbench(model, twin.inputs(kind=kind), tree) for kind in twin.kinds)
+
+    def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:
+        """Check a plan that is free of structural errors for the model itself.
+
+        The arrivals and reads are those of the model's modules. What keeps the check from running at all is a warning: a plan is
+        not wrong because its model cannot be copied.
+        """
+        try:
+            benches = self.benches
+        except PlanError as error:
+            return LayoutReport(tuple(_unproven(d) for d in error.diagnostics))
+        tree = benches[0].tree
+        resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), sequence_parallel=sequence_parallel)
+        structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        if structure:
+            return LayoutReport((_not_small(self.found.name, structure),))
+        report = check_layout(resolved, benches, help=help)
+        return replace(
+            report,
+            arrivals=arrivals_of(self.found.tree, report.arrivals),
+            reads=tuple(reads_of(self.found.tree, report.reads)),
+        )
+
+
+def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """The arrivals at a model's modules, from those at its small copy's, where all layers agree."""
+    known: dict[str, set[Layout]] = {}
+    for name, layout in arrivals.items():
+        known.setdefault(general(name), set()).add(layout)
+    return {name: next(iter(found)) for name in tree.modules if len(found := known.get(general(name), set())) == 1}
+
+
+def reads_of(tree: ModuleTree, reads: Iterable[SharedRead]) -> Iterator[SharedRead]:
+    """The same values in all layers of a model that have these modules."""
+    known = {
+        (general(read.module), read.argument, tuple(reader.removeprefix(read.module) for reader in read.readers))
+        for read in reads
+    }
+    for pattern, argument, readers in sorted(known):
+        for name in tree.modules:
+            if general(name) == pattern and all(name + reader in tree.modules for reader in readers):
+                yield SharedRead(name, argument, tuple(name + reader for reader in readers))
+
+
+def _unproven(diagnostic: Diagnostic) -> Diagnostic:
+    return replace(
+        diagnostic,
+        severity=Severity.WARNING,
+        message=f"{diagnostic.message}: the layouts of this plan are not proven",
+    )
+
+
+def _not_small(name: str, findings: list[Diagnostic]) -> Diagnostic:
+    return Diagnostic(
+        code=UNTYPED.code,
+        severity=Severity.WARNING,
+        message=f"the plan fits {name}, but not the small copy on which layouts are proven: they are not proven",
+        notes=tuple(d.message for d in findings),
+    )

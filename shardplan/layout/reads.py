@@ -1,0 +1,93 @@
+"""Values that several modules read with a move of their own, where one door could move them for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from shardplan.core.tree import ancestors
+from shardplan.twin.trace import Event, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRead:
+    """One value, moved I -> R by each of several readers.
+
+    Args:
+        module: the innermost module that gets the value as an argument and in which nothing else differentiable reads
+            it: where one door would do.
+        argument: the argument.
+        readers: the modules that move it.
+    """
+
+    module: str
+    argument: str
+    readers: tuple[str, ...]
+
+
+def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:
+    """The doors that a plan leaves out.
+
+    Args:
+        run: of a rank.
+        arrivals: (value, module) for each I that a module moves to R.
+        taken: modules that have a rule: they can have no other.
+    """
+    readers: dict[int, list[str]] = {}
+    for number, module in arrivals:
+        readers.setdefault(number, []).append(module)
+    taken = set(taken)
+    found = (_door(run, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
+    return tuple(read for read in found if read is not None)
+
+
+def _door(run: Trace, number: int, readers: list[str], taken: set[str]) -> SharedRead | None:
+    reading: Mapping[int, list[Event]] = _reading(run)
+    producers = {o: e for e in run.events if e.kind == "op" for o in e.outputs if o not in e.inputs}
+    around = [set(ancestors(name)) for name in readers]
+    common = [name for name in ancestors(readers[0]) if all(name in one for one in around)]
+    passed: set[int] = set()  # operations between the argument and the readers
+    while True:
+        for module in common:
+            door = _argument(reading.get(number, []), module, number)
+            if door is not None and module and module not in taken and _alone(run, reading, number, module, readers, passed):
+                return SharedRead(module, door, tuple(dict.fromkeys(readers)))
+        before = producers.get(number)
+        if before is None or before.place[2] == "atom":
+            return None
+        sources = [i for i in dict.fromkeys(before.inputs) if run.requires_grad[i]]
+        if len(sources) != 1 or not _alone(run, reading, number, "", readers, passed):
+            return None
+        passed.add(id(before))
+        number = sources[0]
+
+
+def _reading(run: Trace) -> Mapping[int, list[Event]]:
+    reading: dict[int, list[Event]] = {}
+    for event in run.events:
+        for number in dict.fromkeys(event.inputs):
+            reading.setdefault(number, []).append(event)
+    return reading
+
+
+def _argument(events: list[Event], module: str, number: int) -> str | None:
+    """The argument of a module that is the value."""
+    for event in events:
+        if event.kind == "enter" and event.module == module:
+            return event.names[event.inputs.index(number)]
+    return None
+
+
+def _alone(
+    run: Trace, reading: Mapping[int, list[Event]], number: int, module: str, readers: list[str], passed: set[int]
+) -> bool:
+    """Whether, inside the module, only the readers make something differentiable of the value."""
+    inside = f"{module}." if module else ""
+    for event in reading.get(number, []):
+        if not (event.module == module or event.module.startswith(inside)) or id(event) in passed:
+            continue
+        if event.kind == "leave":
+            return False
+        if event.kind == "op" and event.module not in readers and any(run.requires_grad[o] for o in event.outputs):
+            return False
+    return True
