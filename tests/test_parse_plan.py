@@ -213,9 +213,19 @@ compile: {modules: ["a["]}
     ]  # fmt: skip
 
 
+def test_keys_that_look_like_parts_of_a_path_are_only_keys() -> None:
+    for key in ("[key]", "the name of a style", "style", "0"):
+        parsed = parse_text(f'version: "1"\n"{key}": 1\ntensor_parallel: {{"{key}": 1, "a": {{"{key}": []}}}}\n')
+        places = {d.primary.location.path for d in parsed.diagnostics}
+        assert places >= {(key,), ("tensor_parallel", key), ("tensor_parallel", "a", key)}
+
+
 def test_messages_hold_no_control_characters_and_no_whole_novels() -> None:
     long = "x" * 10_000
-    parsed = parse_text(f'version: "1"\n"a\\e[31mb": 1\ntensor_parallel:\n  a: {long}\n  b: "col\\nwise"\n')
-    shown = "".join(d.message for d in parsed.diagnostics)
-    assert shown.isprintable() and len(shown) < 500
+    parsed = parse_text(
+        f'version: "1"\nmodels: {long}\ndescription: {"9" * 10_000}\n"a\\e[31mb": 1\n'
+        f'tensor_parallel:\n  a: {long}\n  b: "col\\nwise"\n'
+    )
+    shown = "".join(d.message + (d.help or "") for d in parsed.diagnostics)
+    assert shown.isprintable() and len(shown) < 2500
     assert "`a\\x1b[31mb`" in shown and "`col\\nwise`" in shown

@@ -108,7 +108,8 @@ def check_form(root: Node, findings: Findings) -> PlanDocument | None:
         for one in error.errors(include_url=False, include_input=False):
             if findings.full:
                 break
-            if "[key]" not in one["loc"]:  # a key is a pattern, which is read elsewhere
+            is_key = one["loc"][-1:] == ("[key]",) and one["type"].startswith("string_too_")
+            if not is_key:  # keys are patterns, which are read elsewhere
                 _report(one["type"], _path(one["loc"], root), one.get("ctx", {}), root, findings)
         return None
 
@@ -187,13 +188,13 @@ def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
         case Scalar(str(text)) if must_be.startswith("true") and text.lower() in _SWITCHES:
             return f"write `{_SWITCHES[text.lower()]}`; in YAML 1.2 {quoted(text)} is a text"
         case Scalar(str(text)) if kind == "list_type":
-            return f"write `[{text}]`"
+            return "write " + quoted(f"[{text}]")
         case Scalar(str(text)) if near := closest(text, re.findall("`([^`]*)`", must_be)):
             return f"did you mean `{near}`?"
         case Scalar(str(text)) if "number" in must_be and text.isdecimal():
             return "remove the quotes"
         case Scalar(bool() | int() | float(), text) if kind == "string_type":
-            return f'put it in quotes: `"{text}"`'
+            return "put it in quotes: " + quoted(f'"{text}"')
     return None
 
 
