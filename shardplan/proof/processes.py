@@ -28,7 +28,7 @@ from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
 
 from .compare import compare_step
-from .steps import Step, cast, reference_step
+from .steps import Step, cast, outcome, reference_step
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
@@ -95,17 +95,17 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     model = case.build().to(case.dtype)
     program = case.program(model)
     apply_program(model, mesh, program, src_data_rank=0)
-    output = model(**cast(case.inputs(index), case.dtype))
-    output.loss.backward()
+    loss, logits = outcome(model(**cast(case.inputs(index), case.dtype)))
+    loss.backward()
     packed = packed_parameters(program)
     gradients = {
         name: [("", _whole(parameter.grad, packed.get(name), case.sizes.tp))]
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    logits = output.logits.full_tensor() if isinstance(output.logits, DTensor) else output.logits
+    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
     reference = Step(own.loss, own.logits, reference)
-    return compare_step(reference, [("", output.loss.detach())], [("", logits.detach())], gradients)
+    return compare_step(reference, [("", loss.detach())], [("", logits.detach())], gradients)
 
 
 def _data_parallel_rank(mesh: Any) -> int:

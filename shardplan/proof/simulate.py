@@ -22,7 +22,7 @@ from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
 from .compare import Ranked, compare_step
-from .steps import Step
+from .steps import Step, outcome
 
 
 @contextmanager
@@ -88,12 +88,12 @@ def simulate_step(
     tp = program.resolved.sizes.tp
     with simulated_mesh(tp) as mesh:
         apply_program(model, read_mesh(mesh), program, src_data_rank=0)
-        output = model(**{name: on_every_rank(value, tp) for name, value in inputs.items()})
-        output.loss.backward()
+        loss, logits = outcome(model(**{name: on_every_rank(value, tp) for name, value in inputs.items()}))
+        loss.backward()
     packed = packed_parameters(program)
     gradients = {
         name: whole_values(parameter.grad, packed.get(name))
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    return then(whole_values(output.loss), whole_values(output.logits), gradients)
+    return then(whole_values(loss), whole_values(logits), gradients)
