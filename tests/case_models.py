@@ -1,4 +1,5 @@
-"""Models that cases name as `tests.case_models:CALLABLE`: what no configuration of a known architecture has."""
+"""Models that cases name as `tests.case_models:CALLABLE`: what no configuration of a known architecture
+has."""
 
 from __future__ import annotations
 

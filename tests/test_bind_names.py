@@ -14,7 +14,9 @@ from tests.trees import Builder, llama_8b
 
 SEGMENTS = st.sampled_from(["a", "b", "ab", "0", "1", "weight"])
 PATHS = st.lists(SEGMENTS, min_size=1, max_size=4).map(tuple)
-PATTERN_SEGMENTS = st.sampled_from(["*", "**", "a", "b*", "?", "[ab]", "{a,b}", "{a.b,0}", "weight", "{0,1}", "*b"])
+PATTERN_SEGMENTS = st.sampled_from(
+    ["*", "**", "a", "b*", "?", "[ab]", "{a,b}", "{a.b,0}", "weight", "{0,1}", "*b"]
+)
 PATTERNS = st.lists(PATTERN_SEGMENTS, min_size=1, max_size=5).map(".".join)
 
 
@@ -22,7 +24,9 @@ def made_tree(paths: set[tuple[str, ...]], owners: set[tuple[str, ...]], prefix:
     """A tree with these modules and all around them; `owners` own a parameter `w` each."""
     every = {()} | {path[:i] for path in paths | owners for i in range(len(path) + 1)}
     modules = {
-        ".".join(path): ModuleInfo(".".join(path), "M", "other", (ParameterInfo("w", (1,)),) if path in owners else ())
+        ".".join(path): ModuleInfo(
+            ".".join(path), "M", "other", (ParameterInfo("w", (1,)),) if path in owners else ()
+        )
         for path in sorted(every)
     }
     return ModuleTree(("M",), None, modules, base_prefix=prefix)
@@ -56,7 +60,10 @@ def test_suggestions_are_keys_of_real_names():
     assert near("model.layers.3.mlp.dwn_proj") == ("model.layers.*.mlp.down_proj",)
     assert near("module.model.layers.*.mlp.down_proj") == ("model.layers.*.mlp.down_proj",)
     assert near("Model.Layers.*.MLP.down_proj") == ("model.layers.*.mlp.down_proj",)
-    assert near("model.layers.*.mlp.{gate,up}_prj") == ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj")
+    assert near("model.layers.*.mlp.{gate,up}_prj") == (
+        "model.layers.*.mlp.gate_proj",
+        "model.layers.*.mlp.up_proj",
+    )
     assert near("model.layers.*.mlp.down_proj.weigth") == ("model.layers.*.mlp.down_proj.weight",)
 
 

@@ -89,7 +89,9 @@ def test_dtypes_are_counted_per_unit():
 def test_frozen_parameters_may_have_another_dtype():
     model = tree("mixtral-float64-router")
     modules = {
-        name: replace(m, parameters=tuple(replace(p, requires_grad=p.dtype == "float32") for p in m.parameters))
+        name: replace(
+            m, parameters=tuple(replace(p, requires_grad=p.dtype == "float32") for p in m.parameters)
+        )
         for name, m in model.modules.items()
     }
     assert checked("", replace(model, modules=modules), dp_shard=2) == ()
@@ -131,7 +133,13 @@ def test_a_backend_that_is_not_installed():
 
 @pytest.mark.parametrize(
     ("sizes", "right"),
-    [({"dp_replicate": 4}, True), ({"dp_shard": 2}, False), ({"cp": 2}, False), ({"tp": 2}, False), ({}, True)],
+    [
+        ({"dp_replicate": 4}, True),
+        ({"dp_shard": 2}, False),
+        ({"cp": 2}, False),
+        ({"tp": 2}, False),
+        ({}, True),
+    ],
 )
 def test_ddp_replicates_only(sizes: dict[str, int], right: bool):
     text = "tensor_parallel:\n  lm_head: colwise_gather_output\ndata_parallel:\n  backend: ddp\n"
@@ -160,7 +168,9 @@ def test_dropout_is_refused_with_the_fields_to_change():
     file = parse_plan("gpt2").plan
     resolved, _ = bind(file, tree("gpt2"), MeshSizes(tp=2), sequence_parallel=False)
     finding = next(finding for finding in check(resolved) if finding.code == "SP370")
-    assert finding.message.startswith("dropout is 0.1 in transformer.drop, transformer.h.*.attn.{attn_dropout,resid_dropout}")
+    assert finding.message.startswith(
+        "dropout is 0.1 in transformer.drop, transformer.h.*.attn.{attn_dropout,resid_dropout}"
+    )
     assert finding.help == "set resid_pdrop, embd_pdrop and attn_pdrop to 0 in the config"
     assert len(finding.modules) == 1 + 3 * 12
 
@@ -188,7 +198,9 @@ def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: fl
     b = Builder("Net")
     b.add("block", "Block", **{attribute: value})
     b.linear("block.linear", 8, 8)
-    found = checked("tensor_parallel:\n  block.linear: colwise_gather_output\n", b.tree(("Net",), None, {}), tp=2)
+    found = checked(
+        "tensor_parallel:\n  block.linear: colwise_gather_output\n", b.tree(("Net",), None, {}), tp=2
+    )
     assert codes(found) == (["SP370"] if counts else [])
     if counts:
         assert f"block.{attribute}" in found[0].message
@@ -200,5 +212,8 @@ def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: fl
 @pytest.mark.parametrize(("axis", "name"), [("ep", "expert parallelism"), ("pp", "pipeline parallelism")])
 def test_axes_that_are_not_supported_are_refused(axis: str, name: str):
     (finding,) = checked("", **{axis: 2})
-    assert (finding.code, finding.message) == ("SP550", f"the mesh axis {axis} has size 2, and {name} is not supported yet")
+    assert (finding.code, finding.message) == (
+        "SP550",
+        f"the mesh axis {axis} has size 2, and {name} is not supported yet",
+    )
     assert checked("", **{axis: 1}) == ()

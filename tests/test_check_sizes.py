@@ -59,7 +59,8 @@ def test_a_finding_names_the_rule_the_modules_and_the_sizes_that_work():
 def test_both_variants_of_a_plan_give_the_same_finding():
     file, model = parse_plan("llama").plan, tree("llama-3.1-8b")
     found = [
-        check(bind(file, model, MeshSizes(tp=3), sequence_parallel=on)[0], seq_len=4096 * 3) for on in (False, True)
+        check(bind(file, model, MeshSizes(tp=3), sequence_parallel=on)[0], seq_len=4096 * 3)
+        for on in (False, True)
     ]
     assert [d.primary for d in found[0]] == [d.primary for d in found[1]]
 
@@ -75,8 +76,8 @@ def test_layers_with_other_head_counts_are_checked_each():
     model = llama_8b(layers=4, kv_heads=lambda layer: 8 if layer < 2 else 4)
     found = checked(ATTENTION, model, 8)
     assert messages(found) == [
-        "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4: with tp=8 there are more ranks "
-        "than key-value heads",
+        "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4: "
+        "with tp=8 there are more ranks than key-value heads",
     ]
     assert {name.split(".")[2] for name in found[0].modules} == {"2", "3"}
     assert allowed_tp(bound(ATTENTION, model, None)) == (1, 2, 4)
@@ -89,7 +90,9 @@ def test_a_gathered_output_is_not_split_into_heads():
 
 
 def test_a_parameter_of_a_matrix_is_split_like_its_matrix():
-    (finding,) = checked(rules("model.layers.*.self_attn.k_proj.weight: colwise"), tree("llama-3.1-8b"), 5)[:1]
+    (finding,) = checked(rules("model.layers.*.self_attn.k_proj.weight: colwise"), tree("llama-3.1-8b"), 5)[
+        :1
+    ]
     assert (finding.code, finding.modules[0]) == ("SP301", "model.layers.0.self_attn.k_proj.weight")
 
 
@@ -149,7 +152,9 @@ def test_latent_attention_has_two_sizes_of_heads():
     b.linear("layers.0.self_attn.q_b_proj", 20 * 256, 768)
     b.linear("layers.0.self_attn.kv_b_proj", 20 * 448, 512)
     b.linear("layers.0.self_attn.o_proj", 2048, 20 * 256)
-    model = b.tree(("DeepseekV3ForCausalLM",), "deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20})
+    model = b.tree(
+        ("DeepseekV3ForCausalLM",), "deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}
+    )
     text = rules("layers.*.self_attn.{q,kv}_b_proj: colwise\nlayers.*.self_attn.o_proj: rowwise")
     # 8960 features of kv_b are 35 times 256, but they are 20 heads of 448: no head count is read into them.
     assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 5, 10, 20)
@@ -168,7 +173,9 @@ def test_an_attribute_to_divide_must_divide():
     text = rules("model.layers.*.mlp: {style: input_with_grad_allreduce, divide: [config.num_hidden_layers]}")
     text += "  model.layers.*.mlp.{gate,up}_proj: colwise\n  model.layers.*.mlp.down_proj: rowwise\n"
     (finding,) = checked(text, tree("qwen3-8b"), 8)
-    assert finding.message == "config.num_hidden_layers of model.layers.*.mlp is 36, which tp=8 does not divide"
+    assert (
+        finding.message == "config.num_hidden_layers of model.layers.*.mlp is 36, which tp=8 does not divide"
+    )
     assert len(finding.modules) == 36
 
 
@@ -188,7 +195,9 @@ def test_an_attribute_must_be_there_and_a_number():
 def test_a_nested_config_may_have_the_number():
     model = replace(tree("llama-3.1-8b"), numbers={"vision_config.depth": 3})
     text = rules("lm_head: {style: colwise_gather_output, divide: [config.depth]}")
-    assert messages(checked(text, model, 2)) == ["SP306: config.depth of lm_head is 3, which tp=2 does not divide"]
+    assert messages(checked(text, model, 2)) == [
+        "SP306: config.depth of lm_head is 3, which tp=2 does not divide"
+    ]
     two = replace(model, numbers={"vision_config.depth": 3, "audio_config.depth": 5})
     assert checked(text, two, 2) == ()
 
@@ -203,14 +212,24 @@ def test_packed_parts_must_add_up(packed: str):
 def test_without_a_size_the_smallest_allowed_one_is_checked():
     found = checked("llama", tree("smollm2-135m"), None)
     assert found == (), "9 heads, 3 key-value heads: tp 3"
-    uneven = checked(rules("model.embed_tokens: embedding_rowwise\nlm_head: colwise_gather_output"), odd_vocabulary(), None)
+    uneven = checked(
+        rules("model.embed_tokens: embedding_rowwise\nlm_head: colwise_gather_output"), odd_vocabulary(), None
+    )
     assert [finding.code for finding in uneven] == ["SP320"]
     assert "tp=2" in uneven[0].message
 
 
 def odd_vocabulary(rows: int = 50257) -> ModuleTree:
     return decoder(
-        family="Llama", model_type="llama", vocab=rows, hidden=64, layers=1, heads=4, kv_heads=4, head_dim=16, width=256
+        family="Llama",
+        model_type="llama",
+        vocab=rows,
+        hidden=64,
+        layers=1,
+        heads=4,
+        kv_heads=4,
+        head_dim=16,
+        width=256,
     )
 
 

@@ -1,4 +1,5 @@
-"""What structure alone can say: kinds, ties, half-covered parents, doors, the sequence. And where it must be silent."""
+"""What structure alone can say: kinds, ties, half-covered parents, doors, the sequence. And where it must be
+silent."""
 
 from __future__ import annotations
 
@@ -50,6 +51,9 @@ def codes(found: tuple[Diagnostic, ...]) -> list[str]:
     return [finding.code for finding in found]
 
 
+EXPERTS = (
+    "model.layers.*.mlp.experts.gate_up_proj: packed_colwise\nmodel.layers.*.mlp.experts.down_proj: rowwise\n"
+)
 MLP = "model.layers.*.mlp.{gate,up}_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise\n"
 
 
@@ -83,7 +87,10 @@ def test_a_style_knows_its_kinds(key: str, style: str, misfits: bool):
 def test_conv1d_takes_the_styles_of_a_matrix():
     text = rules("transformer.h.*.mlp.c_fc: colwise\ntransformer.h.*.mlp.c_proj: rowwise\n")
     assert checked(text, tree("gpt2-no-dropout")) == ()
-    assert codes(checked(rules("transformer.h.*.mlp.c_fc: colwise_vocab"), tree("gpt2-no-dropout")))[0] == "SP310"
+    assert (
+        codes(checked(rules("transformer.h.*.mlp.c_fc: colwise_vocab"), tree("gpt2-no-dropout")))[0]
+        == "SP310"
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,7 +178,9 @@ def test_tied_parameters_share_a_unit(units: str, separated: bool):
 
 
 def test_a_matrix_that_was_forgotten():
-    (finding,) = checked(rules("model.layers.*.mlp.gate_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise"))
+    (finding,) = checked(
+        rules("model.layers.*.mlp.gate_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise")
+    )
     assert (finding.code, finding.severity) == ("SP350", Severity.WARNING)
     assert finding.modules == ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
     assert "`model.layers.*.mlp.up_proj: replicate`" in finding.help
@@ -200,8 +209,9 @@ def test_what_is_claimed_is_not_missed():
 def test_norms_routers_and_whole_blocks_are_not_missed():
     assert checked(parse_plan("qwen3").plan, tree("qwen3-8b")) == ()
     assert checked(rules(MLP)) == (), "the attention is whole as a whole"
-    experts = "model.layers.*.mlp.experts.gate_up_proj: packed_colwise\nmodel.layers.*.mlp.experts.down_proj: rowwise\n"
-    assert checked(rules("model.layers.*.mlp.experts: moe_tp_experts\n" + experts), tree("mixtral-8x7b")) == ()
+    assert (
+        checked(rules("model.layers.*.mlp.experts: moe_tp_experts\n" + EXPERTS), tree("mixtral-8x7b")) == ()
+    )
 
 
 def test_heads_that_gather_their_output_keep_to_themselves():
@@ -258,23 +268,27 @@ DOOR = "model.layers.*.mlp: {}\n"
 def test_a_door_inside_a_door_is_an_error_where_nothing_between_hands_on_what_it_takes():
     outer = "model.layers.*.mlp: {style: input_with_grad_allreduce, output: all_reduce}\n"
     inner = "model.layers.*.mlp.experts: input_with_grad_allreduce\n"
-    experts = "model.layers.*.mlp.experts.gate_up_proj: packed_colwise\nmodel.layers.*.mlp.experts.down_proj: rowwise\n"
-    (finding,) = checked(rules(outer + inner + experts), tree("mixtral-8x7b"))
+    (finding,) = checked(rules(outer + inner + EXPERTS), tree("mixtral-8x7b"))
     assert finding.code == "SP363"
     assert [label.location.path[-1] for label in finding.related] == ["model.layers.*.mlp"]
-    assert checked(rules(outer + experts), tree("mixtral-8x7b")) == ()
+    assert checked(rules(outer + EXPERTS), tree("mixtral-8x7b")) == ()
     moe = inner.replace("input_with_grad_allreduce", "moe_tp_experts")
-    assert checked(rules(outer + moe + experts), tree("mixtral-8x7b")) == (), "it takes what is inside the outer door"
+    assert checked(rules(outer + moe + EXPERTS), tree("mixtral-8x7b")) == (), (
+        "it takes what is inside the outer door"
+    )
 
 
 def test_doors_that_may_be_fed_by_a_rule_between_are_left_to_the_layouts():
     text = "model.layers.*: input_with_grad_allreduce\n" + DOOR.format("input_with_grad_allreduce")
     attn = "model.layers.*.self_attn.{q,k,v}_proj: colwise\nmodel.layers.*.self_attn.o_proj: rowwise\n"
-    assert checked(rules(text + attn + MLP)) == (), "o_proj hands on a complete value, which the inner door may get"
+    assert checked(rules(text + attn + MLP)) == (), (
+        "o_proj hands on a complete value, which the inner door may get"
+    )
 
 
 def test_doors_of_different_arguments_do_not_meet():
-    text = "model.layers.*.mlp: {style: input_with_grad_allreduce, argument: hidden_states, output: all_reduce}\n"
+    options = "argument: hidden_states, output: all_reduce"
+    text = f"model.layers.*.mlp: {{style: input_with_grad_allreduce, {options}}}\n"
     inner = "model.layers.*.mlp.act_fn: {style: input_with_grad_allreduce, argument: mask}\n"
     assert checked(rules(text + inner + "lm_head: colwise_gather_output")) == ()
 
@@ -306,6 +320,7 @@ def test_a_length_that_does_not_divide_is_refused_with_the_padded_one():
 
 def test_sequence_parallelism_needs_an_overlay():
     assert codes(checked(rules(MLP), sequence_parallel=True)) == ["SP361"]
+    assert checked(rules(MLP), sequence_parallel=True, tp=1) == (), "over one rank it is nothing"
 
 
 def test_a_partial_embedding_needs_a_door():

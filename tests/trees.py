@@ -1,7 +1,7 @@
 """Module trees of real architectures at their real dimensions, written down without torch.
 
-The names, kinds, shapes and numbers are those that `transformers` builds; tests/test_models*.py compares trees built
-from real modules with the same expectations.
+The names, kinds, shapes and numbers are those that `transformers` builds; tests/test_models*.py compares
+trees built from real modules with the same expectations.
 """
 
 from __future__ import annotations
@@ -41,7 +41,12 @@ class Builder:
 
     def embedding(self, name: str, rows: int, features: int) -> None:
         self.add(
-            name, "Embedding", "embedding", {"weight": (rows, features)}, num_embeddings=rows, embedding_dim=features
+            name,
+            "Embedding",
+            "embedding",
+            {"weight": (rows, features)},
+            num_embeddings=rows,
+            embedding_dim=features,
         )
 
     def norm(self, name: str, size: int, class_name: str = "RMSNorm") -> None:
@@ -62,11 +67,19 @@ class Builder:
 
 
 def attention(
-    b: Builder, name: str, hidden: int, heads: int, kv_heads: int, head_dim: int, class_name: str = "LlamaAttention"
+    b: Builder,
+    name: str,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    class_name: str = "LlamaAttention",
 ) -> None:
     """Separate q, k, v and o projections; each head has `head_dim` features."""
     groups = heads // kv_heads
-    b.add(name, class_name, layer_idx=0, head_dim=head_dim, num_key_value_groups=groups, attention_dropout=0.0)
+    b.add(
+        name, class_name, layer_idx=0, head_dim=head_dim, num_key_value_groups=groups, attention_dropout=0.0
+    )
     b.linear(f"{name}.q_proj", heads * head_dim, hidden)
     b.linear(f"{name}.k_proj", kv_heads * head_dim, hidden)
     b.linear(f"{name}.v_proj", kv_heads * head_dim, hidden)
@@ -258,7 +271,13 @@ def phi3_mini(layers: int = 32) -> ModuleTree:
     for i in range(layers):
         layer = f"model.layers.{i}"
         b.add(layer, "Phi3DecoderLayer")
-        b.add(f"{layer}.self_attn", "Phi3Attention", head_dim=96, num_key_value_heads=heads, attention_dropout=0.0)
+        b.add(
+            f"{layer}.self_attn",
+            "Phi3Attention",
+            head_dim=96,
+            num_key_value_heads=heads,
+            attention_dropout=0.0,
+        )
         b.linear(f"{layer}.self_attn.o_proj", hidden, hidden)
         b.linear(f"{layer}.self_attn.qkv_proj", 3 * hidden, hidden)
         b.add(f"{layer}.mlp", "Phi3MLP")

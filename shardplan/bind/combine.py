@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
@@ -13,10 +12,11 @@ from shardplan.styles import STYLES, ParameterStyle
 CONTRADICTION = Code(
     code="SP206",
     title="a module's rule and its parameter's rule contradict each other",
-    text="""A rule for a module says how all of its parameters are held; a rule for one parameter may stand beside it
-and wins for that parameter, but it must not say something else: the module's forward and the moves around it count on
-what the module's style says. A door (`gather_seq_input`, `moe_tp_experts`, ...) says nothing about parameters, so that
-rules for single parameters of the same module are the usual way to go with it.""",
+    text="""A rule for a module says how all of its parameters are held; a rule for one parameter may stand
+beside it and wins for that parameter, but it must not say something else: the module's forward and the moves
+around it count on what the module's style says. A door (`gather_seq_input`, `moe_tp_experts`, ...) says
+nothing about parameters, so that rules for single parameters of the same module are the usual way to go with
+it.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -60,11 +60,11 @@ def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnosti
     return Diagnostic(
         code=CONTRADICTION.code,
         severity=Severity.ERROR,
-        message=f"`{module_rule.style}` holds {named(names)} {_words(module_style)}, the parameter's own rule "
-        f"`{rule.style}` holds it {_words(STYLES[rule.style].weight)}",
+        message=f"`{module_rule.style}` holds {named(names)} {_words(module_style)}, "
+        f"the parameter's own rule `{rule.style}` holds it {_words(STYLES[rule.style].weight)}",
         primary=Label(rule.location, f"holds it {_words(STYLES[rule.style].weight)}"),
         related=(Label(module_rule.location, f"holds it {_words(module_style)}"),),
-        help="remove one of the two rules, or name a door for the module and one rule for each of its parameters",
+        help="remove one of the two rules, or give the module a door and each of its parameters a rule",
         modules=names,
     )
 

@@ -12,9 +12,10 @@ from .suggestions import suggestions
 DEAD = Code(
     code="SP201",
     title="a key that matches nothing",
-    text="""Every key of a plan must match a module or a parameter of the model, by its whole dotted name: a rule that
-matches nothing leaves something whole that was meant to be split, and torch's `parallelize_module` only warns. A rule
-that only some models need says `optional: true`; a child plan removes an inherited one with the style `none`.
+    text="""Every key of a plan must match a module or a parameter of the model, by its whole dotted name: a
+rule that matches nothing leaves something whole that was meant to be split, and torch's `parallelize_module`
+only warns. A rule that only some models need says `optional: true`; a child plan removes an inherited one
+with the style `none`.
 
 The patterns of `units` and `modules` must match modules.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
@@ -56,21 +57,23 @@ def dead(
         modules_only: whether only modules could have matched.
     """
     nothing = "no module" if modules_only else "no module and no parameter"
-    tree = names.tree
+    model = names.tree.class_names[0] if names.tree.class_names else "the model"
     close = suggestions(glob, names.starred(modules_only))
     # One name for each alternative: they are one key again.
     together = len(close) == len(glob.alternatives) and " and " not in named(close)
     keys = [named(close)] if together else close
     near = " or ".join(f"`{key}`" for key in keys)
     if inherited:
-        help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")
+        help = f"remove the inherited rule with `{glob.pattern}: none`" + (
+            f"; this model has {near}" if near else ""
+        )
     else:
         help = f"write {near}" if near else "remove it"
         help += "" if modules_only else ", or say `optional: true` if only some models have it"
     return Diagnostic(
         code=DEAD.code,
         severity=Severity.WARNING if lenient else Severity.ERROR,
-        message=f"`{glob.pattern}` matches {nothing} of {tree.class_names[0] if tree.class_names else 'the model'}",
+        message=f"`{glob.pattern}` matches {nothing} of {model}",
         primary=Label(location, "matches nothing"),
         help=help,
     )

@@ -11,8 +11,8 @@ from shardplan.core.tree import ModuleTree
 OTHER_MODEL = Code(
     code="SP205",
     title="a plan for another model",
-    text="""`models` lists the Hugging Face model types or class names that a plan was written for. For another one it
-may still be right, if the names and the structure are the same, but nobody has said so.""",
+    text="""`models` lists the Hugging Face model types or class names that a plan was written for. For
+another one it may still be right, if the names and the structure are the same, but nobody has said so.""",
     bad="""# shardplan validate qwen3-8b.json mine.yaml
 version: "1"
 name: mine
@@ -43,5 +43,5 @@ def other_model(plan: PlanFile, tree: ModuleTree) -> Iterator[Diagnostic]:
         severity=Severity.WARNING,
         message=f"the plan is for {', '.join(plan.models)}, not for {model}{typed}",
         primary=Label(Location(plan.file, ("models",), "value"), "names other models"),
-        help=f"use a plan for this model, or add `{tree.model_type or model}` to `models` once the plan is verified",
+        help=f"use a plan for this model, or add `{tree.model_type or model}` to `models` once it is verified",
     )

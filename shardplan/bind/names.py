@@ -1,7 +1,8 @@
 """The names of a tree that a glob matches, found by walking tree and glob side by side.
 
-The glob's alternatives are merged into a trie of segments, so that a common beginning is walked once and a literal
-segment is a look-up: the time is linear in the names that are reached, not in the names that there are.
+The glob's alternatives are merged into a trie of segments, so that a common beginning is walked once and a
+literal segment is a look-up: the time is linear in the names that are reached, not in the names that there
+are.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class _State:
 
 
 class _Place:
-    """All the states that a name may be in, and where each next segment leads; known places are used again."""
+    """All the states that a name may be in, and where each next segment leads; known places are used
+    again."""
 
     __slots__ = ("after", "final", "literals", "states")
 
@@ -56,7 +58,9 @@ class _Place:
         self.after: dict[str, _Place | None] = {}
         # The only segments that lead on, or None where a pattern may let others through.
         free = any(state.loops or state.patterns for state in states)
-        self.literals = None if free else tuple(dict.fromkeys(text for state in states for text in state.literals))
+        self.literals = (
+            None if free else tuple(dict.fromkeys(text for state in states for text in state.literals))
+        )
 
 
 class _Walk:
@@ -97,7 +101,8 @@ class _Walk:
 
 
 class Names:
-    """The names of one tree. Rules see them at `tree.address(name)`; what is returned are the names in the model."""
+    """The names of one tree. Rules see them at `tree.address(name)`; what is returned are the names in the
+    model."""
 
     def __init__(self, tree: ModuleTree):
         self.tree = tree

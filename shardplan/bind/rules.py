@@ -1,8 +1,8 @@
-"""Rules -> assignments: expanded, compared within a section, laid over each other across sections and plans."""
+"""Rules -> assignments: expanded, compared within a section, laid over each other across sections and
+plans."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,8 +18,8 @@ from .names import Names, Reached
 BOTH = Code(
     code="SP202",
     title="a key that matches modules and parameters",
-    text="""A rule says what happens around a module, or how one parameter is stored; a key that reaches both is almost
-always one `*` too far. Name either the modules or the parameters.""",
+    text="""A rule says what happens around a module, or how one parameter is stored; a key that reaches both
+is almost always one `*` too far. Name either the modules or the parameters.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml
 version: "1"
 name: mine
@@ -37,10 +37,11 @@ tensor_parallel:
 CONFLICT = Code(
     code="SP203",
     title="two rules of one section for one module",
-    text="""No key is more specific than another, and the order of a plan's lines means nothing: where two rules of one
-section reach one module with different styles or options, the plan does not say what is to happen. Make the keys
-disjoint, or say `override: true` in the later rule, which then wins where both match. Rules of a child plan need no
-such word against their parent's, nor do those of `sequence_parallel` against `tensor_parallel`.""",
+    text="""No key is more specific than another, and the order of a plan's lines means nothing: where two
+rules of one section reach one module with different styles or options, the plan does not say what is to
+happen. Make the keys disjoint, or say `override: true` in the later rule, which then wins where both match.
+Rules of a child plan need no such word against their parent's, nor do those of `sequence_parallel` against
+`tensor_parallel`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -60,8 +61,8 @@ tensor_parallel:
 TWICE = Code(
     code="SP204",
     title="the same rule twice for one module",
-    text="""Two rules of one section say the same for one module. Nothing is wrong with the result, but one of the keys
-probably reaches further than was meant.""",
+    text="""Two rules of one section say the same for one module. Nothing is wrong with the result, but one of
+the keys probably reaches further than was meant.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -95,8 +96,8 @@ class Layer:
 
 
 def layers(plan: PlanFile, names: Names, *, sequence_parallel: bool) -> tuple[Layer, ...]:
-    """The sections that hold, the first to be covered first: tensor_parallel of the oldest ancestor to the plan's own,
-    then, with sequence parallelism, the overlays in the same order."""
+    """The sections that hold, the first to be covered first: tensor_parallel of the oldest ancestor to the
+    plan's own, then, with sequence parallelism, the overlays in the same order."""
     sections: list[tuple[PlanFile, Section, tuple[Rule, ...]]] = [
         (file, "tensor_parallel", file.tensor_parallel) for file in plan.lineage
     ]
@@ -146,13 +147,15 @@ def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator
         before = frozenset[str]().union(*(other.keys for other in stack[:i]))
         after = frozenset[str]().union(*(other.keys for other in stack[i + 1 :]))
         for rule, reached in zip(layer.rules, layer.reached, strict=True):
-            # A key that a later layer states again, letter for letter, is answered for there; `none` removes the
-            # inherited rule of that key, whether or not it would have matched.
+            # A key that a later layer states again, letter for letter, is answered for there; `none` removes
+            # the inherited rule of that key, whether or not it would have matched.
             restated = rule.pattern in after or (rule.style == NONE and rule.pattern in before)
             if not reached and not rule.optional and not restated:
                 lenient = layer.plan.lenient_dead_rules
                 inherited = layer.plan is not plan
-                yield dead(names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited)
+                yield dead(
+                    names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited
+                )
             if reached.modules and reached.parameters:
                 yield _both(rule, reached)
         yield from _clashes(layer)
@@ -164,7 +167,9 @@ def _both(rule: Rule, reached: Reached) -> Diagnostic:
         severity=Severity.ERROR,
         message=f"`{rule.pattern}` matches modules and parameters, such as {reached.modules[0]} and "
         f"{reached.parameters[0]}",
-        primary=Label(rule.location, f"matches {len(reached.modules)} modules and {len(reached.parameters)} parameters"),
+        primary=Label(
+            rule.location, f"matches {len(reached.modules)} modules and {len(reached.parameters)} parameters"
+        ),
         help="write keys that match either the modules or the parameters",
         modules=(*reached.modules, *reached.parameters),
     )
@@ -220,7 +225,9 @@ def _other_options(one: Rule, other: Rule) -> Iterator[str]:
 def _says(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
         return f"says `{rule.style}`"
-    return "says " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
+    return "says " + ", ".join(
+        f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other)
+    )
 
 
 def _written(value: object) -> str:

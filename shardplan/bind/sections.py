@@ -14,8 +14,8 @@ from .names import Names
 PARAMETERS = Code(
     code="SP207",
     title="parameters where modules are wanted",
-    text="""`units` and `modules` list modules: what is gathered, recomputed or compiled together is a module's
-forward. A parameter cannot be wrapped; name the module that owns it.""",
+    text="""`units` and `modules` list modules: what is gathered, recomputed or compiled together is a
+module's forward. A parameter cannot be wrapped; name the module that owns it.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml
 version: "1"
 name: mine
@@ -34,7 +34,8 @@ data_parallel:
 def expand(
     section: DataParallel | ActivationCheckpointing | Compile | None, field: str, names: Names
 ) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
-    """The modules that the globs of a section's field match, in the tree's order, and what is wrong with the globs."""
+    """The modules that the globs of a section's field match, in the tree's order, and what is wrong with the
+    globs."""
     if section is None:
         return (), ()
     found: set[str] = set()

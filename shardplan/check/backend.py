@@ -13,7 +13,7 @@ from .places import field_label
 MISSING = Code(
     code="SP551",
     title="a data-parallel backend that is not installed",
-    text="""`backend: megatron_fsdp` needs the package of that name, which is not a requirement of this one.""",
+    text="""`backend: megatron_fsdp` needs the package of that name, which is not required by this one.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -33,9 +33,9 @@ data_parallel:
 REPLICATES = Code(
     code="SP552",
     title="ddp with an axis that splits the model",
-    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients: it cannot shard (`dp_shard`
-above 1), and its buckets do not take the DTensor parameters of tensor parallelism. Use `fsdp2`, which replicates over
-`dp_replicate` and shards over `dp_shard`.""",
+    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients: it cannot shard
+(`dp_shard` above 1), and its buckets do not take the DTensor parameters of tensor parallelism. Use `fsdp2`,
+which replicates over `dp_replicate` and shards over `dp_shard`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine

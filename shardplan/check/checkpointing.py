@@ -10,12 +10,11 @@ from shardplan.core.tree import ancestors, named
 from .facts import Facts
 from .places import field_label
 
-
 NESTED = Code(
     code="SP380",
     title="activation checkpointing of a module and of a module around it",
-    text="""A checkpointed module is run again in backward. One inside another would be run a third time, and saves
-nothing that the outer one does not save already.""",
+    text="""A checkpointed module is run again in backward. One inside another would be run a third time, and
+saves nothing that the outer one does not save already.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine

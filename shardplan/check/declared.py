@@ -15,14 +15,16 @@ from .words import sizes
 PARTS = Code(
     code="SP304",
     title="packed parts that are not what the dimension holds",
-    text="""`packed` says how several matrices are stored as one: the number of equal parts, or the length of each part
-as an expression over the numbers of the configuration, in the order in which they are stored. The parts must make up
-the whole dimension; otherwise a rank's shard would mix q with k.""",
+    text="""`packed` says how several matrices are stored as one: the number of equal parts, or the length of
+each part as an expression over the numbers of the configuration, in the order in which they are stored. The
+parts must make up the whole dimension; otherwise a rank's shard would mix q with k.""",
     bad="""# shardplan validate phi-3-mini-4k.json mine.yaml --tp 2
 version: "1"
 name: mine
 tensor_parallel:
-  model.layers.*.self_attn: {style: input_with_grad_allreduce, divide: [config.num_attention_heads, num_key_value_heads]}
+  model.layers.*.self_attn:
+    style: input_with_grad_allreduce
+    divide: [config.num_attention_heads, num_key_value_heads]
   model.layers.*.self_attn.qkv_proj:
     style: packed_colwise
     packed: [hidden_size, num_key_value_heads, num_key_value_heads]
@@ -32,7 +34,9 @@ tensor_parallel:
 version: "1"
 name: mine
 tensor_parallel:
-  model.layers.*.self_attn: {style: input_with_grad_allreduce, divide: [config.num_attention_heads, num_key_value_heads]}
+  model.layers.*.self_attn:
+    style: input_with_grad_allreduce
+    divide: [config.num_attention_heads, num_key_value_heads]
   model.layers.*.self_attn.qkv_proj:
     style: packed_colwise
     packed:
@@ -46,8 +50,9 @@ tensor_parallel:
 DIVIDES = Code(
     code="SP305",
     title="tp does not divide what the plan says it must divide",
-    text="""`divides` names a number of the configuration (or an expression over such numbers) that tp must divide, for
-what cannot be seen in the shapes: the number of groups of a state-space model, say. The number must exist.""",
+    text="""`divides` names a number of the configuration (or an expression over such numbers) that tp must
+divide, for what cannot be seen in the shapes: the number of groups of a state-space model, say. The number
+must exist.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
 version: "1"
 name: mine
@@ -67,9 +72,9 @@ tensor_parallel:
 DIVIDE = Code(
     code="SP306",
     title="an attribute that cannot be divided by tp",
-    text="""`divide` lists numbers of the module instance, or of its configuration (`config.num_attention_heads`), that
-become their tp-th part, because the model's code reshapes with them. Each must exist on every module that the rule
-reaches, and tp must divide it.""",
+    text="""`divide` lists numbers of the module instance, or of its configuration
+(`config.num_attention_heads`), that become their tp-th part, because the model's code reshapes with them.
+Each must exist on every module that the rule reaches, and tp must divide it.""",
     bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -91,8 +96,8 @@ tensor_parallel:
 NUMBER = Code(
     code="SP308",
     title="a style that needs a number which the configuration lacks",
-    text="""`mla_kv_a_proj` needs to know how many trailing output features are the rotary part that every rank's heads
-read: the configuration's `qk_rope_head_dim`.""",
+    text="""`mla_kv_a_proj` needs to know how many trailing output features are the rotary part that every
+rank's heads read: the configuration's `qk_rope_head_dim`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -150,9 +155,15 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
 
 def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Diagnostic:
     says = {
-        PARTS.code: ("`packed` does not fit", "say the length of each part, in the order in which they are stored"),
+        PARTS.code: (
+            "`packed` does not fit",
+            "say the length of each part, in the order in which they are stored",
+        ),
         DIVIDES.code: ("`divides` has no value", "name a number of the model's configuration"),
-        DIVIDE.code: ("`divide` names nothing to divide", "name a number that the module's instance or its config has"),
+        DIVIDE.code: (
+            "`divide` names nothing to divide",
+            "name a number that the module's instance or its config has",
+        ),
         NUMBER.code: (f"`{rule.style}` needs a number", "use this style for models with that number only"),
     }
     what, help = says[code.code]
@@ -167,7 +178,9 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
 
 
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
-    seen = {r.count for r in facts.requirements if r.kind not in DECLARED}  # these counts are reported with the splits
+    seen = {
+        r.count for r in facts.requirements if r.kind not in DECLARED
+    }  # these counts are reported with the splits
     for requirement in facts.requirements:
         if requirement.kind in DECLARED and requirement.count % tp and requirement.count not in seen:
             code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")

@@ -1,4 +1,5 @@
-"""tp divides what is split: heads, features, packed parts, declared numbers, attributes. All layers at once."""
+"""tp divides what is split: heads, features, packed parts, declared numbers, attributes. All layers at
+once."""
 
 from __future__ import annotations
 
@@ -38,9 +39,9 @@ tensor_parallel:
 KEY_VALUE = Code(
     code="SP302",
     title="more tp ranks than key-value heads",
-    text="""With more ranks than key-value heads some ranks would hold no key and no value. Other frameworks copy
-key-value heads to several ranks; a plan cannot say that yet, so the largest size is the number of key-value heads, or
-a divisor of it where something else in the model limits it further.""",
+    text="""With more ranks than key-value heads some ranks would hold no key and no value. Other frameworks
+copy key-value heads to several ranks; a plan cannot say that yet, so the largest size is the number of
+key-value heads, or a divisor of it where something else in the model limits it further.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 16
 version: "1"
 name: mine
@@ -60,9 +61,10 @@ tensor_parallel:
 FEATURES = Code(
     code="SP303",
     title="tp does not divide the features that a style splits",
-    text="""A split dimension must come out even: the output features of a `colwise` matrix, the input features of a
-`rowwise` one (an MLP's intermediate size, an expert's width), and each part of a packed one. torch's own
-`parallelize_module` accepts an uneven split, and the shapes then disagree in the middle of the forward pass.""",
+    text="""A split dimension must come out even: the output features of a `colwise` matrix, the input
+features of a `rowwise` one (an MLP's intermediate size, an expert's width), and each part of a packed one.
+torch's own `parallelize_module` accepts an uneven split, and the shapes then disagree in the middle of the
+forward pass.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 3
 version: "1"
 name: mine
@@ -82,9 +84,9 @@ tensor_parallel:
 NO_SIZE = Code(
     code="SP307",
     title="no tp size above 1 works",
-    text="""Without `--tp` a plan is checked at the smallest size above 1 that divides everything it splits. Here the
-numbers have no common divisor (or a vocabulary is too small), so the plan can never be used: split less, or leave the
-module with the odd number whole.""",
+    text="""Without `--tp` a plan is checked at the smallest size above 1 that divides everything it splits.
+Here the numbers have no common divisor (or a vocabulary is too small), so the plan can never be used: split
+less, or leave the module with the odd number whole.""",
     bad="""# shardplan validate smollm2-135m.json mine.yaml
 version: "1"
 name: mine
@@ -108,9 +110,9 @@ tensor_parallel:
 NOTHING = Code(
     code="SP309",
     title="a tp axis, and nothing split over it",
-    text="""The mesh has several tp ranks, but no rule of the plan splits a parameter of this model, so that all of them
-compute the same. Either the plan has no `tensor_parallel` section, or all of its rules are optional and match
-nothing.""",
+    text="""The mesh has several tp ranks, but no rule of the plan splits a parameter of this model, so that
+all of them compute the same. Either the plan has no `tensor_parallel` section, or all of its rules are
+optional and match nothing.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -149,12 +151,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for requirement in facts.requirements:
         if requirement.count % tp and requirement.kind in CODE_OF:
             groups[requirement.kind, requirement.what, requirement.count].append(requirement)
+    largest = max(facts.allowed, default=1)
     for (kind, what, count), requirements in groups.items():
         if kind == "key_value_heads" and count < tp:
             yield _finding(
                 KEY_VALUE,
                 f"{what} is {count}: with tp={tp} there are more ranks than key-value heads",
-                f"use at most tp {max(facts.allowed, default=1)}, the largest size that works for this model and plan",
+                f"use at most tp {largest}, the largest size that works for this model and plan",
                 requirements,
             )
         else:
@@ -167,7 +170,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _finding(code: Code, message: str, help: str, requirements: list[Requirement]) -> Diagnostic:
-    # The rule of an output side is the same with and without the overlay: both variants then give one finding.
+    # The rule of an output side is the same with and without the overlay: both variants then give one
+    # finding.
     first = next((r for r in requirements if r.from_output), requirements[0])
     return Diagnostic(
         code=code.code,
@@ -186,11 +190,14 @@ def _no_size(facts: Facts) -> Diagnostic:
     # What alone stands in the way: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
-        help = f"leave whole what {alone[0][0]} counts, {named(name for r in groups[alone[0]] for name in r.modules)}, with its whole block"
+        counted = named(name for requirement in groups[alone[0]] for name in requirement.modules)
+        help = f"leave whole what {alone[0][0]} counts, {counted}, with its whole block"
     else:
         help = "split less: leave whole the blocks whose numbers have no divisor in common with the others"
     counts = [f"{what} {count}" for what, count in groups]
-    shown = counts if len(counts) <= MOST_COUNTS else [*counts[:MOST_COUNTS], f"{len(counts) - MOST_COUNTS} more"]
+    shown = (
+        counts if len(counts) <= MOST_COUNTS else [*counts[:MOST_COUNTS], f"{len(counts) - MOST_COUNTS} more"]
+    )
     return Diagnostic(
         code=NO_SIZE.code,
         severity=Severity.ERROR,

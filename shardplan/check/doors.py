@@ -13,14 +13,13 @@ from shardplan.core.tree import named, parent
 from .facts import Facts
 from .regions import hands, inside
 
-
 NESTED = Code(
     code="SP363",
     title="a door inside a door that has moved the value already",
-    text="""A door moves the argument of its module once for everything inside. A second door of the same kind further
-in would move it again: a gathered sequence would be gathered once more, a gradient all-reduced twice and then be
-too large by the tp size, with the loss unchanged. Keep the outer door for a block whose parts all read the same value,
-or the inner ones.""",
+    text="""A door moves the argument of its module once for everything inside. A second door of the same kind
+further in would move it again: a gathered sequence would be gathered once more, a gradient all-reduced twice
+and then be too large by the tp size, with the loss unchanged. Keep the outer door for a block whose parts all
+read the same value, or the inner ones.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -38,9 +37,9 @@ extends: mixtral
 UNSPLIT = Code(
     code="SP364",
     title="gathering a sequence that nothing splits",
-    text="""`gather_seq_input` and `colwise_seq` gather the sequence from all ranks, but no rule of the plan splits it
-first: every rank has it whole already. Under `tensor_parallel` the door of a block is `input_with_grad_allreduce`;
-the gathering doors belong under `sequence_parallel`.""",
+    text="""`gather_seq_input` and `colwise_seq` gather the sequence from all ranks, but no rule of the plan
+splits it first: every rank has it whole already. Under `tensor_parallel` the door of a block is
+`input_with_grad_allreduce`; the gathering doors belong under `sequence_parallel`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -91,8 +90,8 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NESTED.code,
             severity=Severity.ERROR,
-            message=f"the door `{rule.style}` for {named(names)} is inside the door `{outer_rule.style}`, which has moved "
-            "the value already",
+            message=f"the door `{rule.style}` for {named(names)} is inside the door `{outer_rule.style}`, "
+            "which has moved the value already",
             primary=Label(rule.location, "moves it again"),
             related=(Label(outer_rule.location, "moves it first"),),
             help="remove one of the two doors",
@@ -114,7 +113,9 @@ def _argument(facts: Facts, door: Assignment) -> str | None:
     return "*" if facts.style(door).argument == "floats" else door.rule.argument
 
 
-def _handed_within(region: list[tuple[str, tuple[Layout, ...]]], door: str, takes: tuple[Layout, ...]) -> bool:
+def _handed_within(
+    region: list[tuple[str, tuple[Layout, ...]]], door: str, takes: tuple[Layout, ...]
+) -> bool:
     """Whether a rule of the region, outside the door itself, hands on what the door takes."""
     within = (handed for name, handed in region if name != door and not name.startswith(f"{door}."))
     return any(layout in takes for handed in within for layout in handed)
@@ -134,9 +135,9 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=UNSPLIT.code,
             severity=Severity.ERROR,
-            message=f"`{rule.style}` for {named(names)} gathers the sequence, which no rule of the plan splits",
+            message=f"`{rule.style}` for {named(names)} gathers the sequence, which no rule splits",
             primary=Label(rule.location, "gathers the sequence"),
-            help="use `input_with_grad_allreduce` for the door of a tensor-parallel block and `colwise` for a matrix, or "
-            "write the rule under `sequence_parallel`",
+            help="use `input_with_grad_allreduce` for the door of a tensor-parallel block and `colwise` for a "
+            "matrix, or write the rule under `sequence_parallel`",
             modules=tuple(names),
         )

@@ -13,11 +13,11 @@ from .words import join
 DROPOUT = Code(
     code="SP370",
     title="dropout above 0 with tp above 1",
-    text="""Dropout on split heads must differ between the tp ranks, dropout on whole values must agree (without
-sequence parallelism), and the random numbers of the ranks follow one seed that knows nothing of either. Until they
-are managed, dropout above 0 is refused wherever it stands in the model, also in parts that the plan leaves whole:
-there, ranks with different seeds would silently compute different values that are taken for equal. Most models are
-trained without dropout; set it to 0 in the configuration.""",
+    text="""Dropout on split heads must differ between the tp ranks, dropout on whole values must agree
+(without sequence parallelism), and the random numbers of the ranks follow one seed that knows nothing of
+either. Until they are managed, dropout above 0 is refused wherever it stands in the model, also in parts that
+the plan leaves whole: there, ranks with different seeds would silently compute different values that are
+taken for equal. Most models are trained without dropout; set it to 0 in the configuration.""",
     bad="""# shardplan validate gpt2.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -47,12 +47,14 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         return
     values = {p for found in active.values() for p in found.values()}
     fields = {name: p for name, p in _probabilities("other", tree.numbers).items() if p in values}
-    attributes = [name if attribute == "p" else f"{name}.{attribute}" for name in active for attribute in active[name]]
+    attributes = [
+        name if attribute == "p" else f"{name}.{attribute}" for name in active for attribute in active[name]
+    ]
     yield Diagnostic(
         code=DROPOUT.code,
         severity=Severity.ERROR,
-        message=f"dropout is {join([str(p) for p in sorted(values)], 'and')} in {named(attributes)}, and its random "
-        f"numbers are not managed across tp={facts.tp}",
+        message=f"dropout is {join([str(p) for p in sorted(values)], 'and')} in {named(attributes)}, "
+        f"and its random numbers are not managed across tp={facts.tp}",
         notes=tuple(f"config: {name} is {p}" for name, p in fields.items()),
         help=f"set {join(list(fields), 'and')} to 0 in the config" if fields else "set these attributes to 0",
         modules=tuple(active),
@@ -60,7 +62,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _probabilities(kind: str, numbers: Mapping[str, int | float]) -> dict[str, float]:
-    """The dropout probabilities above 0: `p` of an nn.Dropout, any float in (0, 1] whose name speaks of dropping."""
+    """The dropout probabilities above 0: `p` of an nn.Dropout, any float in (0, 1] whose name speaks of
+    dropping."""
     return {
         name: value
         for name, value in numbers.items()

@@ -1,4 +1,5 @@
-"""What several checks read: how each parameter is held, and what tp has to divide. Computed once per bound plan."""
+"""What several checks read: how each parameter is held, and what tp has to divide. Computed once per bound
+plan."""
 
 from __future__ import annotations
 
@@ -160,8 +161,8 @@ class Facts:
 
     @cached_property
     def tp(self) -> int | None:
-        """The tp size to check: the one that was asked for, else the smallest allowed one above 1, if there is any; 1 for
-        a plan that splits nothing."""
+        """The tp size to check: the one that was asked for, else the smallest allowed one above 1, if there
+        is any; 1 for a plan that splits nothing."""
         if self.resolved.sizes.tp is not None or not self.splits:
             return self.resolved.sizes.tp or 1
         return next((size for size in self.allowed if size > 1), None)

@@ -1,10 +1,11 @@
 """What FSDP2 refuses, said before it is called.
 
-Read in torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py: dim 0 is padded, also
-where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is refused. What is refused: a list
-without a forward as a unit (`_fsdp_init.py`, `_validate_module`), parameters without dimensions
-(`_verify_managed_param`), trainable parameters of several dtypes in one unit (`_fsdp_param_group.py`,
-`_init_mp_dtypes`), and a number of ranks to reshard to that does not divide (`_get_post_forward_mesh_info`).
+Read in torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py: dim 0
+is padded, also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is
+refused. What is refused: a list without a forward as a unit (`_fsdp_init.py`, `_validate_module`), parameters
+without dimensions (`_verify_managed_param`), trainable parameters of several dtypes in one unit
+(`_fsdp_param_group.py`, `_init_mp_dtypes`), and a number of ranks to reshard to that does not divide
+(`_get_post_forward_mesh_info`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .words import join
 LIST = Code(
     code="SP330",
     title="a list of modules as an FSDP unit",
-    text="""A unit's parameters are gathered when its forward begins. A `ModuleList` or `ModuleDict` has no forward of
-its own, so FSDP2 refuses it: name its elements.""",
+    text="""A unit's parameters are gathered when its forward begins. A `ModuleList` or `ModuleDict` has no
+forward of its own, so FSDP2 refuses it: name its elements.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -42,7 +43,7 @@ data_parallel:
 SCALAR = Code(
     code="SP331",
     title="a parameter without dimensions under FSDP2",
-    text="""FSDP2 splits dim 0 of every parameter, and a scalar has none. Give it the shape [1] in the model.""",
+    text="""FSDP2 splits dim 0 of every parameter, and a scalar has none. Give it the shape [1].""",
     bad="""# shardplan validate mixtral-scalar-gate.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -60,9 +61,9 @@ data_parallel:
 DTYPES = Code(
     code="SP332",
     title="parameters of several dtypes in one FSDP unit",
-    text="""The gradients of a unit are reduced in one buffer, so its trainable parameters must have one dtype; torch
-refuses it at the first step. Make what differs a unit of its own, or convert the model to one dtype and say the
-compute dtype in `mixed_precision`.""",
+    text="""The gradients of a unit are reduced in one buffer, so its trainable parameters must have one
+dtype; torch refuses it at the first step. Make what differs a unit of its own, or convert the model to one
+dtype and say the compute dtype in `mixed_precision`.""",
     bad="""# shardplan validate mixtral-float64-router.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -80,8 +81,8 @@ data_parallel:
 RESHARD = Code(
     code="SP333",
     title="reshard_after_forward is no divisor of the FSDP size",
-    text="""As a number, `reshard_after_forward` says over how many ranks a unit is split again between forward and
-backward; the FSDP ranks (`dp_shard` times `cp`) are divided into groups of that size.""",
+    text="""As a number, `reshard_after_forward` says over how many ranks a unit is split again between
+forward and backward; the FSDP ranks (`dp_shard` times `cp`) are divided into groups of that size.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 8
 version: "1"
 name: mine
@@ -109,7 +110,8 @@ def fully_shards(resolved: ResolvedPlan) -> bool:
 
 
 def severity(resolved: ResolvedPlan) -> Severity:
-    """An error where FSDP2 takes part; a warning where the sizes leave it out but the plan would not work with it."""
+    """An error where FSDP2 takes part; a warning where the sizes leave it out but the plan would not work
+    with it."""
     sizes = resolved.sizes
     return Severity.ERROR if sizes.dp_shard * sizes.dp_replicate * sizes.cp > 1 else Severity.WARNING
 

@@ -17,9 +17,9 @@ from .words import join
 SIBLING = Code(
     code="SP350",
     title="a matrix left whole beside split siblings",
-    text="""Linear modules of one parent work on the same heads or features. Where some of them are split over tp and
-one is not named at all, that one computes on a value of another width, or its gradient is incomplete. If a whole copy
-is meant, say so with `replicate`.""",
+    text="""Linear modules of one parent work on the same heads or features. Where some of them are split over
+tp and one is not named at all, that one computes on a value of another width, or its gradient is incomplete.
+If a whole copy is meant, say so with `replicate`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -39,9 +39,10 @@ tensor_parallel:
 PARAMETER = Code(
     code="SP351",
     title="a parameter that no rule names, beside split ones",
-    text="""A parameter of the module itself (attention sinks, a bias, a stack of expert biases) is whole unless a rule
-splits it. Beside parameters that are split it then has another width than they, or a gradient of which each rank
-computes a part. If a whole copy is meant, say so with `replicate` or `replicated_with_grad_allreduce`.""",
+    text="""A parameter of the module itself (attention sinks, a bias, a stack of expert biases) is whole
+unless a rule splits it. Beside parameters that are split it then has another width than they, or a gradient
+of which each rank computes a part. If a whole copy is meant, say so with `replicate` or
+`replicated_with_grad_allreduce`.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -67,8 +68,12 @@ MATMUL = ("linear", "conv1d")
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for all that stands beside what the same rules split."""
     tree = facts.resolved.tree
-    own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
-    split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
+    own: dict[str, dict[str, Rule]] = defaultdict(
+        dict
+    )  # by module: its parameters that are split, and their rules
+    split: dict[str, dict[str, Rule]] = defaultdict(
+        dict
+    )  # by parent: its matrices that are split, and their rules
     for held in facts.splits:
         if stays_split(held):
             for name in held.names:
@@ -79,9 +84,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     whole: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
     for around, siblings in split.items():
         for name in tree.children[around]:
-            if name not in own and tree.modules[name].kind in MATMUL and not facts.claimed(name):
-                if not _feeds(facts, tree.modules[name], siblings):
-                    whole.setdefault(_ids(siblings), ([], siblings))[0].append(name)
+            if name not in own and _is_forgotten(facts, tree.modules[name], siblings):
+                whole.setdefault(_ids(siblings), ([], siblings))[0].append(name)
     bare: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
     for owner in dict.fromkeys((*split, *own)):
         beside = split.get(owner, {}) | own.get(owner, {})
@@ -91,6 +95,11 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     yield from (_finding(PARAMETER, names, beside) for names, beside in bare.values())
 
 
+def _is_forgotten(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
+    """Whether a module beside split matrices is one that no rule names."""
+    return module.kind in MATMUL and not facts.claimed(module.name) and not _feeds(facts, module, siblings)
+
+
 def _ids(rules: Mapping[str, Rule]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(map(id, rules.values())))
 
@@ -98,12 +107,16 @@ def _ids(rules: Mapping[str, Rule]) -> tuple[int, ...]:
 def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     """Whether the matrix comes before a split one that reads it whole: the first half of a low-rank projection.
 
-    Its output is as wide as a sibling's input and it reads something else than that sibling does; nor does it read
-    what a sibling splits.
+    Its output is as wide as a sibling's input and it reads something else than that sibling does; nor does it
+    read what a sibling splits.
     """
     modules = facts.resolved.tree.modules
     weights = {name: facts.held.get(f"{name}.weight") for name in siblings}
-    split = [_widths(modules[name]) for name, held in weights.items() if held is not None and held.how.shard == "out"]
+    split = [
+        _widths(modules[name])
+        for name, held in weights.items()
+        if held is not None and held.how.shard == "out"
+    ]
     own = _widths(module)
     if own is None:
         return False
@@ -131,12 +144,12 @@ def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
 def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
     what = named(names)
     beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
-    one = " and " not in what
+    replicate = "replicate" if " and " in what else f"{what}: replicate"
     return Diagnostic(
         code=code.code,
         severity=Severity.WARNING,
         message=f"no rule names {what}, which stays whole beside the split {beside}",
         primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
-        help=f"add a rule; if a whole copy is meant, {f'`{what}: replicate`' if one else '`replicate`'} says so",
+        help=f"add a rule; if a whole copy is meant, `{replicate}` says so",
         modules=tuple(names),
     )

@@ -15,10 +15,10 @@ from .words import join
 KIND = Code(
     code="SP310",
     title="a style that does not fit the module",
-    text="""A style splits the weight of a certain kind of module: `colwise` and `rowwise` a matrix multiplication
-(`nn.Linear`, or the transposed `Conv1D` of GPT-2, whose orientation is taken care of), `embedding_rowwise` a look-up
-table. A norm has no features to split apart: it needs all of them for its mean. What the model calls a module plays
-no part, only what it is.""",
+    text="""A style splits the weight of a certain kind of module: `colwise` and `rowwise` a matrix
+multiplication (`nn.Linear`, or the transposed `Conv1D` of GPT-2, whose orientation is taken care of),
+`embedding_rowwise` a look-up table. A norm has no features to split apart: it needs all of them for its mean.
+What the model calls a module plays no part, only what it is.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -38,9 +38,9 @@ tensor_parallel:
 PARAMETER = Code(
     code="SP311",
     title="a style that works on modules only, on a parameter",
-    text="""A rule may name a single parameter (`model.layers.*.mlp.experts.gate_up_proj`) where only its storage is to
-be said: then there is no forward around which a value could be moved. Styles that move values, look up ids or start
-from the sequence need the module.""",
+    text="""A rule may name a single parameter (`model.layers.*.mlp.experts.gate_up_proj`) where only its
+storage is to be said: then there is no forward around which a value could be moved. Styles that move values,
+look up ids or start from the sequence need the module.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -58,8 +58,8 @@ tensor_parallel:
 DIMENSION = Code(
     code="SP312",
     title="a parameter without the dimension that the style splits",
-    text="""`rowwise` splits input features. A bias, a norm's weight or any other one-dimensional parameter has output
-features only, and a parameter without dimensions has none.""",
+    text="""`rowwise` splits input features. A bias, a norm's weight or any other one-dimensional parameter
+has output features only, and a parameter without dimensions has none.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine

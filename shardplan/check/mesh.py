@@ -11,8 +11,9 @@ from .facts import Facts
 AXIS = Code(
     code="SP550",
     title="a mesh axis that is not supported yet",
-    text="""Meshes may name the axes `ep` (expert parallelism) and `pp` (pipeline parallelism), and with size 1 they are
-ignored. Larger ones would need experts distributed over ranks, or layers over stages, which plans cannot say yet.""",
+    text="""Meshes may name the axes `ep` (expert parallelism) and `pp` (pipeline parallelism), and with size
+1 they are ignored. Larger ones would need experts distributed over ranks, or layers over stages, which plans
+cannot say yet.""",
 )
 
 CODES = (AXIS,)

@@ -41,14 +41,17 @@ def packed_parts(resolved: ResolvedPlan, held: Held) -> tuple[int, ...] | str:
         if isinstance(part, str):
             return part
     if sum(parts) != held.size:
-        return f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {held.size} features"
+        return (
+            f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {held.size} features"
+        )
     return tuple(parts)
 
 
 def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int | str | None:
     """The number that a `divide` path names on the module, or why there is none.
 
-    None where only a nested config, of which it is unknown whether it is this module's, has it in several values.
+    None where only a nested config, of which it is unknown whether it is this module's, has it in several
+    values.
     """
     tree = resolved.tree
     if path.startswith(CONFIG):

@@ -9,7 +9,8 @@ from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel
 
 
 def field_label(section: DataParallel | ActivationCheckpointing | Compile | None, field: str) -> Label | None:
-    """The value of the field, in the document that sets it; else the section, if it stands in a document at all."""
+    """The value of the field, in the document that sets it; else the section, if it stands in a document at
+    all."""
     if section is None:
         return None
     if field in section.given:

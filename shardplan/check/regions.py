@@ -1,4 +1,5 @@
-"""What rules hand on, and what reaches the inside of a door: as far as it is certain from the structure alone."""
+"""What rules hand on, and what reaches the inside of a door: as far as it is certain from the structure
+alone."""
 
 from __future__ import annotations
 

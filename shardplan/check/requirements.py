@@ -1,7 +1,8 @@
 """What tp has to divide: heads, features, packed parts, declared numbers and attributes, collected once.
 
-A dimension that is split into whole heads needs its number of heads divided, any other its number of features. The
-rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv 1909.08053, section 3).
+A dimension that is split into whole heads needs its number of heads divided, any other its number of
+features. The rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv
+1909.08053, section 3).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ if TYPE_CHECKING:
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
 
 WHOLE_HEAD = {"head_dim", "head_size"}  # what modules call the features of one head
-HEAD_SIZES = ("head_dim", "head_size", "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
+HEAD_SIZES = (
+    "head_dim",
+    "head_size",
+    "qk_head_dim",
+    "v_head_dim",
+)  # or those of its share in q and k, and in v
 LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
 WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
 
@@ -55,7 +61,12 @@ class Requirement:
 def requirements(facts: Facts) -> Iterator[Requirement]:
     """All requirements, in the tree's order: those of the splits, then the declared ones."""
     numbers = facts.resolved.tree.numbers
-    pieces = [(held, piece) for held in facts.splits if not vocabulary_rows(facts, held) for piece in _pieces(facts, held)]
+    pieces = [
+        (held, piece)
+        for held in facts.splits
+        if not vocabulary_rows(facts, held)
+        for piece in _pieces(facts, held)
+    ]
     heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
     most_heads: dict[str, int] = defaultdict(int)
     for held, _, heads in heads_of:
@@ -65,7 +76,9 @@ def requirements(facts: Facts) -> Iterator[Requirement]:
     for held, piece, heads in heads_of:
         from_output = held.how.shard == "out"
         if heads is None:
-            yield Requirement(piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output)
+            yield Requirement(
+                piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output
+            )
             continue
         fewer = heads < most_heads[held.around.name]
         what = head_words(heads, fewer, numbers) or f"the number of heads of {named(held.assigned)}"
@@ -82,7 +95,9 @@ def _declared(facts: Facts) -> Iterator[Requirement]:
         for expression in rule.divides:
             count = declared(expression, resolved.tree.numbers)
             if isinstance(count, int):
-                groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
+                groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(
+                    assignment.name
+                )
         for path in rule.divide:
             count = attribute(resolved, assignment, path)
             if isinstance(count, int):
@@ -104,22 +119,29 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
     """How many heads a length splits into, or None where its shards need not be whole heads.
 
     By structure: the module around knows the size of a head, and the value stays split between this matrix
-    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q and k and
-    one for v), that which gives a number of heads of the configuration.
+    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
+    and k and one for v), that which gives a number of heads of the configuration.
     """
     if not stays_split(held):
         return None
     numbers, own = facts.resolved.tree.numbers, held.around.numbers
     head_sizes = {name: own[name] for name in HEAD_SIZES if name in own}
     counts = {n: size // width for n, width in head_sizes.items() if width > 0 and size % width == 0}
-    agreed = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(counts.values())
+    agreed = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(
+        counts.values()
+    )
     if agreed:
         return max(agreed)
-    return next(iter(counts.values()), None) if head_sizes.keys() <= WHOLE_HEAD and len(head_sizes) == 1 else None
+    return (
+        next(iter(counts.values()), None)
+        if head_sizes.keys() <= WHOLE_HEAD and len(head_sizes) == 1
+        else None
+    )
 
 
 def stays_split(held: Held) -> bool:
-    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already is."""
+    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already
+    is."""
     if held.how.shard == "out":
         return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
     return V(-1) in held.style.takes
@@ -136,8 +158,8 @@ def _features(facts: Facts, held: Held, size: int) -> str:
 
 
 def allowed_sizes(facts: Facts) -> tuple[int, ...]:
-    """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where the plan
-    splits nothing."""
+    """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where
+    the plan splits nothing."""
     if not facts.splits:
         return (1,)
     common = gcd(*(requirement.count for requirement in facts.requirements))

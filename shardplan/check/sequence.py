@@ -15,9 +15,9 @@ from .regions import hands
 LENGTH = Code(
     code="SP360",
     title="a sequence length that tp does not divide",
-    text="""Under sequence parallelism each rank holds `length / tp` tokens between the blocks. Uneven slices are
-refused before anything is communicated: gloo would abort and NCCL would wait for ever. Pad the batch to the length
-that the message names.""",
+    text="""Under sequence parallelism each rank holds `length / tp` tokens between the blocks. Uneven slices
+are refused before anything is communicated: gloo would abort and NCCL would wait for ever. Pad the batch to
+the length that the message names.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8 --sequence-parallel --seq-len 4097
 version: "1"
 name: mine
@@ -33,8 +33,8 @@ extends: llama
 NO_OVERLAY = Code(
     code="SP361",
     title="sequence parallelism without a `sequence_parallel` section",
-    text="""Sequence parallelism was asked for, but neither the plan nor what it extends has a `sequence_parallel`
-section that says which modules work on a slice of the sequence.""",
+    text="""Sequence parallelism was asked for, but neither the plan nor what it extends has a
+`sequence_parallel` section that says which modules work on a slice of the sequence.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
 version: "1"
 name: mine
@@ -54,9 +54,9 @@ tensor_parallel:
 NO_ENTRANCE = Code(
     code="SP362",
     title="an embedding for sequence parallelism without the door behind it",
-    text="""`embedding_rowwise_seq` leaves the sequence whole, for the model to compute positions and masks from its
-length; a `split_seq_input` door at the first block then gives each rank its slice. Without that door the blocks hand
-on slices while the embedding hands on the whole sequence, and the two are added.""",
+    text="""`embedding_rowwise_seq` leaves the sequence whole, for the model to compute positions and masks
+from its length; a `split_seq_input` door at the first block then gives each rank its slice. Without that door
+the blocks hand on slices while the embedding hands on the whole sequence, and the two are added.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
 version: "1"
 name: mine
@@ -75,15 +75,16 @@ CODES = (LENGTH, NO_OVERLAY, NO_ENTRANCE)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Nothing without sequence parallelism."""
+    """Nothing without sequence parallelism, which is what it is over a single rank."""
     resolved = facts.resolved
-    if not resolved.sequence_parallel:
+    if not resolved.sequence_parallel or resolved.sizes.tp == 1:
         return
     if not resolved.plan.has_overlay:
         yield Diagnostic(
             code=NO_OVERLAY.code,
             severity=Severity.ERROR,
-            message=f"sequence parallelism was asked for, but `{resolved.plan.name}` has no `sequence_parallel` section",
+            message=f"sequence parallelism was asked for, but `{resolved.plan.name}` has no "
+            "`sequence_parallel` section",
             primary=Label(Location(resolved.plan.file)),
             help="add the section, or leave sequence parallelism off",
         )
@@ -112,12 +113,16 @@ def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) 
     tree = facts.resolved.tree
     first = block(slices[0].name)
     in_list = first.rpartition(".")[2].isdecimal()
-    line = f"`{tree.address(first)}: split_seq_input`" if in_list else "a `split_seq_input` rule for the first block"
+    line = (
+        f"`{tree.address(first)}: split_seq_input`"
+        if in_list
+        else "a `split_seq_input` rule for the first block"
+    )
     return Diagnostic(
         code=NO_ENTRANCE.code,
         severity=Severity.ERROR,
-        message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, and no `split_seq_input` "
-        "door splits it for the blocks that hand on slices",
+        message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, and no "
+        "`split_seq_input` door splits it for the blocks that hand on slices",
         primary=Label(waiting[0].rule.location, "leaves the sequence whole"),
         related=(Label(slices[0].rule.location, "hands on a slice of the sequence"),),
         help=f"add {line} under `sequence_parallel`",

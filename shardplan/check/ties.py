@@ -17,10 +17,10 @@ from .places import field_label
 HELD = Code(
     code="SP340",
     title="tied parameters held in two ways",
-    text="""An embedding and an output head that share their weight are one parameter, so both rules must hold it in
-the same way: the rows of the embedding are the output features of the head, and `embedding_rowwise` with a `colwise`
-style for the head splits both along dim 0. Held in two ways, the parameter would fall apart into two, the embedding's
-gradient would miss the head's part, and the loss would not show it.""",
+    text="""An embedding and an output head that share their weight are one parameter, so both rules must hold
+it in the same way: the rows of the embedding are the output features of the head, and `embedding_rowwise`
+with a `colwise` style for the head splits both along dim 0. Held in two ways, the parameter would fall apart
+into two, the embedding's gradient would miss the head's part, and the loss would not show it.""",
     bad="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -39,9 +39,9 @@ tensor_parallel:
 UNITS = Code(
     code="SP341",
     title="tied parameters in two FSDP units",
-    text="""FSDP2 gathers the parameters of a unit together and frees them together. A parameter that is used under
-two names must belong to one unit, or the second use finds it freed; torch refuses it when the model first runs. Leave
-both modules out of `units` (they then belong to the root), or name one module around both.""",
+    text="""FSDP2 gathers the parameters of a unit together and frees them together. A parameter that is used
+under two names must belong to one unit, or the second use finds it freed; torch refuses it when the model
+first runs. Leave both modules out of `units` (they then belong to the root), or name one module around both.""",
     bad="""# shardplan validate llama-3.2-1b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -63,6 +63,11 @@ data_parallel:
 )
 
 CODES = (HELD, UNITS)
+
+BY_ROWS = {
+    "embedding": "embedding_rowwise",
+    "linear": "colwise_gather_output",
+}  # the usual styles that split dim 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,9 @@ def _place(facts: Facts, name: str) -> Place:
 
 def _held(facts: Facts, places: dict[str, Place]) -> Diagnostic:
     rules = {name: facts.held[name].rule for name in places if name in facts.held}
-    first = next(name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules)
+    first = next(
+        name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules
+    )
     return Diagnostic(
         code=HELD.code,
         severity=Severity.ERROR,
@@ -126,12 +133,16 @@ def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> s
     tree = facts.resolved.tree
     owners = {name: tree.parameters[name][0] for name in places if name in tree.parameters}
     lines = [
-        f"`{tree.address(owner.name)}: {'embedding_rowwise' if owner.kind == 'embedding' else 'colwise_gather_output'}`"
+        f"`{tree.address(owner.name)}: {BY_ROWS[owner.kind]}`"
         for name, owner in owners.items()
-        if owner.kind in ("embedding", "linear") and places[name].dim != 0
+        if owner.kind in BY_ROWS and places[name].dim != 0
     ]
     rows = any(place.dim == 0 for place in places.values())
-    return f"add or change {' and '.join(lines)}" if rows and lines else "keep all of them whole, or split all along dim 0"
+    return (
+        f"add or change {' and '.join(lines)}"
+        if rows and lines
+        else "keep all of them whole, or split all along dim 0"
+    )
 
 
 def _units(facts: Facts, units: dict[str, str]) -> Diagnostic:

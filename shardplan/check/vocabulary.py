@@ -15,8 +15,8 @@ UNEVEN = Code(
     code="SP320",
     title="a vocabulary that tp does not divide",
     text="""The rows of a vocabulary need not divide: embedding, head and loss deal them in chunks of
-`ceil(rows / tp)`, and the last rank has fewer. That is right; it costs a little balance, and a vocabulary padded to a
-multiple of the tp size (64 or 128 is usual) costs nothing.""",
+`ceil(rows / tp)`, and the last rank has fewer. That is right; it costs a little balance, and a vocabulary
+padded to a multiple of the tp size (64 or 128 is usual) costs nothing.""",
     bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 4
 version: "1"
 name: mine
@@ -36,8 +36,8 @@ tensor_parallel:
 EMPTY = Code(
     code="SP321",
     title="a vocabulary with too few rows for every rank",
-    text="""With chunks of `ceil(rows / tp)` rows the last rank would get none. FSDP2 cannot reduce the gradient of an
-empty shard (torch 2.13: "_chunk_cat expects non-empty tensor").""",
+    text="""With chunks of `ceil(rows / tp)` rows the last rank would get none. FSDP2 cannot reduce the
+gradient of an empty shard (torch 2.13: "_chunk_cat expects non-empty tensor").""",
     bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 513
 version: "1"
 name: mine

@@ -1,4 +1,5 @@
-"""How the rows of a vocabulary are dealt to the ranks: in ceil-chunks, one formula for embedding, head and loss."""
+"""How the rows of a vocabulary are dealt to the ranks: in ceil-chunks, one formula for embedding, head and
+loss."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ if TYPE_CHECKING:
 def vocabulary_rows(facts: Facts, held: Held) -> bool:
     """Whether the split dim holds the rows of a vocabulary, which need not divide.
 
-    By structure: rows that are looked up by id; or the output features of a head that hands on all of them (or a
-    DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is split by rows.
+    By structure: rows that are looked up by id; or the output features of a head that hands on all of them
+    (or a DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is split by
+    rows.
     """
     if held.style.vocabulary:
         return True
