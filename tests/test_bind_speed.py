@@ -44,10 +44,10 @@ def test_405b_takes_some_tens_of_milliseconds():
 
 
 def test_thousands_of_names_are_walked_once():
-    tree = experts(layers=30, count=128)
-    assert len(tree.modules) + len(tree.parameters) > 25_000
+    tree = experts(layers=20, count=64)
+    assert len(tree.modules) + len(tree.parameters) > 8_000
     binding, checking = seconds(plan(EXPERTS), tree)
-    assert binding < 1.0 and checking < 2.0, "measured: 0.1 s and 0.2 s on an idle machine"
+    assert binding < 0.5 and checking < 1.0, "measured: 0.03 s and 0.07 s on an idle machine"
 
 
 def test_alternatives_share_their_way():
