@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.parse import CODES, json_schema, parse_plan, parse_text
-from shardplan.parse import schema as schema_module
 from shardplan.parse.files import CannotRead, read_text
 from shardplan.parse.json_reader import read_json
 from shardplan.parse.nodes import to_data
@@ -120,19 +119,9 @@ def test_schema_and_library_agree_on_edits_of_a_plan(data: object) -> None:
     agree(data, {d.code for d in parse_text(json.dumps(data), format="json").diagnostics})
 
 
-def test_the_schema_is_valid_and_the_file_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_is_valid_and_editors_have_it() -> None:
     jsonschema.Draft202012Validator.check_schema(json_schema())
-    assert schema_module.main(["--check"]) == 0, capsys.readouterr().err
-    assert json.loads(schema_module.FILE.read_text("utf-8")) == json_schema()
-
-
-def test_an_outdated_file_says_what_to_type(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(schema_module, "FILE", tmp_path / "plan.schema.json")
-    assert schema_module.main(["--check"]) == 1
-    assert "python -m shardplan.parse.schema --write" in capsys.readouterr().err
-    assert schema_module.main(["--write"]) == 0
-    assert schema_module.main(["--check"]) == 0
-    assert schema_module.main([]) == 2
+    assert json.loads((ROOT / "schemas" / "plan.schema.json").read_text("utf-8")) == json_schema()
 
 
 def objects(schema: object, path: str = "#"):

@@ -1,18 +1,9 @@
-"""The JSON Schema of plans, draft 2020-12, made from the models.
-
-    python -m shardplan.parse.schema --write    writes schemas/plan.schema.json
-    python -m shardplan.parse.schema --check    fails where that file is not up to date
-"""
+"""The JSON Schema of plans, draft 2020-12, made from the models. `schemas/plan.schema.json` holds it for editors."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).parents[2] / "schemas" / "plan.schema.json"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -35,27 +26,3 @@ def _plain(schema: Any) -> Any:
     if isinstance(schema, list):
         return [_plain(item) for item in schema]
     return schema
-
-
-def text() -> str:
-    """The schema as the file holds it."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
-
-
-def main(argv: Sequence[str]) -> int:
-    """Writes or checks the file; returns the exit code."""
-    if list(argv) == ["--write"]:
-        FILE.write_text(text(), "utf-8")
-        return 0
-    if list(argv) == ["--check"]:
-        if FILE.exists() and FILE.read_text("utf-8") == text():
-            return 0
-        command = "python -m shardplan.parse.schema --write"
-        print(f"schemas/plan.schema.json is not what the models say: run `{command}`", file=sys.stderr)
-        return 1
-    print("usage: python -m shardplan.parse.schema --write | --check", file=sys.stderr)
-    return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
