@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -170,7 +171,7 @@ class Recorder(TorchFunctionMode):
         self._positions: Counter[tuple[str, int]] = Counter()
         self._inside = 0  # atoms and operations that run now
         self._entered: list[tuple[int, ...]] = []
-        self._failed: Event | None = None
+        self._failed: tuple[Exception, Event] | None = None
 
     # What a subclass changes.
 
@@ -270,24 +271,33 @@ class Recorder(TorchFunctionMode):
         return result
 
     def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> None:
-        if self._failed is None:
+        if self._failed is None or self._failed[0] is not error:  # the model may have caught an earlier one
             module, call = self._scopes[-1]
             text = f"{type(error).__name__}: {error}"
-            self._failed = Event("crash", name, (module, call, "crash"), inputs, source=model_line(), message=text)
+            event = Event("crash", name, (module, call, "crash"), inputs, source=_raising_line(error), message=text)
+            self._failed = (error, event)
 
     def applied_function(self, cls: type, call: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
         """An autograd.Function is one operation: torch's function modes do not see it."""
         if self._inside:
             return call()
-        with torch._C.DisableTorchFunction():
-            return self._record(call, cls.__name__, args, kwargs)
+        return self._record(call, cls.__name__, args, kwargs)
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """While it lasts, nothing is recorded."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
 
     # Modules.
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         name = self._names[id(module)]
         self._calls[name] += 1
-        with torch._C.DisableTorchFunction():
+        with self._paused():
             inputs = self._arguments(module, args, kwargs)
             named = {n: v for n, v in inputs if isinstance(v, Tensor)}
             before = tuple(self.number(t, f"{name}.{n}") for n, t in named.items())
@@ -314,7 +324,7 @@ class Recorder(TorchFunctionMode):
         name, call = self._scopes[-1]
         assert name == self._names[id(module)], (name, self._names[id(module)])
         entered = self._entered.pop()
-        with torch._C.DisableTorchFunction():
+        with self._paused():
             if name in self.atoms:
                 self._inside -= 1
                 self._atom(module, entered, output)
@@ -358,7 +368,7 @@ class Recorder(TorchFunctionMode):
                 return self.model(**inputs)
         except Exception as error:
             self._fail("", (), error)
-            self._add(self._failed)
+            self._add(self._failed[1])
             return None
         finally:
             for handle in handles:
@@ -402,6 +412,16 @@ def model_line() -> SourceLine | None:
             return SourceLine(file, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def _raising_line(error: Exception) -> SourceLine | None:
+    """The innermost line of the model's code that an exception came through; of the running call, if it is raised now."""
+    lines = [
+        SourceLine(frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith((TORCH, OURS, "<"))
+    ]
+    return lines[-1] if lines else model_line()
 
 
 def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = ()) -> Trace:
