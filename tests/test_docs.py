@@ -1,0 +1,128 @@
+"""README.md and docs/ say what is true: their blocks are run, their tables and copies compared with the source."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.docs import CHECKED, ROOT, Session, blocks, commands, documents, lint, plain
+from tests.processes import on_ranks
+from tools import style_table
+
+DOCUMENTS = documents()
+TEXTS = {name: (ROOT / name).read_text("utf-8") for name in DOCUMENTS}
+BLOCKS = {name: list(blocks(text)) for name, text in TEXTS.items()}
+SLOW = [name for name in DOCUMENTS if any(b.mark == "run slow" for b in BLOCKS[name])]
+ON_RANKS = [name for name in DOCUMENTS if any((b.mark or "").startswith("run on ") for b in BLOCKS[name])]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_every_block_says_how_it_is_checked(name):
+    unmarked = [f"{name}:{b.line}" for b in BLOCKS[name] if b.language in CHECKED and b.mark is None]
+    assert not unmarked, f"put a mark before the block (tests/docs.py lists them): {', '.join(unmarked)}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_blocks_do_what_they_show(name, tmp_path):
+    _run(name, tmp_path, {"run"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_slow_blocks_do_what_they_show(name, tmp_path):
+    _run(name, tmp_path, {"run", "run slow"})
+
+
+def _run(name, folder, marks):
+    session = Session(folder.resolve())
+    for block in BLOCKS[name]:
+        where = f"{name}:{block.line}"
+        if block.mark and block.mark.startswith("file "):
+            session.write(block.mark.removeprefix("file "), block)
+        if block.mark not in marks:
+            continue
+        if block.language in ("python", "setup"):
+            session.python(block)
+            continue
+        assert block.language == "console", f"{where}: a block of {block.language} cannot be run"
+        for command, expected in commands(block.text):
+            printed = session.command(command)
+            assert plain(printed) == plain(expected), f"{where}: $ {command}\n(python tests/docs.py {name} writes it anew)"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_RANKS)
+def test_blocks_run_on_ranks(name, tmp_path):
+    chosen = [b for b in BLOCKS[name] if (b.mark or "").startswith("run on ") or b.language == "setup"]
+    (ranks,) = {int(b.mark.split()[2]) for b in chosen if b.language == "python"}
+    code = "\n".join(b.text for b in chosen)
+    assert on_ranks(ranks, run_text, code, str(tmp_path), seconds=300) == [True] * ranks
+
+
+def run_text(code: str, folder: str) -> bool:
+    """Run the code of a document on one rank, in the namespace of a module of its own."""
+    from contextlib import chdir
+
+    with chdir(folder):
+        exec(compile(code, "<document>", "exec"), {"__name__": "__docs__"})
+    return True
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_plans_in_the_text_are_plans(name):
+    for block in BLOCKS[name]:
+        is_file = (block.mark or "").startswith("file ") and block.language == "yaml"
+        if is_file or block.mark in ("plan", "wrong plan"):
+            findings, wrong = lint(block.text)
+            assert wrong == (block.mark == "wrong plan"), f"{name}:{block.line}\n{findings}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_copies_are_equal(name):
+    for block in BLOCKS[name]:
+        if block.mark and block.mark.startswith("same as "):
+            path = block.mark.removeprefix("same as ")
+            assert block.text + "\n" == (ROOT / path).read_text("utf-8"), (
+                f"{name}:{block.line} is not {path}: python tests/docs.py {name} writes it anew"
+            )
+
+
+@pytest.mark.parametrize("name", style_table.TABLES)
+def test_tables_of_styles_are_what_the_records_say(name):
+    assert TEXTS[name] == style_table.with_table(name), f"run `{style_table.COMMAND}` and commit the result"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), f"{name}: {target}"
+        if anchor:
+            assert anchor in anchors(file.read_text("utf-8")), f"{name}: {target} has no such heading"
+
+
+def anchors(text):
+    """GitHub's anchors of the headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_a_wrong_output_is_noticed(tmp_path):
+    session = Session(tmp_path.resolve())
+    assert plain(session.command("shardplan explain SP103")) != plain("SP103: something else")
+
+
+def test_a_style_table_that_is_stale_says_what_to_type(tmp_path):
+    for folder in ("shardplan", "docs"):
+        (tmp_path / folder).symlink_to(ROOT / folder)
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools" / "style_table.py").write_text((ROOT / "tools" / "style_table.py").read_text())
+    (tmp_path / "README.md").write_text(TEXTS["README.md"].replace("| `colwise` |", "| `colwyse` |"))
+    check = subprocess.run(
+        [sys.executable, "tools/style_table.py", "--check"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (check.returncode, "python tools/style_table.py" in check.stdout) == (1, True)

@@ -1,0 +1,122 @@
+"""The tables of styles in README.md and docs/language.md, made from the style records.
+
+`python tools/style_table.py` writes them; with `--check`, only says which are stale.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from shardplan.styles import STYLES, ParameterStyle, Style  # noqa: E402
+
+COMMAND = "python tools/style_table.py"
+BEGIN, END = "<!-- styles: begin -->", "<!-- styles: end -->"
+
+
+def short_table() -> str:
+    """Name and meaning."""
+    rows = [f"| `{style.name}` | {style.summary} |" for style in STYLES.values()]
+    return "\n".join(["| style | what it does |", "|---|---|", *rows])
+
+
+def full_table() -> str:
+    """Name, other spellings, what it fits, how parameters are held, what arrives and what is handed on, options."""
+    head = "| style | for | parameters (gradient) | takes | hands on | options |\n|---|---|---|---|---|---|"
+    return "\n".join([head, *(_row(style) for style in STYLES.values())])
+
+
+def _row(style: Style) -> str:
+    names = ", ".join(f"`{name}`" for name in (style.name, *style.aliases))
+    cells = (names, _fits(style), _parameters(style), _takes(style), _hands(style), ", ".join(_options(style)) or "-")
+    return f"| {' | '.join(cells)} |"
+
+
+def _fits(style: Style) -> str:
+    kinds = {"linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding"}
+    modules = "any module" if style.kinds is None else ", ".join(kinds[kind] for kind in sorted(style.kinds, reverse=True))
+    return modules + (", single parameters" if style.on_parameters else "")
+
+
+def _parameters(style: Style) -> str:
+    if not style.owns_parameters:
+        return "left to other rules"
+    weight = _held(style.weight)
+    if style.argument == "ids" and style.shards_parameters:
+        return "split by rows (the vocabulary)" if style.weight.shard == "in" else "split by columns"
+    return weight if style.bias is None or style.bias == style.weight else f"{weight}; bias {_held(style.bias)}"
+
+
+def _held(style: ParameterStyle) -> str:
+    if style.shard is None:
+        return f"whole ({style.gradient})"
+    return f"split by {style.shard}put features" + (" of each part" if style.packed else "")
+
+
+def _takes(style: Style) -> str:
+    if style.argument == "ids":
+        return "token ids"
+    taken = " or ".join(str(layout) for layout in style.takes) or "as it comes"
+    return f"{taken}, moved to {style.inside}" if style.is_door and style.inside else taken
+
+
+def _hands(style: Style) -> str:
+    layout = style.hands or style.computes
+    if style.dtensor_output:
+        return f"{layout} as a DTensor"
+    if style.partial_until_door:
+        return "P, until the door"
+    if layout is not None:
+        return str(layout)
+    return "as computed"
+
+
+def _options(style: Style) -> list[str]:
+    said = [
+        (style.argument_option, "argument"),
+        (style.grad_option, "grad"),
+        (bool(style.output_option), f"output ({', '.join(style.output_option)})"),
+        (style.packed_option, "packed"),
+        (style.seq_option, "seq_dim"),
+        (style.read_outside_option, "read_outside"),
+    ]
+    return [name for has, name in said if has]
+
+
+TABLES: dict[str, Callable[[], str]] = {"README.md": short_table, "docs/language.md": full_table}
+
+
+def with_table(name: str) -> str:
+    """The document with its table as the records have it."""
+    before, _, rest = (ROOT / name).read_text("utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert end, f"{name} has no {BEGIN} ... {END}"
+    return f"{before}{BEGIN}\n{TABLES[name]()}\n{END}{after}"
+
+
+def stale() -> list[str]:
+    """The documents whose table is not what the records say."""
+    return [name for name in TABLES if (ROOT / name).read_text("utf-8") != with_table(name)]
+
+
+def main(words: list[str]) -> int:
+    if words not in ([], ["--check"]):
+        print(f"usage: {COMMAND} [--check]", file=sys.stderr)
+        return 2
+    names = stale()
+    if words:
+        if names:
+            print(f"{', '.join(names)}: the table of styles is not what the records say. Run `{COMMAND}`.")
+        return 1 if names else 0
+    for name in names:
+        (ROOT / name).write_text(with_table(name), "utf-8")
+        print(f"wrote {name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
