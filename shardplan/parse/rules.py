@@ -18,7 +18,7 @@ from shardplan.styles import NONE, STYLES, canonical_style
 from .findings import TOO_LARGE, Findings, quoted
 from .limits import MAX_ALTERNATIVES
 from .nodes import ListNode, MapNode, Node, Path, Scalar, node_at
-from .options import TAKEN_BY, style_names, takers, takes
+from .options import style_names, takers, takes
 
 UNKNOWN_STYLE = Code(
     code="SP106",

@@ -1,4 +1,4 @@
-"""The JSON Schema of plans, draft 2020-12, made from the models. `schemas/plan.schema.json` holds it for editors."""
+"""The JSON Schema of plans, draft 2020-12, made from the models; `schemas/plan.schema.json` is for editors."""
 
 from __future__ import annotations
 
