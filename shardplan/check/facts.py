@@ -13,6 +13,7 @@ from shardplan.styles import STYLES, ParameterStyle, Style, feature_dim
 from shardplan.styles.record import WHOLE
 
 from .requirements import HEAD_SIZES, Requirement, allowed_sizes, requirements
+from .words import is_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +148,7 @@ class Facts:
         """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
         looked_up = {held.size for held in self.splits if held.style.vocabulary}
         said = self.resolved.tree.numbers.get("vocab_size")
-        return frozenset(looked_up | ({said} if isinstance(said, int) else set()))
+        return frozenset(looked_up | ({said} if is_count(said) else set()))
 
     @cached_property
     def requirements(self) -> tuple[Requirement, ...]:

@@ -19,7 +19,7 @@ from shardplan.core.tree import named, parent
 
 from .numbers import attribute, declared, packed_parts
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
-from .words import feature_words, head_words
+from .words import feature_words, head_words, is_count
 
 if TYPE_CHECKING:
     from .facts import Facts, Held
@@ -125,18 +125,14 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
     if not stays_split(held):
         return None
     numbers, own = facts.resolved.tree.numbers, held.around.numbers
-    head_sizes = {name: own[name] for name in HEAD_SIZES if name in own}
-    counts = {n: size // width for n, width in head_sizes.items() if width > 0 and size % width == 0}
-    agreed = {numbers.get("num_attention_heads"), numbers.get("num_key_value_heads")}.intersection(
-        counts.values()
-    )
+    head_sizes = {name: own[name] for name in HEAD_SIZES if is_count(own.get(name))}
+    counts = [size // width for width in head_sizes.values() if size % width == 0]
+    said = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
+    agreed = [count for count in counts if count in said]
     if agreed:
         return max(agreed)
-    return (
-        next(iter(counts.values()), None)
-        if head_sizes.keys() <= WHOLE_HEAD and len(head_sizes) == 1
-        else None
-    )
+    sure = len(head_sizes) == 1 and head_sizes.keys() <= WHOLE_HEAD
+    return counts[0] if counts and sure else None
 
 
 def stays_split(held: Held) -> bool:

@@ -42,7 +42,7 @@ def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, 
         name
         for module in near
         for name, value in module.numbers.items()
-        if _is_count(value) and value == count
+        if is_count(value) and value == count
     ]
     shared = [name for name in own if numbers.get(name) == count]
     if shared:
@@ -51,8 +51,9 @@ def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, 
     return _only(widths) or (own[0] if own else None)
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def is_count(value: object) -> bool:
+    """Whether an attribute or a number of the configuration counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _only(names: Iterable[str]) -> str | None:
