@@ -37,7 +37,7 @@ class Enter:
         def moved(x: Tensor) -> Tensor:
             src = boundary.src
             if program.link == "door":
-                src = P if self.shared.link.take(x.shape[boundary.dst.dim]) else I
+                src = P if self.shared.link.take(x) else I
             return move(x, self.mesh, src, boundary.dst)
 
         if boundary.argument == "*":

@@ -41,6 +41,9 @@ NAMES: dict[str, Private] = {
         "collectives that torch.compile can trace",
     ),
     "wait_tensor": Private(((_COLLECTIVES, "wait_tensor"),), "collectives that torch.compile can trace"),
+    "current_graph_task_id": Private(
+        (("torch._C", "_current_graph_task_id"),), "knowing whether a forward is run again by a backward"
+    ),
     "TorchDispatchMode": Private(
         (("torch.utils._python_dispatch", "TorchDispatchMode"),), "seeing every operator: counting collectives"
     ),

@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from .private import private
+
+_current_graph_task_id = private("current_graph_task_id")
+_PARTIAL = "_shardplan_partial"  # on a tensor that reached the door: whether it was a partial sum
 
 
 @dataclass(slots=True)
@@ -60,11 +66,26 @@ class PartialEmbedding:
         self.pending.add(source)
         return True
 
-    def take(self, length: int) -> bool:
-        """Called by the door with the length of the sequence: whether what arrives is a partial sum."""
+    def take(self, x: Tensor) -> bool:
+        """Called by the door with the value that arrives: whether it is a partial sum.
+
+        A checkpoint around the door runs it again in backward, after the forward that knew; so the answer stays with
+        the tensor, which such a checkpoint hands in again.
+
+        Raises:
+            RuntimeError: it hands in a copy.
+        """
+        if not self.running and _current_graph_task_id() != -1:
+            if not hasattr(x, _PARTIAL):
+                raise RuntimeError(
+                    "a checkpoint around the sequence-parallel door recomputes it from a copy of its input "
+                    "(use_reentrant=True?): use the plan's activation_checkpointing, or use_reentrant=False"
+                )
+            return getattr(x, _PARTIAL)
         partial = bool(self.pending) and not self.complete
+        setattr(x, _PARTIAL, partial)
         self.pending.clear()
-        self.length = length
+        self.length = x.shape[self.seq_dim]
         return partial
 
 

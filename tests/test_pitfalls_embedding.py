@@ -1,0 +1,201 @@
+"""The sequence-parallel entrance, vocabularies and padding: each pitfall shown with its remedy taken away."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from shardplan.models import find_any
+from shardplan.proof.counter import CollectiveCounter
+from shardplan.torchlib import vocabulary
+from shardplan.torchlib.parameters import LocalParameters
+from shardplan.torchlib.regime import PartialEmbedding
+from shardplan.twin import make_twin
+from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, ranked, twin
+
+from shardplan import apply_plan
+
+
+def embedded(model, inputs):
+    """The same call with the embeddings looked up outside the model."""
+    inputs = dict(inputs)
+    vectors = model.get_input_embeddings()(inputs.pop("input_ids"))
+    output = model(inputs_embeds=vectors, **inputs)
+    return {"loss": output.loss, "logits": output.logits}
+
+
+def own_vectors(name: str, tp: int) -> dict:
+    """Inputs that no embedding made."""
+    inputs = dict(twin(name, tp).inputs())
+    ids = inputs.pop("input_ids")
+    width = twin(name, tp).config.get_text_config().hidden_size
+    inputs["inputs_embeds"] = torch.randn((*ids.shape, width), generator=torch.Generator().manual_seed(7))
+    return inputs
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "gemma3"])
+def test_the_door_knows_that_the_embedding_did_not_run(name, monkeypatch):
+    assert_equal(case(name, sp=True, inputs=own_vectors(name, 2)).rows())
+    if name == "gemma3":
+        return  # its embeddings are reduced at once: there is nothing to know
+    monkeypatch.setattr(PartialEmbedding, "take", lambda self, x: True)
+    wrong = case(name, sp=True, inputs=own_vectors(name, 2)).wrong()
+    assert wrong["logits"] > 0.1, "a complete value, reduced once more, is multiplied by tp"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+def test_an_embedding_that_runs_outside_the_model_is_complete(name, monkeypatch):
+    """The user looks the tokens up and hands the vectors in: nobody is there to reduce a partial sum later."""
+    assert_equal(case(name, sp=True, call=embedded).rows())
+    monkeypatch.setattr(PartialEmbedding, "keeps_partial", lambda self, source: True)
+    assert case(name, sp=True, call=embedded).wrong()["logits"] > 0.1
+
+
+def test_what_is_known_of_one_call_does_not_leak_into_the_next():
+    def both(model, inputs):
+        outside = embedded(model, inputs)["loss"]
+        output = model(**inputs)
+        return {"loss": output.loss + embedded(model, inputs)["loss"], "logits": output.logits, "outside": outside}
+
+    for name in ("llama", "gpt2"):
+        assert_equal(case(name, sp=True, call=both).rows())
+
+
+def test_a_call_that_fails_between_embedding_and_door_leaves_nothing_behind():
+    """The scope ends with an exception too."""
+
+    def after_failure(model, inputs):
+        layer = model.get_decoder().layers[0]
+
+        def fail(module, args):
+            raise KeyError("a failure of the user's hook")
+
+        handle = layer.register_forward_pre_hook(fail, prepend=True)
+        with pytest.raises(KeyError):
+            model(**inputs)
+        handle.remove()
+        return embedded(model, inputs)
+
+    assert_equal(case("llama", sp=True, call=after_failure).rows())
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_image_features_need_complete_embeddings(kind):
+    """Scattering features into a partial sum: the features would be counted tp times."""
+    assert_equal(case("gemma3", sp=True, kind=kind).rows())
+    partial = plan_like("gemma3", {}, {"model.language_model.embed_tokens": "embedding_rowwise_seq"})
+    wrong = case("gemma3", sp=True, kind=kind, plan=partial).wrong()
+    assert wrong == {} if kind == "text" else wrong["logits"] > 0.01
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_the_door(reentrant):
+    """A layer checkpointed from outside runs its door again in backward, when the embedding is long over: it must
+    know what it did, or refuse."""
+
+    def checkpointed(model, inputs):
+        layer, forward = model.model.layers[0], type(model.model.layers[0]).__call__
+
+        class Around(torch.nn.Module):
+            def forward(self, hidden, **kwargs):
+                run = lambda hidden: forward(layer, hidden, **kwargs)  # noqa: E731
+                return torch.utils.checkpoint.checkpoint(run, hidden, use_reentrant=reentrant)
+
+        layers = model.model.layers
+        model.model.layers = torch.nn.ModuleList([Around(), *layers[1:]])
+        try:
+            output = model(**inputs)
+            output.loss.backward()
+        finally:
+            model.model.layers = layers
+        return {"logits": output.logits, "loss": output.loss.detach()}
+
+    if reentrant:
+        with pytest.raises(RuntimeError, match="checkpoint around the sequence-parallel door"):
+            case("llama", sp=True, call=checkpointed).rows()
+    else:
+        assert_equal(case("llama", sp=True, call=checkpointed).rows())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "gemma3_text", "gemma3"])
+def test_a_length_that_tp_does_not_divide_is_refused_before_communicating(name):
+    inputs = {key: value[:, :10] for key, value in twin(name, 4).inputs().items()}
+    with fake_mesh(4) as mesh:
+        model = apply_plan(twin(name, 4).build(), mesh, name, sequence_parallel=True, src_data_rank=None)
+        with CollectiveCounter() as counter, pytest.raises(ValueError, match=r"10.*tp=4.*12"):
+            model(**inputs)
+        # Image features need the embeddings complete before anything is split.
+        assert counter.counts == ({"all_reduce": 1} if name == "gemma3" else {})
+        inputs = {key: value[:, :8] for key, value in twin(name, 4).inputs().items()}
+        model(**inputs).loss.backward()  # a refused call leaves the model usable
+
+
+def resized(name: str, tp: int, vocabulary: int, tied: bool):
+    """The twin with another vocabulary."""
+    config = copy.deepcopy(twin(name, tp).config)
+    config.vocab_size = vocabulary
+    config.tie_word_embeddings = tied
+    for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, special, None)
+    small = make_twin(find_any(config), tp=tp)
+
+    def build():
+        model = small.build()
+        model.resize_token_embeddings(vocabulary, mean_resizing=False)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for embedding in (model.get_input_embeddings(), model.get_output_embeddings()):
+                embedding.weight.copy_(torch.randn(embedding.weight.shape, generator=generator))
+        return model
+
+    ids = torch.arange(2 * small.seq_len).reshape(2, -1).mul(5).remainder(vocabulary)
+    return build, {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+# At tp 4: chunks of 17, 17, 17 and 16 rows; of 4, 4, 4 and 1.
+@pytest.mark.parametrize(("tp", "vocabulary"), [(2, 67), (4, 67), (4, 13)])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("logits", ["replicated", "sharded"])
+def test_vocabularies_that_tp_does_not_divide(tp, vocabulary, tied, logits):
+    build, inputs = resized("llama", tp, vocabulary, tied)
+    options = {"sequence_parallel": tied, "logits": logits}
+    assert_equal(Case(build, inputs, "llama", tp, options=options).rows())
+
+
+def test_embedding_head_and_loss_cut_the_vocabulary_by_one_formula(monkeypatch):
+    """With floor-chunks in the look-up, tokens at the borders would be looked up in another rank's rows."""
+    build, inputs = resized("llama", 4, 67, False)
+    monkeypatch.setattr(vocabulary, "chunk_size", lambda size, ranks: size // ranks)
+    assert Case(build, inputs, "llama", 4).wrong()["logits"] > 0.1
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("padding", [0, 3, 40])
+def test_padding_idx_is_a_row_of_the_whole_table(sp, tp, padding, monkeypatch):
+    def pad(model):
+        model.get_input_embeddings().padding_idx = padding
+
+    inputs = dict(twin("llama", tp).inputs())
+    inputs["input_ids"] = inputs["input_ids"].clone()
+    inputs["input_ids"][0, 1::4] = padding
+    padded = case("llama", tp, sp=sp, inputs=inputs, prepare=pad)
+    rows = padded.rows()
+    assert_equal(rows)
+    model = padded.model(torch.float32)
+    model(**inputs).loss.backward()
+    assert not model.model.embed_tokens.weight.grad[padding].any(), "the unsharded row learns nothing"
+    if padding == 3 and not sp:
+        # Left to the local table, row 3 of *every* rank would learn nothing, and where tp > 1 other ids meet it.
+        monkeypatch.setattr(LocalParameters, "__call__", _without_exchange(LocalParameters.__call__))
+        assert "model.embed_tokens.weight" in padded.wrong()
+
+
+def _without_exchange(real):
+    def call(self, forward, module, args, kwargs):
+        self.exchanged = {}
+        return real(self, forward, module, args, kwargs)
+
+    return call
