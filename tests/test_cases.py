@@ -9,6 +9,7 @@ CASES = list(cases())
 
 # Codes that no command line can give, and the test that shows them.
 ELSEWHERE: dict[str, str] = {
+    "SP512": "tests/test_models_auto.py::test_several",
     "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }
 

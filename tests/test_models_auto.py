@@ -54,7 +54,7 @@ def test_none_lists_the_nearest():
     diagnostic = refusal("qwen2_moe", ("Qwen2MoeForCausalLM",))
     assert diagnostic.code == "SP511"
     assert diagnostic.message == "no built-in plan is for Qwen2MoeForCausalLM (model type qwen2_moe)"
-    assert diagnostic.help.endswith("the nearest are qwen3_moe")
+    assert diagnostic.help.endswith("; nearest: qwen3_moe")
 
 
 def test_none_near_lists_all():

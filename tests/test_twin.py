@@ -343,6 +343,11 @@ def test_a_model_that_changes_its_layers_is_refused():
     assert "the small model's layers are not those of layers 0, 1" in diagnostic.notes
 
 
+def test_a_small_copy_that_stays_large_is_refused(monkeypatch):
+    monkeypatch.setattr("shardplan.twin.twin.LARGEST", 1000)
+    assert "more than 1,000" in refusal(found("llama-3.1-8b")).notes[0]
+
+
 def test_a_found_module_is_copied_from_the_module():
     with torch.device("meta"):
         unbuilt = Tiny()

@@ -117,7 +117,8 @@ def _parse(path: Path, shown: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
-        raise refuse(NOT_JSON, f"{shown} is not JSON: {error.msg} at {where}", file=shown) from None
+        what = error.msg[:1].lower() + error.msg[1:]
+        raise refuse(NOT_JSON, f"{shown} is not JSON: {what} at {where}", file=shown) from None
     except (RecursionError, ValueError):  # nested too deeply; a number of more digits than Python reads
         raise refuse(
             NOT_JSON, f"{shown} is nested too deeply or holds a number too long", file=shown

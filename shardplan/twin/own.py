@@ -18,7 +18,7 @@ from .codes import NO_INPUTS, NO_TWIN, TOO_LARGE
 from .inputs import BATCH
 from .weights import randomise
 
-LARGEST = 20_000_000  # parameters of a module that is copied whole
+LARGEST = 20_000_000  # parameters of a small model, and of a module that is copied whole
 
 Inputs = Callable[[int], Mapping[str, Any]]
 

@@ -22,7 +22,7 @@ from shardplan.models.tree import tree_of
 from .codes import NO_TWIN
 from .inputs import Padding, image_inputs, labels_of, sequence_length, takes_images, text_inputs
 from .layers import Kept, candidates, layer_lists, skeleton
-from .own import Inputs, inputs_of, module_maker
+from .own import LARGEST, Inputs, inputs_of, module_maker
 from .shrink import small_config
 from .weights import randomise
 
@@ -215,6 +215,10 @@ def _small(
             Exception
         ) as error:  # what the configuration and the modelling code raise on numbers they do not like
             failures.append(reason(error))
+            continue
+        size = sum(parameter.numel for _, parameter in made.parameters.values())
+        if size > LARGEST:
+            failures.append(f"the small model would have {size:,} parameters, more than {LARGEST:,}")
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
             return small, kept
