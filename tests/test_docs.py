@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.docs import CHECKED, ROOT, Session, blocks, commands, documents, lint, plain
-from tests.processes import on_ranks
+from doc_blocks import CHECKED, ROOT, Session, blocks, commands, documents, lint, plain, run_text
+from processes import on_ranks
 from tools import style_table
 
 DOCUMENTS = documents()
@@ -20,7 +20,7 @@ ON_RANKS = [name for name in DOCUMENTS if any((b.mark or "").startswith("run on 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_every_block_says_how_it_is_checked(name):
     unmarked = [f"{name}:{b.line}" for b in BLOCKS[name] if b.language in CHECKED and b.mark is None]
-    assert not unmarked, f"put a mark before the block (tests/docs.py lists them): {', '.join(unmarked)}"
+    assert not unmarked, f"put a mark before the block (tests/doc_blocks.py lists them): {', '.join(unmarked)}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -48,7 +48,7 @@ def _run(name, folder, marks):
         assert block.language == "console", f"{where}: a block of {block.language} cannot be run"
         for command, expected in commands(block.text):
             printed = session.command(command)
-            assert plain(printed) == plain(expected), f"{where}: $ {command}\n(python tests/docs.py {name} writes it anew)"
+            assert plain(printed) == plain(expected), f"{where}: $ {command}\n(python tests/doc_blocks.py {name} writes it anew)"
 
 
 @pytest.mark.slow
@@ -58,15 +58,6 @@ def test_blocks_run_on_ranks(name, tmp_path):
     (ranks,) = {int(b.mark.split()[2]) for b in chosen if b.language == "python"}
     code = "\n".join(b.text for b in chosen)
     assert on_ranks(ranks, run_text, code, str(tmp_path), seconds=300) == [True] * ranks
-
-
-def run_text(code: str, folder: str) -> bool:
-    """Run the code of a document on one rank, in the namespace of a module of its own."""
-    from contextlib import chdir
-
-    with chdir(folder):
-        exec(compile(code, "<document>", "exec"), {"__name__": "__docs__"})
-    return True
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -84,7 +75,7 @@ def test_copies_are_equal(name):
         if block.mark and block.mark.startswith("same as "):
             path = block.mark.removeprefix("same as ")
             assert block.text + "\n" == (ROOT / path).read_text("utf-8"), (
-                f"{name}:{block.line} is not {path}: python tests/docs.py {name} writes it anew"
+                f"{name}:{block.line} is not {path}: python tests/doc_blocks.py {name} writes it anew"
             )
 
 

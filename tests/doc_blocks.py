@@ -14,7 +14,7 @@ The mark is an HTML comment before the block:
 A comment `<!-- setup ... -->` is Python that is run but not shown. The blocks of a file share one folder, in which the
 project's demo, examples and plans are, and one namespace.
 
-`python tests/docs.py FILE...` writes what the commands print into the files: read the difference before you commit it.
+`python tests/doc_blocks.py FILE...` writes what the commands print into the files: read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -163,6 +163,13 @@ def lint(text: str) -> tuple[str, bool]:
     head = "" if text.lstrip().startswith(("version:", "# yaml-language-server")) else 'version: "1"\n'
     parsed = parse_text(head + text, file="<block>", folder=ROOT / "plans")
     return rendered(parsed.diagnostics, parsed.sources, color=False), any(d.is_error for d in parsed.diagnostics)
+
+
+def run_text(code: str, folder: str) -> bool:
+    """Run the code of a document on one rank, in a folder and a namespace of its own."""
+    with chdir(folder):
+        exec(compile(code, "<document>", "exec"), {"__name__": "__docs__"})
+    return True
 
 
 def rewrite(name: str, folder: Path) -> str:
