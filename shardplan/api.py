@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan, PlanFile
-from shardplan.core.report import Report, Variant, VerifyReport, as_errors, ordered
+from shardplan.core.report import Report, Variant, VerifyReport, as_errors, of_both_variants, ordered
 from shardplan.core.sources import SourceMap
 
 if TYPE_CHECKING:
@@ -169,18 +169,7 @@ def _check_variants(
     findings = [(*about, *check(replace(resolved, sizes=sizes), seq_len=seq_len)) for resolved, about in bound]
     names: tuple[Variant, ...] = tuple("sequence_parallel" if on else "tensor_parallel" for on in wanted)
     report = replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed)))
-    return report, findings[0] if len(findings) == 1 else tuple(_of_both(*findings))
-
-
-def _of_both(without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...]) -> Iterator[Diagnostic]:
-    """The findings of both variants; what only one has says so, where its line does not."""
-    for diagnostics, others, word in ((without, with_overlay, "without"), (with_overlay, without, "with")):
-        for diagnostic in diagnostics:
-            in_overlay = diagnostic.primary and diagnostic.primary.location.path[:1] == ("sequence_parallel",)
-            if diagnostic in others or in_overlay:
-                yield diagnostic
-            else:
-                yield replace(diagnostic, notes=(*diagnostic.notes, f"only {word} sequence parallelism"))
+    return report, findings[0] if len(findings) == 1 else of_both_variants(*findings)
 
 
 def _model_name(model: AnyModel) -> str:

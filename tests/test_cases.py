@@ -3,7 +3,7 @@
 import pytest
 
 from shardplan.render.catalog import catalog
-from tests.case_tree import Case, cases, run_command
+from tests.case_tree import ROOT, Case, cases, run_command
 
 CASES = list(cases())
 
@@ -39,3 +39,14 @@ def test_no_text_is_left_without_its_plan():
     folders = {case.out.parent for case in CASES}
     stray = [path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}]
     assert [name for name in stray if name not in {path.name for path in known}] == []
+
+
+@pytest.mark.parametrize("code", ELSEWHERE)
+def test_a_code_that_is_shown_elsewhere_is(code: str):
+    path, _, name = ELSEWHERE[code].partition("::")
+    assert f"def {name}(" in (ROOT / path).read_text("utf-8")
+
+
+def test_no_two_cases_share_their_text():
+    texts = [case.out for case in CASES]
+    assert sorted(texts) == sorted(set(texts))

@@ -40,7 +40,12 @@ def setting(text: str) -> tuple[str, Any]:
 
 def build_parser() -> Parser:
     """The parser of the whole command line; `args.command` names the module under `shardplan.cli` to run."""
-    parser = Parser("shardplan", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        "shardplan",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--version", action="version", version=f"shardplan {__version__}", help="print shardplan's version"
     )
@@ -54,6 +59,7 @@ def build_parser() -> Parser:
             description=summary,
             epilog=f"example:\n  {example}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         add_arguments(command)
         _debug(command, default=argparse.SUPPRESS)  # said before or after the command

@@ -42,6 +42,36 @@ def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return tuple(replace(d, severity=Severity.ERROR) for d in diagnostics)
 
 
+def of_both_variants(
+    without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]
+) -> tuple[Diagnostic, ...]:
+    """The findings of a plan without and with its sequence-parallel overlay, each once: what both say of different
+    lines names both, and what only one says tells which, where its line does not."""
+    tensor, sequence = ({_said(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
+    both = [_of_both(d, sequence.get(said)) for said, d in tensor.items()]
+    return (*both, *(_of_overlay(d) for said, d in sequence.items() if said not in tensor))
+
+
+def _said(diagnostic: Diagnostic) -> tuple[object, ...]:
+    """What a finding says, wherever it points."""
+    return (diagnostic.code, diagnostic.message, diagnostic.notes, diagnostic.help, diagnostic.modules)
+
+
+def _of_both(diagnostic: Diagnostic, same: Diagnostic | None) -> Diagnostic:
+    if same is None:
+        return replace(diagnostic, notes=(*diagnostic.notes, "only without sequence parallelism"))
+    if same.primary is None or same.primary == diagnostic.primary:
+        return diagnostic
+    label = replace(same.primary, text="the same with sequence parallelism")
+    return replace(diagnostic, related=(*diagnostic.related, label))
+
+
+def _of_overlay(diagnostic: Diagnostic) -> Diagnostic:
+    if diagnostic.primary is not None and diagnostic.primary.location.path[:1] == ("sequence_parallel",):
+        return diagnostic
+    return replace(diagnostic, notes=(*diagnostic.notes, "only with sequence parallelism"))
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
     """The findings about one or more plans, alone or against a model.

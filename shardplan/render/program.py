@@ -186,9 +186,9 @@ def _totals(program: Program, rows: Iterable[Row]) -> list[str]:
 
 
 def _collectives(program: Program, paint: Paint) -> list[str]:
-    counts = expected_collectives(program.modules)
+    counts = expected_collectives(program.modules) if (program.resolved.sizes.tp or 1) > 1 else {}
     lines = [paint("strong", "collectives of a training step on the tp axis")]
     for when, counter in counts.items():
         said = ", ".join(f"{counter[op]} {op.replace('_', '-')}" for op in COLLECTIVES if counter[op])
         lines.append(f"  {when}: {said or 'none'}")
-    return lines
+    return lines if counts else [f"{lines[0]}: none"]
