@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all schemas docs cases bench clean
+.PHONY: demo test test-all generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -25,8 +25,9 @@ test: $(VENV)/.installed  ## what every change must pass
 test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
 	$(PYTEST) -m slow
 
-schemas docs cases: $(VENV)/.installed  ## write generated files anew
-	$(BIN)/python tests/write_generated.py $@
+generated: $(VENV)/.installed  ## schemas, generated docs and the expected texts of the cases
+	$(BIN)/python tools/generate.py
+	$(BIN)/python tests/update_cases.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache

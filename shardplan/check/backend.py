@@ -61,13 +61,14 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     if section is None:
         return
     module, package = PACKAGES.get(section.backend, ("", ""))
-    if module and find_spec(module) is None:
+    if module:
+        state = "not installed" if find_spec(module) is None else "installed, but cannot be applied by this version yet"
         yield Diagnostic(
             code=MISSING.code,
             severity=Severity.ERROR,
-            message=f"the backend {section.backend} is not installed",
+            message=f"the backend {section.backend} ({package}) is {state}",
             primary=field_label(section, "backend"),
-            help=f"run `pip install {package}`, or use `backend: fsdp2`",
+            help="use `backend: fsdp2`",
         )
     sizes = facts.resolved.sizes
     splitting = {axis: size for axis in ("dp_shard", "cp", "tp") if (size := getattr(sizes, axis) or 1) > 1}
