@@ -12,7 +12,7 @@ from shardplan.core.sources import SpanKey
 Value = str | int | float | bool | None
 Path = tuple[str | int, ...]
 
-_LINE_BREAK = re.compile(r"\r\n|[\r\n\x85\u2028\u2029]")  # the breaks that the YAML scanner counts
+_LINE_BREAK = re.compile(r"\r\n|[\r\n]")
 
 
 @dataclass(frozen=True, slots=True)

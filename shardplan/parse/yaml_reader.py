@@ -22,7 +22,8 @@ from .nodes import Document, Entry, ListNode, MapNode, Node, Scalar, split_lines
 from .scalars import TAGS, TEXT_TAGS, resolve
 from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nodes
 
-_NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+# What YAML does not allow, and U+0085, U+2028 and U+2029: the scanner takes them for line breaks, as in YAML 1.1.
+_NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _QUOTE = "put quotes around a pattern that begins with `*`, `{`, `[`, `?`, `!` or `&`"
 _HELP = {
     "mapping values are not allowed in this context": "put quotes around text that holds `: `, or mend the "
@@ -120,7 +121,7 @@ class _Composer:
             line, column = len(before), len(before[-1]) + 1
             refuse(
                 self.file,
-                f"the character U+{ord(match[0]):04X} is not allowed in YAML",
+                f"the character U+{ord(match[0]):04X} is not allowed in a plan",
                 Span(line, column, line, column + 1),
                 help="remove it, or write it as an escape in double quotes",
             )
