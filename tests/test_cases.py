@@ -9,6 +9,9 @@ CASES = list(cases())
 
 # Codes that no command line can give, and the test that shows them.
 ELSEWHERE: dict[str, str] = {
+    "SP520": "tests/test_twin.py::test_a_model_that_changes_its_layers_is_refused",
+    "SP521": "tests/test_twin.py::test_a_small_copy_that_stays_large_is_refused",
+    "SP522": "tests/test_twin.py::test_own_modules_that_cannot",
     "SP512": "tests/test_models_auto.py::test_several",
     "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }
@@ -37,7 +40,9 @@ def test_every_code_has_a_case():
 def test_no_text_is_left_without_its_plan():
     known = {case.out.with_suffix(suffix) for case in CASES for suffix in (".out", ".args")}
     folders = {case.out.parent for case in CASES}
-    stray = [path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}]
+    stray = [
+        path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}
+    ]
     assert [name for name in stray if name not in {path.name for path in known}] == []
 
 

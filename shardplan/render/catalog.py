@@ -15,15 +15,22 @@ FAMILIES = {
     "SP5": "Environment, models and applying",
 }
 
-LANGUAGES = {"$ ": "console", "shardplan ": "console", "hf ": "console", "{": "json", "def ": "python", "apply_plan(": "python"}
+LANGUAGES = {
+    "$ ": "console",
+    "shardplan ": "console",
+    "hf ": "console",
+    "{": "json",
+    "def ": "python",
+    "apply_plan(": "python",
+}
 
 
 @cache
 def catalog() -> dict[str, Code]:
     """The page of each code, in the order of the codes. A code that two rooms claim is a bug."""
-    from shardplan import bind, check, models, parse
+    from shardplan import bind, check, models, parse, twin
 
-    pages = [page for room in (parse, bind, check, models) for page in room.CODES]
+    pages = [page for room in (parse, bind, check, models, twin) for page in room.CODES]
     by_code = {page.code: page for page in pages}
     assert len(by_code) == len(pages), "a diagnostic code is defined twice"
     return dict(sorted(by_code.items()))
@@ -32,7 +39,9 @@ def catalog() -> dict[str, Code]:
 def page(code: Code) -> str:
     """The page of one code as Markdown, without a heading mark."""
     parts = [f"{code.code}: {code.title}", dedent(code.text).strip()]
-    parts += [f"{word}:\n\n{fenced(text)}" for word, text in (("Wrong", code.bad), ("Right", code.good)) if text]
+    parts += [
+        f"{word}:\n\n{fenced(text)}" for word, text in (("Wrong", code.bad), ("Right", code.good)) if text
+    ]
     return "\n\n".join(parts)
 
 

@@ -86,13 +86,13 @@ def text_inputs(
 def image_inputs(
     config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
 ) -> dict[str, Any]:
-    """As text_inputs, with one image per row: its tokens after the first quarter of the sequence, and pixels
-    [batch, channels, side, side]."""
-    result = text_inputs(config, labels, seq_len, seed, padding)
-    generator = torch.Generator().manual_seed(seed + 1)
+    """As text_inputs, with one image per row: its tokens after the first quarter of `seq_len`, and pixels
+    [batch, channels, side, side]. The sequence is a multiple of `seq_len`, long enough for the image and a token."""
     count, vision = int(config.mm_tokens_per_image), config.vision_config
-    image = torch.zeros_like(result["input_ids"], dtype=torch.bool)
     begin = seq_len // 4 + 1
+    result = text_inputs(config, labels, seq_len * -(-(begin + count + 1) // seq_len), seed, padding)
+    generator = torch.Generator().manual_seed(seed + 1)
+    image = torch.zeros_like(result["input_ids"], dtype=torch.bool)
     image[:, begin : begin + count] = True
     result["input_ids"][image] = int(config.image_token_id)
     if labels == "next":
