@@ -28,12 +28,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp-replicate", type=int, default=1, help="copies of the model; the rest is dp_shard")
     parser.add_argument("--sequence-parallel", action="store_true")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=30, help="the last step")
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens in a sequence")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=Path, help="a checkpoint folder to start from")
+    parser.add_argument("--resume", type=Path, help="a checkpoint folder to go on from")
     parser.add_argument("--checkpoint", type=Path, help="a folder for a checkpoint at the end")
     parser.add_argument("--losses", type=Path, help="a file for the losses, one JSON object per line")
     return parser.parse_args()
@@ -97,12 +97,11 @@ def train(args: argparse.Namespace) -> None:
     applied(model).check_optimizer(optimizer)
     # For plans with packed weights: checkpoints hold the original order, and can be read on another mesh.
     applied(model).keep_checkpoints_portable(optimizer)
-    if args.resume:
-        load(model, optimizer, args.resume)
+    done = load(model, optimizer, args.resume) if args.resume else 0
 
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8)
-    losses = []
-    for step in range(1, args.steps + 1):
+    losses = {}
+    for step in range(done + 1, args.steps + 1):
         ids = own_part(global_batch(text, step, args.batch, args.seq_len), mesh).to(device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
@@ -113,28 +112,30 @@ def train(args: argparse.Namespace) -> None:
         # Ranks have equally many tokens, so the mean over ranks is the mean over the global batch.
         mean = loss.detach().clone()
         dist.all_reduce(mean)
-        losses.append(mean.item() / dist.get_world_size())
-        say(f"step {step:3}  loss {losses[-1]:.6f}  gradient norm {norm.full_tensor().item():.4f}", flush=True)
+        losses[step] = mean.item() / dist.get_world_size()
+        say(f"step {step:3}  loss {losses[step]:.6f}  gradient norm {norm.full_tensor().item():.4f}", flush=True)
 
     if args.checkpoint:
-        save(model, optimizer, args.checkpoint)
+        save(model, optimizer, args.steps, args.checkpoint)
     if args.losses and dist.get_rank() == 0:
-        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        rows = [{"step": step, "loss": loss} for step, loss in losses.items()]
         args.losses.write_text("".join(json.dumps(row) + "\n" for row in rows))
     dist.destroy_process_group()
 
 
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
     """Every rank writes what it holds; the names are those of the unsharded model."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=folder)
 
 
-def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Read a checkpoint that any mesh wrote."""
+def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
+    """Read a checkpoint that any mesh wrote. Returns the steps that were done."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    state = {"model": weights, "optimizer": moments, "step": 0}
+    dcp.load(state, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return state["step"]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The mark is an HTML comment before the block:
 
     <!-- run -->               console: each `$` line is run, what it prints must be what follows it; python: is run
-    <!-- run slow -->          the same, in the slow tests
     <!-- run on 4 ranks -->    python: all such blocks of the file, in order, on 4 real processes
     <!-- file NAME -->         the block is written to NAME, for the blocks after it
     <!-- same as PATH -->      the block is the project's file PATH
@@ -11,7 +10,7 @@ The mark is an HTML comment before the block:
     <!-- wrong plan -->        the same, but it has an error
     <!-- not run: REASON -->   nothing can be checked here, for the reason that is given
 
-A comment `<!-- setup ... -->` is Python that is run but not shown. The blocks of a file share one folder, in which the
+A comment `<!-- setup ... -->` is Python that is run on the ranks too, but not shown. The blocks of a file share one folder, in which the
 project's demo, examples and plans are, and one namespace.
 
 `python tests/doc_blocks.py FILE...` writes what the commands print into the files: read the difference before you commit it.
@@ -33,7 +32,7 @@ ROOT = Path(__file__).parent.parent
 LINKED = ("demo", "examples", "plans", "schemas")
 CHECKED = {"console", "python", "yaml", "json"}  # languages of blocks that must have a mark
 
-MARK = re.compile(r"^(?P<indent> *)<!-- (?P<mark>run|run slow|run on \d+ ranks|file \S+|same as \S+|plan|wrong plan|not run: .+) -->$")
+MARK = re.compile(r"^(?P<indent> *)<!-- (?P<mark>run|run on \d+ ranks|file \S+|same as \S+|plan|wrong plan|not run: .+) -->$")
 FENCE = re.compile(r"^ *```(?P<language>\w*)$")
 # What may differ from machine to machine: rounding errors, and where the largest of them is.
 ROUNDING = ((re.compile(r"\d\.\de[+-]\d\d"), "<error>"), (re.compile(r"(worst <error> at) \S+"), r"\1 <name>"), (re.compile(r"\brank \d\b"), "<rank>"))
@@ -69,7 +68,7 @@ def blocks(text: str) -> Iterator[Block]:
     while i < len(lines):
         if lines[i].strip() == "<!-- setup":
             end = lines.index("-->", i)
-            yield Block(i + 1, "setup", "run", "\n".join(lines[i + 1 : end]))
+            yield Block(i + 1, "setup", None, "\n".join(lines[i + 1 : end]))
             i = end
         elif found := MARK.match(lines[i]):
             mark = found["mark"]
@@ -185,9 +184,9 @@ def rewrite(name: str, folder: Path) -> str:
             old = len(block.text.splitlines())
             lines[start : start + old] = new
             shift += len(new) - old
-        elif block.mark in ("run", "run slow") and block.language in ("python", "setup"):
+        elif block.mark == "run" and block.language == "python":
             session.python(block)
-        elif block.mark in ("run", "run slow") and block.language == "console":
+        elif block.mark == "run" and block.language == "console":
             new = []
             for command, _ in commands(block.text):
                 new += [f"$ {command}", *session.command(command).splitlines()]

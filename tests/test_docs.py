@@ -13,7 +13,6 @@ from tools import style_table
 DOCUMENTS = documents()
 TEXTS = {name: (ROOT / name).read_text("utf-8") for name in DOCUMENTS}
 BLOCKS = {name: list(blocks(text)) for name, text in TEXTS.items()}
-SLOW = [name for name in DOCUMENTS if any(b.mark == "run slow" for b in BLOCKS[name])]
 ON_RANKS = [name for name in DOCUMENTS if any((b.mark or "").startswith("run on ") for b in BLOCKS[name])]
 
 
@@ -25,30 +24,20 @@ def test_every_block_says_how_it_is_checked(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_blocks_do_what_they_show(name, tmp_path):
-    _run(name, tmp_path, {"run"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_slow_blocks_do_what_they_show(name, tmp_path):
-    _run(name, tmp_path, {"run", "run slow"})
-
-
-def _run(name, folder, marks):
-    session = Session(folder.resolve())
+    session = Session(tmp_path.resolve())
     for block in BLOCKS[name]:
         where = f"{name}:{block.line}"
         if block.mark and block.mark.startswith("file "):
             session.write(block.mark.removeprefix("file "), block)
-        if block.mark not in marks:
-            continue
-        if block.language in ("python", "setup"):
+        elif block.mark == "run" and block.language == "python":
             session.python(block)
-            continue
-        assert block.language == "console", f"{where}: a block of {block.language} cannot be run"
-        for command, expected in commands(block.text):
-            printed = session.command(command)
-            assert plain(printed) == plain(expected), f"{where}: $ {command}\n(python tests/doc_blocks.py {name} writes it anew)"
+        elif block.mark == "run":
+            assert block.language == "console", f"{where}: a block of {block.language} cannot be run"
+            for command, expected in commands(block.text):
+                printed = session.command(command)
+                assert plain(printed) == plain(expected), (
+                    f"{where}: $ {command}\n(python tests/doc_blocks.py {name} writes it anew)"
+                )
 
 
 @pytest.mark.slow
@@ -117,3 +106,16 @@ def test_a_style_table_that_is_stale_says_what_to_type(tmp_path):
         [sys.executable, "tools/style_table.py", "--check"], cwd=tmp_path, capture_output=True, text=True
     )
     assert (check.returncode, "python tools/style_table.py" in check.stdout) == (1, True)
+
+
+def test_the_table_of_rooms_has_every_room():
+    rooms = {p.name for p in (ROOT / "shardplan").iterdir() if p.is_dir() and any(p.glob("*.py"))} | {"api"}
+    section = TEXTS["docs/architecture.md"].partition("\n## Rooms\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) == rooms
+
+
+def test_every_decision_is_listed():
+    listed = re.findall(r"\]\((\d{4}-[^)]+)\) \| (.+) \|", (ROOT / "docs/decisions/README.md").read_text("utf-8"))
+    files = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+    titles = [re.sub(r"^# \d+[.:] ", "", path.read_text("utf-8").partition("\n")[0]) for path in files]
+    assert listed == [(path.name, title) for path, title in zip(files, titles, strict=True)]
