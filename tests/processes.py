@@ -23,7 +23,13 @@ from pathlib import Path
 from typing import Any
 
 START = 240.0  # seconds for the imports, on a busy machine
-LOADED = ("torch.distributed.fsdp", "torch.distributed.checkpoint", "shardplan.proof.prove", "transformers.models.auto.modeling_auto")
+LOADED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "transformers.models.auto.modeling_auto",
+    "shardplan.api",
+    "shardplan.proof.prove",
+)
 GRACE = 5.0  # seconds for the other ranks' own errors, after the first one
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ MESHES = {
     "four by one": ((4, 1), ("dp_shard", "tp")),
     "tp alone": ((2, 2), ("pair", "tp")),  # both pairs do the same
 }
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # which is meant
 
 
 def sharded(name: str, tied: bool, mesh: str, *, noise: float = 0.02, **options: Any) -> nn.Module:
@@ -153,7 +156,7 @@ def continue_training(name: str, tied: bool, folder: Path) -> dict[str, dict[str
         model = sharded(name, tied, mesh, noise=0.5, dtype=torch.float64)
         own = optimizer_of(model)
         model.load_state_dict(first.state_dict())
-        own.load_state_dict(optimizer.state_dict())
+        own.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch does not copy what it loads
         step(model, own, 2, rows_on(mesh))
         results[f"directly to {mesh}"] = whole_state(model)
     return results

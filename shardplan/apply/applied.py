@@ -16,7 +16,7 @@ from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
 from shardplan.torchlib.regime import Shared
 
-from .state import keep_optimizer_order
+from .state import keep_optimizer_order, packed_parameters
 
 _KEY = "_shardplan_applied"
 
@@ -77,15 +77,15 @@ class Applied:
 
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
-        """Make the optimizer's state_dict and load_state_dict speak the original order of packed rows, as the model's
-        do, so that a checkpoint can be read at another tp. Does nothing for a model without packed parameters.
+        """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a
+        checkpoint can be read at another tp; and its load_state_dict take whole tensors and those of other meshes.
 
         Raises:
             ValueError: the optimizer holds tensors that are not parameters of the model.
         """
         self.check_optimizer(optimizer)
-        if self.tp > 1:
-            keep_optimizer_order(optimizer, self.model, self.program)
+        packed = packed_parameters(self.program) if self.tp > 1 else {}
+        keep_optimizer_order(optimizer, self.model, packed, self.tp)
 
 
 def _counted(counter: Counter[str]) -> str:

@@ -25,7 +25,7 @@ from .heads import use_sharded_loss
 from .mesh import PlanMesh
 from .refusals import refuse_attention_maps
 from .shard import shard
-from .state import keep_original_order
+from .state import keep_original_order, load_any_layout, packed_parameters
 from .ties import restore_ties, tied_groups
 
 
@@ -58,8 +58,11 @@ def _ties(work: Work) -> bool:
     return bool(work.ties)
 
 
-def _packed_checkpoints(work: Work) -> bool:
-    return work.shared is not None and keep_original_order(work.model, work.program)
+def _checkpoints(work: Work) -> bool:
+    packed = packed_parameters(work.program) if work.shared is not None else {}
+    keep_original_order(work.model, packed, work.mesh.sizes.tp)
+    load_any_layout(work.model, packed)
+    return bool(packed)
 
 
 def _activation_checkpointing(work: Work) -> bool:
@@ -97,7 +100,7 @@ BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Sequence[str]
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("tensor parallel", _tensor_parallel),
     ("ties", _ties),
-    ("packed checkpoints", _packed_checkpoints),
+    ("packed checkpoints", _checkpoints),
     ("compile", _compile),
     ("activation checkpointing", _activation_checkpointing),
     ("data parallel", _data_parallel),

@@ -29,7 +29,8 @@ def like(whole: Tensor, stored: DTensor, packed: ParameterProgram | None = None)
         stored: a parameter of a planned model (its last mesh axis is tp where it is packed).
         packed: how it is packed, if it is.
     """
-    whole = whole.to(device=stored.device, dtype=stored.dtype)
+    device = whole.device if stored.is_meta else stored.device  # load_state_dict(assign=True) fills a meta model
+    whole = whole.to(device=device, dtype=stored.dtype)
     if packed is not None:
         whole = pack(whole, packed.dim, packed.parts, stored.device_mesh.size(stored.device_mesh.ndim - 1))
     return DTensor.from_local(

@@ -1,7 +1,9 @@
-"""Checkpoints of packed parameters: rows in the original order outside, in the packed order (it depends on tp) inside."""
+"""Checkpoints: packed rows are in the original order outside, in the packed order (it depends on tp) inside; and what
+is loaded may be whole, or split over another mesh."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from shardplan.core.program import ParameterProgram
+from shardplan.core.tree import parent
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
 
@@ -24,12 +27,18 @@ def to_original(value: DTensor, parameter: ParameterProgram, tp: int) -> DTensor
     return distribute_tensor(full, value.device_mesh, placements, src_data_rank=None)
 
 
-def to_packed(value: Tensor, stored: DTensor, parameter: ParameterProgram) -> Tensor:
-    """A tensor with rows in the original order (a DTensor, or whole on every rank) as `stored` is stored."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    if whole.shape != stored.shape:
+def to_stored(value: Tensor, stored: DTensor, packed: ParameterProgram | None) -> Tensor:
+    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank) as `stored` is stored."""
+    if value.shape != stored.shape:
         return value  # torch's own message about the sizes names the parameter
-    return like(whole, stored, parameter)
+    if packed is None and _fits(value, stored):
+        return value
+    return like(value.full_tensor() if isinstance(value, DTensor) else value, stored, packed)
+
+
+def _fits(value: Tensor, stored: DTensor) -> bool:
+    same = isinstance(value, DTensor) and value.device_mesh == stored.device_mesh
+    return same and value.placements == stored.placements
 
 
 def packed_parameters(program: Program) -> dict[str, ParameterProgram]:
@@ -42,15 +51,11 @@ def packed_parameters(program: Program) -> dict[str, ParameterProgram]:
     }
 
 
-def keep_original_order(model: nn.Module, program: Program) -> bool:
-    """Make state_dict and load_state_dict speak the original order of rows. Returns whether any parameter is packed."""
-    tp = program.resolved.sizes.tp
-    packed = packed_parameters(program)
+def keep_original_order(model: nn.Module, packed: Mapping[str, ParameterProgram], tp: int) -> None:
+    """Make state_dict write packed parameters with their rows in the original order."""
     for full_name, parameter in packed.items():
-        owner = model.get_submodule(full_name.rpartition(".")[0])
+        owner = model.get_submodule(parent(full_name))
         owner.register_state_dict_post_hook(_save_hook(parameter, tp))
-        owner.register_load_state_dict_pre_hook(_load_hook(parameter))
-    return bool(packed)
 
 
 def _save_hook(parameter: ParameterProgram, tp: int) -> Any:
@@ -62,41 +67,57 @@ def _save_hook(parameter: ParameterProgram, tp: int) -> Any:
     return save
 
 
-def _load_hook(parameter: ParameterProgram) -> Any:
+def load_any_layout(model: nn.Module, packed: Mapping[str, ParameterProgram]) -> None:
+    """Make load_state_dict take whole tensors, and DTensors of other meshes (a collective on theirs)."""
+    for name, module in model.named_modules():
+        own = {leaf: packed.get(f"{name}.{leaf}" if name else leaf) for leaf in module._parameters}
+        if own:
+            module.register_load_state_dict_pre_hook(_load_hook(own))
+
+
+def _load_hook(own: Mapping[str, ParameterProgram | None]) -> Any:
     def load(module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
-        key = prefix + parameter.name
-        if key in state_dict:
-            state_dict[key] = to_packed(state_dict[key], module._parameters[parameter.name], parameter)
+        for leaf, packed in own.items():
+            stored, value = module._parameters[leaf], state_dict.get(prefix + leaf)
+            if isinstance(stored, DTensor) and isinstance(value, Tensor):
+                state_dict[prefix + leaf] = to_stored(value, stored, packed)
 
     return load
 
 
-def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, program: Program) -> None:
-    """Make the optimizer's state_dict and load_state_dict speak the original order of rows too."""
-    tp, packed = program.resolved.sizes.tp, packed_parameters(program)
+def keep_optimizer_order(
+    optimizer: Optimizer, model: nn.Module, packed: Mapping[str, ParameterProgram], tp: int
+) -> None:
+    """Make the optimizer's state_dict and load_state_dict speak the original order of rows too, and take what the
+    model's do."""
     programs = {id(p): packed[name] for name, p in model.named_parameters() if name in packed}
     held = [p for group in optimizer.param_groups for p in group["params"]]
 
-    def change(state: dict, convert: Any) -> dict:
-        result = {}
-        for index, entries in state.items():
-            parameter = held[index]
-            program = programs.get(id(parameter))
-            result[index] = {
-                name: convert(value, parameter, program)
-                if program and isinstance(value, Tensor) and value.shape == parameter.shape
-                else value
-                for name, value in entries.items()
-            }
-        return result
+    def save_one(value: Tensor, parameter: Tensor, packed: ParameterProgram | None) -> Tensor:
+        return to_original(value, packed, tp) if packed is not None else value
+
+    def change(state_dict: dict, convert: Callable[[Tensor, Any, ParameterProgram | None], Tensor]) -> dict:
+        # torch.distributed.checkpoint numbers parameters by name, an optimizer itself by position.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = dict(zip(keys, held, strict=False))  # torch's own message tells that the numbers differ
+
+        def one(key: Any, value: Any) -> Any:
+            parameter = parameters.get(key)
+            if parameter is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                return value
+            return convert(value, parameter, programs.get(id(parameter)))
+
+        changed = {
+            key: {name: one(key, value) for name, value in entries.items()}
+            for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": changed}
 
     def save(_: Optimizer, state_dict: dict) -> dict:
-        convert = lambda value, parameter, program: to_original(value, program, tp)  # noqa: E731
-        return {**state_dict, "state": change(state_dict["state"], convert)}
+        return change(state_dict, save_one)
 
     def load(_: Optimizer, state_dict: dict) -> dict:
-        convert = lambda value, parameter, program: to_packed(value, parameter, program)  # noqa: E731
-        return {**state_dict, "state": change(state_dict["state"], convert)}
+        return change(state_dict, to_stored)
 
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(load)
