@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from .training import causal_lm_loss, vocabulary_parallel_nll
     from .weights import materialize
 
-# What the package offers, and where it is: imported when it is first asked for, so that `import shardplan` and
-# linting a plan import neither torch nor pydantic.
+# What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
+# and linting a plan import neither torch nor pydantic.
 _EXPORTS = {
     "load_plan": "shardplan.api",
     "validate": "shardplan.api",

@@ -6,8 +6,8 @@
     <same name>.out                            the exact output, written by `python tests/update_cases.py`
     tests/cases/models/*.json                  configurations of models that cases name
 
-In a command line {plan} is the case's plan and {models} the folder of configurations; both are relative to the
-project's root, where cases are run. A folder `parts` beside the cases holds what plans extend.
+In a command line {plan} is the case's plan and {models} the folder of configurations; both are relative to
+the project's root, where cases are run. A folder `parts` beside the cases holds what plans extend.
 """
 
 from __future__ import annotations
@@ -73,6 +73,10 @@ def run_command(words: list[str]) -> tuple[int, str]:
 
     environment = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "FORCE_COLOR"}}
     output = io.StringIO()
-    with contextlib.chdir(ROOT), contextlib.redirect_stdout(output), patch.dict(os.environ, environment, clear=True):
+    with (
+        contextlib.chdir(ROOT),
+        contextlib.redirect_stdout(output),
+        patch.dict(os.environ, environment, clear=True),
+    ):
         code = main(words)
     return code, output.getvalue()

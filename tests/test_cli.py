@@ -110,7 +110,10 @@ def test_a_reader_that_goes_away_is_no_error():
     os.close(read)
     with os.fdopen(write, "wb") as closed:
         result = subprocess.run(
-            [sys.executable, "-m", "shardplan", "schema", "--report"], cwd=ROOT, stdout=closed, stderr=subprocess.PIPE
+            [sys.executable, "-m", "shardplan", "schema", "--report"],
+            cwd=ROOT,
+            stdout=closed,
+            stderr=subprocess.PIPE,
         )
     assert result.stderr == b"" and result.returncode == 141
 

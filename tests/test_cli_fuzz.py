@@ -1,5 +1,5 @@
-"""Whatever is in a plan or in a model's configuration, the command line answers with findings: never a traceback,
-never an exit code but 0 and 1, always in bounded time."""
+"""Whatever is in a plan or in a model's configuration, the command line answers with findings: never a
+traceback, never an exit code but 0 and 1, always in bounded time."""
 
 import contextlib
 import io
@@ -15,9 +15,12 @@ from shardplan.parse import builtin_plans
 
 BUILTIN = [path.read_text("utf-8") for path in builtin_plans().values()]
 TOKENS = [
-    "*", "**", "{", "}", "{a,b}", "[", "]", "[a-", "!", "&a ", "*a", "<<: ", ": ", "- ", "\n", "\n  ", "\t", "# ", "'", '"',
-    "none", "colwise", "rowwise_seq", "extends: llama", "extends: ../../etc/passwd", "version: 1", "optional: yes",
-    "divides: 1//0", "packed: [a*b]", "packed: -1", "model.layers.*", "!!python/object:os.system", "\x00", "\u202e", "é",
+    "*", "**", "{", "}", "{a,b}", "[", "]", "[a-", "!", "&a ", "*a", "<<: ", ": ", "- ", "\n", "\n  ", "\t",
+    "# ", "'", '"',
+    "none", "colwise", "rowwise_seq", "extends: llama", "extends: ../../etc/passwd", "version: 1",
+    "optional: yes",
+    "divides: 1//0", "packed: [a*b]", "packed: -1", "model.layers.*", "!!python/object:os.system",
+    "\x00", "\u202e", "é",
     "1e999", "~", "null", "---\n", "...\n", "%TAG ! x\n", "a" * 300, "{" * 60, "[" * 60,
 ]  # fmt: skip
 MODEL = {
@@ -32,7 +35,8 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 ODD = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=5), st.lists(st.integers(0, 3), max_size=3),
+    st.none(), st.booleans(), st.integers(-3, 9), st.floats(), st.text(max_size=5),
+    st.lists(st.integers(0, 3), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2), st.just(10**20),
 )  # fmt: skip
 
@@ -88,7 +92,9 @@ def test_any_plan_is_validated(folder, text, options):
 
 
 @QUICK
-@given(st.dictionaries(st.sampled_from([*MODEL, "head_dim", "attention_dropout", "rope_theta"]), ODD, max_size=3))
+@given(
+    st.dictionaries(st.sampled_from([*MODEL, "head_dim", "attention_dropout", "rope_theta"]), ODD, max_size=3)
+)
 def test_any_model_is_validated(folder, changes):
     model = write(folder / "changed.json", json.dumps({**MODEL, **changes}))
     run("validate", model, "llama")

@@ -31,7 +31,8 @@ def test_check_says_what_to_type(tmp_path):
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """What is generated is copied, the rest linked; tools is copied, for it finds the root by its own place."""
+    """What is generated is copied, the rest linked; tools is copied, for it finds the root by its own
+    place."""
     target.parent.mkdir(exist_ok=True)
     if source.name in {"shardplan", "plans"}:
         target.symlink_to(source)

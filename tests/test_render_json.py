@@ -34,7 +34,9 @@ REPORTS = {
         MeshSizes(tp=2),
         (
             VariantProof("tensor_parallel", (Comparison("loss", "loss", 1e-7, "rank 1", "equal"),), 10, 5),
-            VariantProof("sequence_parallel", (Comparison("w", "gradient", math.nan, "rank 0", "differs"),), 10, 5),
+            VariantProof(
+                "sequence_parallel", (Comparison("w", "gradient", math.nan, "rank 0", "differs"),), 10, 5
+            ),
         ),
     ),
 }
@@ -51,7 +53,13 @@ def test_json_is_what_the_schema_says(name):
 def test_the_schema_refuses_what_is_not_a_report():
     validator = jsonschema.Draft202012Validator(report_schema())
     good = json.loads(json_text(to_json(REPORTS["lint"])))
-    for change in ({"version": "2"}, {"ok": "yes"}, {"count": {"errors": 1}}, {"extra": 1}, {"findings": [{}]}):
+    for change in (
+        {"version": "2"},
+        {"ok": "yes"},
+        {"count": {"errors": 1}},
+        {"extra": 1},
+        {"findings": [{}]},
+    ):
         assert not validator.is_valid({**good, **change}), change
 
 
@@ -82,7 +90,9 @@ class TestSarif:
 
     @pytest.fixture
     def run(self) -> dict:
-        pages = {code: Code(code, f"title of {code}", "why", good="a: b") for code in ("SP201", "SP301", "SP501")}
+        pages = {
+            code: Code(code, f"title of {code}", "why", good="a: b") for code in ("SP201", "SP301", "SP501")
+        }
         data = json.loads(json_text(to_sarif(REPORTS["lint"], pages=pages)))
         assert data["version"] == "2.1.0" and data["$schema"].endswith("sarif-2.1.0.json")
         (run,) = data["runs"]
@@ -92,7 +102,9 @@ class TestSarif:
         driver = run["tool"]["driver"]
         assert driver["name"] == "shardplan" and driver["semanticVersion"] == __version__
         assert [rule["id"] for rule in driver["rules"]] == ["SP201", "SP301", "SP501"]
-        assert all(rule["shortDescription"]["text"] and rule["fullDescription"]["text"] for rule in driver["rules"])
+        assert all(
+            rule["shortDescription"]["text"] and rule["fullDescription"]["text"] for rule in driver["rules"]
+        )
 
     def test_results(self, run):
         rules = run["tool"]["driver"]["rules"]

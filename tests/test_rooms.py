@@ -56,7 +56,8 @@ def room_of(path: Path) -> str:
 
 
 def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of all that a module imports, at any depth, names of `from` imports included.
+    """(line, absolute dotted name) of all that a module imports, at any depth, names of `from` imports
+    included.
 
     Args:
         tree: the module.
@@ -95,8 +96,8 @@ def violations(source: str, path: Path) -> list[str]:
 
 
 def private_torch_names(source: str) -> list[tuple[int, str]]:
-    """(line, dotted name) of names of torch that have a private part: imported, or reached by attributes of what was
-    imported. Names with two underscores (`__version__`) are public."""
+    """(line, dotted name) of names of torch that have a private part: imported, or reached by attributes of
+    what was imported. Names with two underscores (`__version__`) are public."""
     tree = ast.parse(source)
     bound: dict[str, str] = {}
     found = set()
@@ -118,7 +119,9 @@ def private_torch_names(source: str) -> list[tuple[int, str]]:
             inner = inner.value
         if parts and isinstance(inner, ast.Name) and inner.id in bound:
             found.add((node.lineno, ".".join([bound[inner.id], *reversed(parts)])))
-    return sorted((line, name) for line, name in found if name.partition(".")[0] == "torch" and _is_private(name))
+    return sorted(
+        (line, name) for line, name in found if name.partition(".")[0] == "torch" and _is_private(name)
+    )
 
 
 def _is_private(name: str) -> bool:
@@ -153,7 +156,11 @@ def test_private_names_of_torch_are_in_torchlib_alone(path):
         ("bind", "from ..check.facts import heads", "bind imports check, which is not below it"),
         ("bind", "from .. import api", "bind imports api, which is not below it"),
         ("bind", "def f():\n    import shardplan.lower", "bind imports lower, which is not below it"),
-        ("styles", "from shardplan.backends import BACKENDS", "styles imports backends, which is not below it"),
+        (
+            "styles",
+            "from shardplan.backends import BACKENDS",
+            "styles imports backends, which is not below it",
+        ),
         ("check", "import torch.nn", "check imports torch"),
         ("render", "from transformers import AutoConfig", "render imports transformers"),
         ("bind", "from pydantic import BaseModel", "bind imports pydantic"),
@@ -194,5 +201,7 @@ def test_the_private_name_test_can_fail(source):
 
 
 def test_the_private_name_test_lets_pass_what_is_public():
-    source = "import torch\nfrom torch import nn\ntorch.__version__\nnn.Module\nself._thing\nfrom ._own import _x"
+    source = (
+        "import torch\nfrom torch import nn\ntorch.__version__\nnn.Module\nself._thing\nfrom ._own import _x"
+    )
     assert private_torch_names(source) == []

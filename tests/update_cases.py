@@ -1,4 +1,5 @@
-"""Write the expected text of cases: `python tests/update_cases.py [NAME...]`. Read what it wrote before you commit it.
+"""Write the expected text of cases: `python tests/update_cases.py [NAME...]`. Read what it wrote before you
+commit it.
 
 A NAME is any part of a case's name (`err/SP301`); without one, all cases are run.
 """

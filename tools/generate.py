@@ -1,4 +1,5 @@
-"""Write the files that are made from the code: `python tools/generate.py`; with `--check`, only say which are stale."""
+"""Write the files that are made from the code: `python tools/generate.py`; with `--check`, only say which are
+stale."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ def run(args: argparse.Namespace) -> int:
     pages, word = catalog(), args.code.upper()
     code = pages.get(word)
     if code is None:
-        near = [known for known in pages if known.startswith(word)][:3] or get_close_matches(word, pages, cutoff=0.5)
+        near = [known for known in pages if known.startswith(word)][:3]
+        near = near or get_close_matches(word, pages, cutoff=0.5)
         hint = f"; the nearest are {', '.join(near)}" if near else "; codes look like SP301"
         raise UsageError(f"there is no code {args.code}{hint}")
     print(page(code))

@@ -1,4 +1,4 @@
-"""The entry point: parse the command line, import the command, run it, turn what happens into an exit code."""
+"""The entry point: parse the command line, import the command and run it, turn what happens into a code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .exits import BROKEN_PIPE, BUG, INTERRUPTED, USAGE, UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 clean, 1 findings, 2 wrong command line, 3 a bug of shardplan."""
+    """Run a command and return its exit code (`shardplan.cli.exits`)."""
     from .arguments import build_parser
 
     words = list(sys.argv[1:] if argv is None else argv)
@@ -37,13 +37,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def console() -> None:
-    """Run as a program. Most of a short command's time would be garbage collection of what imports leave behind and
-    the interpreter's teardown: the first is put off, the second left out."""
+    """Run as a program. Most of a short command's time would be garbage collection of what imports leave
+    behind and the interpreter's teardown: the first is put off, the second left out."""
     gc.disable()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what concerns the user is a finding
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: closed by the caller
+    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: closed outside
     for stream in streams:
         stream.reconfigure(errors="backslashreplace")
     code = main()

@@ -16,8 +16,8 @@ EXIT_CODES = """\
 | 2 | wrong command line |
 | 3 | a bug of shardplan; please report it with what the command prints with `--debug` |
 
-Findings go to standard output, progress and errors of the command line to standard error. Colours are used on a
-terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on.
+Findings go to standard output, progress and errors of the command line to standard error. Colours are used on
+a terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on.
 """
 
 
@@ -44,7 +44,9 @@ def _table(parser: argparse.ArgumentParser) -> str:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    return not isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)) and action.dest != "debug"
+    return (
+        not isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)) and action.dest != "debug"
+    )
 
 
 def _spelling(action: argparse.Action) -> str:

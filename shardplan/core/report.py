@@ -15,15 +15,15 @@ Variant = Literal["tensor_parallel", "sequence_parallel"]
 
 
 def count_text(diagnostics: Iterable[Diagnostic]) -> str:
-    """"2 errors, 1 warning"; "no findings" where there are none."""
+    """ "2 errors, 1 warning"; "no findings" where there are none."""
     counts = Counter(d.severity for d in diagnostics)
     parts = [f"{n} {severity}{'' if n == 1 else 's'}" for severity in Severity if (n := counts[severity])]
     return ", ".join(parts) or "no findings"
 
 
 def ordered(diagnostics: Iterable[Diagnostic], sources: SourceMap) -> tuple[Diagnostic, ...]:
-    """Each distinct finding once: by file (in the order in which they were read), line and column, those without a
-    place last."""
+    """Each distinct finding once: by file (in the order in which they were read), line and column, those
+    without a place last."""
     files = {name: i for i, name in enumerate(sources.files)}
 
     def key(diagnostic: Diagnostic) -> tuple[int, int, int, str]:
@@ -45,8 +45,8 @@ def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
 def of_both_variants(
     without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]
 ) -> tuple[Diagnostic, ...]:
-    """The findings of a plan without and with its sequence-parallel overlay, each once: what both say of different
-    lines names both, and what only one says tells which, where its line does not."""
+    """The findings of a plan without and with its sequence-parallel overlay, each once: what both say of
+    different lines names both, and what only one says tells which, where its line does not."""
     tensor, sequence = ({_said(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
     both = [_of_both(d, sequence.get(said)) for said, d in tensor.items()]
     return (*both, *(_of_overlay(d) for said, d in sequence.items() if said not in tensor))
@@ -84,7 +84,8 @@ class Report:
         sizes: the mesh sizes that were asked for; `tp` None where every size was meant.
         checked_tp: the tp size at which the size-dependent checks ran; None where there was none.
         variants: which variants of the plan were checked.
-        allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not computed.
+        allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
+            computed.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -124,7 +125,8 @@ class Comparison:
     Args:
         name: "loss", "logits" or a parameter's full name.
         kind: what the tensor is.
-        error: the largest difference over the largest reference value, the worst over all ranks; without a unit.
+        error: the largest difference over the largest reference value, the worst over all ranks; without a
+            unit.
         where: the rank of the worst error ("rank 1", "dp_shard 0, tp 1").
         verdict: "unproven" where the reference is too small everywhere to say anything.
         dtype: the precision in which the verdict was reached.
@@ -193,7 +195,8 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Every variant is proven, and with tp above 1 something is really split: whole copies prove nothing."""
+        """Every variant is proven, and with tp above 1 something is really split: whole copies prove
+        nothing."""
         splits = (self.sizes.tp or 1) > 1
         return bool(self.variants) and all(p.ok and (p.sharded > 0 or not splits) for p in self.variants)
 

@@ -50,7 +50,8 @@ def diagnostics_document() -> str:
     lines = [
         "# Diagnostics",
         "",
-        "Every finding has a code that never changes its meaning; `shardplan explain CODE` prints the same page.",
+        "Every finding has a code that never changes its meaning; `shardplan explain CODE` prints the same",
+        "page.",
         "Errors refuse the plan, warnings do not, unless `--strict` is given.",
         "",
         "| code | |",

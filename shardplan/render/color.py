@@ -30,8 +30,8 @@ class Paint:
 
 
 def wants_color(stream: TextIO, env: Mapping[str, str] = os.environ) -> bool:
-    """Whether to colour what goes to the stream: NO_COLOR (https://no-color.org) wins, then FORCE_COLOR, then a
-    terminal that can."""
+    """Whether to colour what goes to the stream: NO_COLOR (https://no-color.org) wins, then FORCE_COLOR, then
+    a terminal that can."""
     if env.get("NO_COLOR"):
         return False
     if env.get("FORCE_COLOR", "0") not in {"", "0"}:

@@ -20,7 +20,16 @@ from .width import display_width, printable
 
 HEADER = ("module", "style", "parameter", "on each rank", "count", "bytes", "moves", "plan")
 NUMERIC = {4, 5}  # columns set to the right
-BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
+BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
@@ -66,7 +75,8 @@ class Row:
 
 
 def program_text(program: Program, sources: SourceMap, *, color: bool, all_rows: bool = False) -> str:
-    """The table of modules (repeated equal layers on one line, unless `all_rows`), the totals, the collectives."""
+    """The table of modules (repeated equal layers on one line, unless `all_rows`), the totals, the
+    collectives."""
     paint = Paint(color)
     rows = tuple(module_rows(program, sources))
     shown = rows if all_rows else fold(rows)
@@ -83,7 +93,9 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
         yield Row(
             name=module.name,
             styles=tuple(dict.fromkeys(rule.style for rule in rules)),
-            lines=tuple(dict.fromkeys(place_text(rule.location, sources).rpartition(":")[0] for rule in rules)),
+            lines=tuple(
+                dict.fromkeys(place_text(rule.location, sources).rpartition(":")[0] for rule in rules)
+            ),
             parameters=tuple(
                 _held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters
             ),
@@ -109,7 +121,8 @@ def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
 
 
 def local_shape(how: ParameterProgram, info: ParameterInfo, tp: int) -> tuple[int, ...]:
-    """The shape on the first rank, which has the most: dims that tp does not divide are split in ceil-chunks."""
+    """The shape on the first rank, which has the most: dims that tp does not divide are split in
+    ceil-chunks."""
     if how.dim is None:
         return info.shape
     return tuple(-(-size // tp) if i == how.dim else size for i, size in enumerate(info.shape))

@@ -28,7 +28,7 @@ def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False) -> 
 
 
 def sizes_text(sizes: MeshSizes) -> str:
-    """"dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
+    """ "dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
     shown = {axis: getattr(sizes, axis) for axis in AXES}
     return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis == "tp"))
 
@@ -85,4 +85,6 @@ def _verdict(report: VerifyReport, paint: Paint) -> str:
         return paint("good", f"proven: {report.plan} computes what {report.model} computes")
     if any(row.verdict == "differs" for row in report.rows):
         return paint("error", f"refuted: {report.plan} does not compute what {report.model} computes")
-    return paint("error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared")
+    return paint(
+        "error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared"
+    )

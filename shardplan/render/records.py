@@ -10,7 +10,8 @@ VERSION = "1"  # raised when a field is removed or changes its meaning; new fiel
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A place in a plan. Lines and columns count from 1 (in characters); they are null where the plan has no text."""
+    """A place in a plan. Lines and columns count from 1 (in characters); they are null where the plan has no
+    text."""
 
     file: Annotated[str, "the plan as the user named it, or <dict>, <hf>"]
     path: Annotated[tuple[str | int, ...], "keys and indices from the plan's root"]
@@ -65,7 +66,9 @@ class FindingsReport:
     model: Annotated[str | None, "null where plans were read without a model"]
     mesh: Mesh | None
     checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
-    variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
+    variants: Annotated[
+        tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"
+    ]
     allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that the model allows with this plan"]
     count: Count
     findings: tuple[Finding, ...]
@@ -81,7 +84,9 @@ class ComparisonRecord:
         float | None, "largest difference over largest reference value, the worst rank's; null: not a number"
     ]
     where: Annotated[str, "the rank of the worst error"]
-    verdict: Annotated[Literal["equal", "differs", "unproven"], "unproven: the reference is too small to say anything"]
+    verdict: Annotated[
+        Literal["equal", "differs", "unproven"], "unproven: the reference is too small to say anything"
+    ]
     dtype: Annotated[str, "the precision in which the verdict was reached"]
 
 

@@ -42,7 +42,8 @@ def gutter_width(marks: Iterable[Mark]) -> int:
 
 
 def snippet(source: SourceFile, marks: Iterable[Mark], width: int, paint: Paint) -> list[str]:
-    """The marked lines in order, each with its marks below; lines left out between them are shown as `...`."""
+    """The marked lines in order, each with its marks below; lines left out between them are shown as
+    `...`."""
     by_line: dict[int, list[Mark]] = {}
     for mark in sorted(marks, key=lambda mark: mark.span.line):
         by_line.setdefault(mark.span.line, []).append(mark)
@@ -75,7 +76,8 @@ def _place(text: str, marks: Sequence[Mark]) -> tuple[str, list[_Stroke]]:
 
 
 def _character_range(span: Span, length: int) -> tuple[int, int]:
-    """The marked characters of the span's first line; a span over several lines is marked to the end of the first."""
+    """The marked characters of the span's first line; a span over several lines is marked to the end of the
+    first."""
     first = min(span.column - 1, length)
     last = span.end_column - 1 if span.end_line == span.line else length
     return first, min(max(last, first), length)
@@ -95,7 +97,8 @@ def _window(starts: Sequence[int], first: int) -> tuple[int, int]:
 
 
 def _rows(strokes: Sequence[_Stroke], paint: Paint) -> list[str]:
-    """The row of carets and dashes with the last mark's text beside it; the other texts hang below, last first."""
+    """The row of carets and dashes with the last mark's text beside it; the other texts hang below, last
+    first."""
     order = sorted(strokes, key=lambda stroke: (stroke.end, stroke.start))
     signs: list[tuple[str, Role]] = [(" ", "strong")] * order[-1].end
     for stroke in sorted(order, key=lambda stroke: stroke.mark.primary):

@@ -57,13 +57,16 @@ def _finding(diagnostic: Diagnostic, sources: SourceMap, paint: Paint) -> list[s
 
 
 def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Label], list[Label]]:
-    """The labels that share a snippet with the primary one (it comes first), and those that need their own."""
+    """The labels that share a snippet with the primary one (it comes first), and those that need their
+    own."""
     if diagnostic.primary is None:
         return [], list(diagnostic.related)
     here, elsewhere = [diagnostic.primary], []
     for label in diagnostic.related:
         same = label.location.file == diagnostic.primary.location.file
-        shown = sources.span(label.location) is not None and sources.span(diagnostic.primary.location) is not None
+        shown = (
+            sources.span(label.location) is not None and sources.span(diagnostic.primary.location) is not None
+        )
         (here if same and shown else elsewhere).append(label)
     return here, elsewhere
 
@@ -78,9 +81,15 @@ def _marks(labels: Iterable[Label], sources: SourceMap, role: Role) -> list[Mark
 
 
 def _place(
-    location: Location, labels: Iterable[Label], marks: list[Mark], width: int, sources: SourceMap, paint: Paint
+    location: Location,
+    labels: Iterable[Label],
+    marks: list[Mark],
+    width: int,
+    sources: SourceMap,
+    paint: Paint,
 ) -> list[str]:
-    """`--> file:line:column` and the marked lines; without a text, the path into the document and the labels."""
+    """`--> file:line:column` and the marked lines; without a text, the path into the document and the
+    labels."""
     arrow = " " * (width - 2) + paint("gutter", "-->")
     lines = [f"{arrow} {printable(place_text(location, sources))}"]
     source = sources.files.get(location.file)
@@ -112,7 +121,9 @@ def place_text(location: Location, sources: SourceMap) -> str:
 def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
     """The modules concerned, folded, unless the finding names its only one already."""
     said = (diagnostic.message, *diagnostic.notes)
-    if not diagnostic.modules or (len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)):
+    if not diagnostic.modules or (
+        len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)
+    ):
         return ()
     folded = brace_names(fold_names(diagnostic.modules))
     names = ", ".join(folded[:MOST_NAMES])
@@ -120,5 +131,3 @@ def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
         names += ", ..."
     count = f" ({len(diagnostic.modules)} in all)" if len(diagnostic.modules) > 1 else ""
     return (f"where: {names}{count}",)
-
-

@@ -1,4 +1,5 @@
-"""How wide text is on a terminal: tabs, wide and combining characters, and what must not reach a terminal at all."""
+"""How wide text is on a terminal: tabs, wide and combining characters, and what must not reach a terminal at
+all."""
 
 from __future__ import annotations
 
@@ -10,14 +11,16 @@ JOINER = "\u200d"
 
 
 def printable(text: str) -> str:
-    """The text on one line, control characters replaced by visible ones: a plan cannot write to the terminal."""
+    """The text on one line, control characters replaced by visible ones: a plan cannot write to the
+    terminal."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(" " if char == "\t" else _visible(char) for char in text)
 
 
 def cells(text: str) -> tuple[list[str], list[int]]:
-    """Each character as it is printed (a tab as spaces), and the display column, from 0, of each and of the end."""
+    """Each character as it is printed (a tab as spaces), and the display column, from 0, of each and of the
+    end."""
     pieces: list[str] = []
     starts = [0]
     for char in text:
