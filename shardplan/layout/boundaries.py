@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.moves import move_ops
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo
 from shardplan.styles import STYLES, Style
@@ -70,6 +70,8 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, door: bool) -> Boundary:
     if assignment is None:
         return Boundary(module.name, None, parameters)
     rule, style = assignment.rule, STYLES[assignment.rule.style]
+    if _does_nothing(style, rule, module):
+        return Boundary(module.name, assignment, parameters, outside=rule.read_outside, divide=rule.divide)
     inside, computes, hands = style.inside, style.computes, style.hands
     if inside == R and rule.grad == "complete" and style.is_door:
         inside = I
@@ -100,6 +102,13 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, door: bool) -> Boundary:
         divide=rule.divide,
         declared=style.dtensor_output,
     )
+
+
+def _does_nothing(style: Style, rule: Rule, module: ModuleInfo) -> bool:
+    """Whether a rule moves nothing and holds no gradient: what it says of layouts has no consequence."""
+    moves = any(layout != style.inside for layout in style.takes) or rule.output is not None
+    moves = moves or style.hands not in (None, style.computes) or style.dtensor_output or style.partial_until_door
+    return not moves and not style.shards_parameters and not any(p.requires_grad for p in module.parameters)
 
 
 def missing(style: Style) -> str | None:

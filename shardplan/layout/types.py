@@ -201,7 +201,7 @@ class Prover:
             spread = self._spread(event, index)
             if not self.run.requires_grad[output]:
                 self.types[output] = Type(LAYOUTS.get(spread.kind, "whole"), spread) if isinstance(spread, Spread) else FREE
-            elif spread == "?":
+            elif spread == "?" or (spread is None and (event.writes or event.kind == "read")):
                 self.types[output] = Type("?", sources=frozenset(sources))
             elif spread is None:
                 self._mismatch(event, sources, output)

@@ -71,6 +71,7 @@ class Event:
         names: of the inputs at "enter" (arguments) and "leave" (`loss`, `0`).
         source: the line of the model's code.
         message: of the exception.
+        writes: it changed an operand in place; the rest of that operand may not be filled yet.
     """
 
     kind: Literal["op", "read", "enter", "leave", "crash"]
@@ -81,6 +82,7 @@ class Event:
     names: tuple[str, ...] = ()
     source: SourceLine | None = None
     message: str = ""
+    writes: bool = False
 
     @property
     def module(self) -> str:
@@ -243,32 +245,33 @@ class Recorder(TorchFunctionMode):
             raise
 
     def _record(self, call: Callable[[], Any], name: str, args: tuple, kwargs: dict) -> Any:
-        operands = [*tensors_in(args), *tensors_in(kwargs)]
-        inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
-        versions = [_version(t) for t in operands]
-        self._inside += 1
-        try:
-            result = call()
-        except Exception as error:
-            self._fail(name, inputs, error)
-            raise
-        finally:
-            self._inside -= 1
-        written = [t for t, version in zip(operands, versions, strict=True) if _version(t) != version]
-        results = [*tensors_in(result)] or written
-        if not results:
+        with self._paused():
+            operands = [*tensors_in(args), *tensors_in(kwargs)]
+            inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
+            versions = [_version(t) for t in operands]
+            try:
+                result = call()
+            except Exception as error:
+                self._fail(name, inputs, error)
+                raise
+            written = [t for t, version in zip(operands, versions, strict=True) if _version(t) != version]
+            results = [*tensors_in(result)] or written
+            if results:
+                self._add_operation(name, operands, inputs, written, results)
             return result
+
+    def _add_operation(
+        self, name: str, operands: list[Tensor], inputs: tuple[int, ...], written: list[Tensor], results: list[Tensor]
+    ) -> None:
         for t in written:
-            self._writes.setdefault(_base(t), []).extend(i for i in inputs if i not in self._writes.get(_base(t), ()))
-        outputs = tuple(
-            self._numbers[id(t)][1] if any(t is o for o in operands) and not any(t is w for w in written) else self._new(t)
-            for t in results
-        )
-        module, call_number = self._scopes[-1]
-        place = (module, call_number, self._positions[self._scopes[-1]])
+            into = self._writes.setdefault(_base(t), [])
+            into += [i for i in inputs if i not in into]
+        untouched = {id(t) for t in operands} - {id(t) for t in written}
+        outputs = tuple(self._numbers[id(t)][1] if id(t) in untouched else self._new(t) for t in results)
+        module, call = self._scopes[-1]
+        place = (module, call, self._positions[self._scopes[-1]])
         self._positions[self._scopes[-1]] += 1
-        self._add(Event("op", name, place, inputs, outputs, source=model_line()))
-        return result
+        self._add(Event("op", name, place, inputs, outputs, source=model_line(), writes=bool(written)))
 
     def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> None:
         if self._failed is None or self._failed[0] is not error:  # the model may have caught an earlier one

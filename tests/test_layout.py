@@ -1,0 +1,363 @@
+"""The layout check: every right plan passes, every kind of mistake is found where it is."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+from shardplan.bind import bind
+from shardplan.core.layout import SEQ, I, P, R, V
+from shardplan.core.mesh import MeshSizes
+from shardplan.layout import LayoutReport, Workbench, check_layout
+from shardplan.layout.boundaries import missing
+from shardplan.models import find_model
+from shardplan.models.tree import tree_of
+from shardplan.parse import builtin_plans, parse_plan
+from shardplan.styles import STYLES
+from shardplan.styles.record import ParameterStyle, Style
+from shardplan.twin import make_twin
+
+
+@cache
+def bench_of(name: str, tp: int = 2) -> Workbench:
+    twin = make_twin(find_model(name), tp=tp)
+    model, inputs = twin.build(), twin.inputs()
+    if "output_router_logits" in vars(model.config):
+        inputs["output_router_logits"] = True
+    return Workbench(model, inputs, tree_of(model))
+
+
+def checked(bench: Workbench, plan: dict | str, *, tp: int = 2, sequence_parallel: bool = False, help: bool = False) -> LayoutReport:
+    parsed = parse_plan(plan)
+    assert not [d for d in parsed.diagnostics if d.is_error], parsed.diagnostics
+    resolved, about = bind(parsed.plan, bench.tree, MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
+    assert not [d for d in about if d.is_error], about
+    return check_layout(resolved, bench, help=help)
+
+
+def extended(parent: str, **sections: dict) -> dict:
+    return {"version": "1", "name": "mine", "extends": parent, **sections}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", sorted(builtin_plans()))
+def test_builtin_plans_are_proven(name: str, tp: int, sequence_parallel: bool) -> None:
+    report = checked(bench_of(parse_plan(name).plan.models[0], tp), name, tp=tp, sequence_parallel=sequence_parallel)
+    assert report.diagnostics == () and report.secondary == ()
+
+
+def test_what_arrives_is_reported_for_the_lowering() -> None:
+    plain = checked(bench_of("llama"), "llama")
+    assert plain.arrivals["lm_head"] == I
+    assert plain.arrivals["model.layers.0.self_attn.q_proj"] == R
+    overlaid = checked(bench_of("llama"), "llama", sequence_parallel=True)
+    assert overlaid.arrivals["lm_head"] == R
+    assert overlaid.arrivals["model.norm"] == R  # what it hands on
+
+
+MISTAKES = {
+    # a name: (architecture, parent, sections, sequence parallel, code, what it is about, a word of the help)
+    "q norm without its reduction": (
+        "qwen3",
+        "qwen3",
+        {"tensor_parallel": {"model.layers.*.self_attn.q_norm": "none"}},
+        False,
+        "SP401",
+        "model.layers.0.self_attn.q_norm.weight",
+        "replicated_with_grad_allreduce",
+    ),
+    "a whole q next to split k and v": (
+        "llama",
+        "llama",
+        {"tensor_parallel": {"model.layers.*.self_attn.q_proj": "none"}},
+        False,
+        "SP401",
+        "model.layers.0.self_attn.q_proj.weight",
+        "colwise",
+    ),
+    "column-wise after column-wise": (
+        "llama",
+        "llama",
+        {"tensor_parallel": {"model.layers.*.mlp.down_proj": {"style": "colwise", "override": True}}},
+        False,
+        "SP402",
+        "model.layers.0.mlp.down_proj",
+        "rowwise",
+    ),
+    "a block norm on the whole sequence": (
+        "llama",
+        "llama",
+        {"sequence_parallel": {"model.layers.*.input_layernorm": "none"}},
+        True,
+        "SP401",
+        "model.layers.0.input_layernorm.weight",
+        "sequence_parallel",
+    ),
+    "no door into the sequence-parallel region": (
+        "llama",
+        "llama",
+        {"sequence_parallel": {"model.layers.0": "none"}},
+        True,
+        "SP402",
+        "model.layers.0.input_layernorm",
+        "split_seq_input",
+    ),
+    "logits that stay split without a word": (
+        "llama",
+        "llama",
+        {"tensor_parallel": {"lm_head": {"style": "colwise", "override": True}}},
+        False,
+        "SP405",
+        "logits",
+        "colwise_gather_output",
+    ),
+    "a complete gradient summed": (
+        "llama",
+        "llama",
+        {"tensor_parallel": {"model.norm": "replicated_with_grad_allreduce"}},
+        False,
+        "SP406",
+        "model.norm.weight",
+        "remove",
+    ),
+    "router logits read by the auxiliary loss": (
+        "mixtral",
+        "mixtral",
+        {"tensor_parallel": {"model.layers.*.mlp.gate": {"style": "replicated_with_grad_allreduce", "override": True}}},
+        False,
+        "SP409",
+        "",
+        "read_outside",
+    ),
+    "packed matrices split as one": (
+        "phi3",
+        "phi3",
+        {"tensor_parallel": {"model.layers.*.mlp.gate_up_proj": {"style": "colwise", "override": True}}},
+        False,
+        "SP404",
+        "model.layers.0.mlp",
+        "packed_colwise",
+    ),
+    "heads that are not divided": (
+        "phi3",
+        "phi3",
+        {"tensor_parallel": {"model.layers.*.self_attn": {"style": "input_with_grad_allreduce", "override": True}}},
+        False,
+        "SP408",
+        "model.layers.0.self_attn",
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes(name: str) -> None:
+    architecture, parent, sections, sequence_parallel, code, about, help = MISTAKES[name]
+    report = checked(
+        bench_of(architecture), extended(parent, **sections), sequence_parallel=sequence_parallel, help=help is not None
+    )
+    first = report.diagnostics[0]
+    assert (first.code, first.modules[0] if first.modules else "") == (code, about), report.diagnostics
+    if help is not None:
+        assert len(report.diagnostics) == 1, [d.message for d in report.diagnostics]
+        assert help in (first.help or "")
+
+
+def test_several_mistakes_are_several_findings() -> None:
+    sections = {"tensor_parallel": {"model.layers.*.self_attn.q_norm": "none", "model.norm": "replicated_with_grad_allreduce"}}
+    report = checked(bench_of("qwen3"), extended("qwen3", **sections), help=True)
+    assert [d.code for d in report.diagnostics] == ["SP401", "SP406"]
+
+
+def test_a_mistake_behind_a_crash_is_found() -> None:
+    sections = {
+        "tensor_parallel": {"model.layers.*.mlp.down_proj": "none", "model.norm": "replicated_with_grad_allreduce"}
+    }
+    report = checked(bench_of("llama"), extended("llama", **sections), help=True)
+    assert [d.code for d in report.diagnostics] == ["SP408", "SP406"], [d.message for d in report.diagnostics]
+
+
+class Block(nn.Module):
+    """A block of an own model, whose forward can be made to do unusual things."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.up = nn.Linear(8, 16)
+        self.down = nn.Linear(16, 8)
+        self.gain = nn.Parameter(torch.randn(8))
+        self.inner = inner
+
+    def forward(self, x):
+        return x + self.down(self.inner(self, self.up(x)))
+
+
+class Own(nn.Module):
+    def __init__(self, inner=lambda block, h: torch.relu(h)):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(32, 8)
+        self.blocks = nn.ModuleList([Block(inner)])
+        self.head = nn.Linear(8, 32)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return {"logits": self.head(x)}
+
+
+SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+def own(inner, rules=SPLIT, **given) -> LayoutReport:
+    model = Own(inner)
+    bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
+    return checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}, **given)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * ctx.saved_tensors[0] * gradient
+
+
+def _in_place(block, h):
+    h = h.clone()
+    h[..., ::2].mul_(2.0)
+    return h
+
+
+def _copied(block, h):
+    buffer = torch.empty_like(h)
+    buffer[:, :4].copy_(h[:, :4])
+    buffer[:, 4:] = h[:, 4:]
+    return buffer
+
+
+def _no_grad(block, h):
+    with torch.no_grad():
+        mask = h > 0
+    return h.masked_fill(mask, 0.0)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda block, h: Squared.apply(h),
+        _in_place,
+        _copied,
+        _no_grad,
+        lambda block, h: h.view(2, 8, -1, 2).transpose(1, 2).transpose(1, 2).flatten(2),
+        lambda block, h: h - h.detach() * 0.5,
+        lambda block, h: torch.einsum("bsf,bsf->bsf", h, h.sigmoid()),
+    ],
+    ids=["autograd.Function", "in place through a view", "copy_ and setitem", "no_grad mask", "views", "detach", "einsum"],
+)
+def test_right_plans_of_own_modules_pass(inner) -> None:
+    report = own(inner)
+    assert report.ok, report.diagnostics
+
+
+@pytest.mark.parametrize(
+    ("inner", "code"),
+    [
+        (lambda block, h: h.softmax(-1), "SP404"),
+        (lambda block, h: h - h.mean(-1, keepdim=True), "SP404"),
+        (lambda block, h: h.flip(-1), "SP402"),
+        (lambda block, h: h * block.gain[0], "SP401"),
+        (lambda block, h: h / h.norm(dim=-1, keepdim=True), "SP404"),
+        (lambda block, h: Squared.apply(h.cumsum(-1)), "SP404"),
+    ],
+    ids=["softmax", "mean", "flip", "whole parameter", "norm", "cumsum"],
+)
+def test_wrong_plans_of_own_modules_are_found(inner, code: str) -> None:
+    report = own(inner)
+    assert [d.code for d in report.diagnostics][:1] == [code], report.diagnostics
+
+
+def test_a_sum_over_the_split_dim_is_a_partial_sum() -> None:
+    report = own(lambda block, h: h + h.sum(-1, keepdim=True))
+    assert [d.code for d in report.diagnostics][:1] == ["SP403"], report.diagnostics
+
+
+def test_frozen_parameters_need_no_reduction() -> None:
+    model = Own(lambda block, h: h * block.gain[0])
+    model.blocks[0].gain.requires_grad_(False)
+    bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
+    assert checked(bench, {"version": "1", "name": "own", "tensor_parallel": SPLIT}).ok
+
+
+def test_another_way_on_a_slice_cannot_be_told() -> None:
+    def inner(block, h):
+        return torch.relu(h) if h.shape[-1] == 16 else 2 * torch.relu(h).clone()
+
+    assert [d.code for d in own(inner).diagnostics] == ["SP407"]
+
+
+def test_another_way_with_the_same_result_is_compared_at_the_next_boundary() -> None:
+    def inner(block, h):
+        return torch.relu(h) if h.shape[-1] == 16 else h.clamp(min=0).clone()
+
+    report = own(inner)
+    assert report.ok, report.diagnostics
+
+
+def test_uneven_vocabulary() -> None:
+    class Uneven(Own):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(33, 8), nn.Linear(8, 33)
+
+    model = Uneven()
+    bench = Workbench(model, {"ids": torch.arange(32).view(2, 16)}, tree_of(model))
+    rules = {"embed": "embedding_rowwise", "head": "colwise_gather_output", **SPLIT}
+    assert checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}).ok
+
+
+def test_the_model_is_not_changed() -> None:
+    bench = bench_of("gpt2")
+    before = {name: value.clone() for name, value in bench.model.state_dict().items()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in bench.model.modules()]
+    checked(bench, "gpt2", sequence_parallel=True)
+    assert all(torch.equal(value, before[name]) for name, value in bench.model.state_dict().items())
+    assert hooks == [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in bench.model.modules()]
+
+
+def test_a_tp_size_is_needed() -> None:
+    bench = bench_of("llama")
+    resolved, _ = bind(parse_plan("llama").plan, bench.tree, MeshSizes(), sequence_parallel=False)
+    with pytest.raises(ValueError, match="tp size"):
+        check_layout(resolved, bench)
+
+
+@pytest.mark.parametrize("style", STYLES.values(), ids=lambda style: style.name)
+def test_records_say_enough(style: Style) -> None:
+    assert missing(style) is None
+
+
+SHARDED = ParameterStyle("out", "shard")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"takes": (R,)}, "does not say what the module's forward gets"),
+        ({"takes": (V(-1),), "inside": P}, "no move"),
+        ({"hands": I}, "does not say what the module computes"),
+        ({"weight": SHARDED}, "does not say what the module then computes"),
+        ({"computes": V(SEQ), "hands": P}, "no move"),
+        ({"vocabulary": True, "computes": I}, "does not compute a partial sum"),
+    ],
+)
+def test_records_that_lack_something_are_refused(fields: dict, reason: str) -> None:
+    assert reason in missing(replace(Style(name="new", summary=""), **fields))
