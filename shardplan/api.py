@@ -267,7 +267,7 @@ def apply_plan(
         ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
         RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
     """
-    from shardplan.apply.agreement import check_inputs_once, same_on_all_ranks
+    from shardplan.apply.agreement import check_inputs_once, intention, same_on_all_ranks
     from shardplan.apply.apply import apply_program, refuse_used
     from shardplan.apply.mesh import read_mesh
 
@@ -289,7 +289,7 @@ def apply_plan(
             strict=strict,
         )
         plan_mesh.check_sections(program.resolved)
-        say(program.describe())
+        say(intention(program))
     result = apply_program(model, plan_mesh, program, src_data_rank=src_data_rank, diagnostics=warnings)
     if check_inputs and plan_mesh.tp is not None:
         check_inputs_once(result, plan_mesh.tp)

@@ -157,6 +157,6 @@ def _serve(rank: int, count: int, rendezvous: str, connection: Connection) -> No
             return
         try:
             answer = (True, function(*arguments))
-        except Exception:
+        except BaseException:  # pytest's own failures are no Exception
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))

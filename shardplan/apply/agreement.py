@@ -5,11 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.lower.program import Program
 
 
 @contextmanager
@@ -33,6 +36,15 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Callable[[str], None]]:
             "ranks compiled different programs, or it failed on some of them (another plan, model or version there); "
             "compare compile_plan(...).describe() between the ranks"
         )
+
+
+def intention(program: Program) -> str:
+    """A program, the parameters that it is for and the options that it is applied with, as text."""
+    resolved = program.resolved
+    parameters = [f"{name} {p.shape} {p.dtype} {p.requires_grad}" for name, (_, p) in resolved.tree.parameters.items()]
+    sections = (resolved.data_parallel, resolved.activation_checkpointing, resolved.compile)
+    options = [repr(replace(section, location=None)) for section in sections if section is not None]
+    return "\n".join([program.describe(), *parameters, *options])
 
 
 def _all_say(text: str, mesh: DeviceMesh) -> bool:

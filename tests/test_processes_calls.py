@@ -1,0 +1,230 @@
+"""Calls and mistakes that only real ranks show: generating, wrong batches, ranks that disagree, ranks that fail."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardplan
+from processes import on_ranks
+from shardplan.apply import without_sequence_parallel
+from shardplan.core.diagnostics import PlanError
+from small_models import batch, small_model, whole_state
+
+NEW = 8  # tokens to generate
+
+
+def pair() -> DeviceMesh:
+    """A tp mesh of two of the four ranks; both pairs do the same."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "tp"))["tp"]
+
+
+# Generating
+
+
+def generated(model: nn.Module, prompt: Tensor) -> Tensor:
+    """Greedy tokens with a KV cache, the prompt of the second row padded on the left."""
+    mask = torch.ones_like(prompt)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        return model.eval().generate(
+            prompt, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=3
+        )
+
+
+def decoded(model: nn.Module, prompt: Tensor) -> Tensor:
+    """The logits of one decode step after a prefill."""
+    with torch.no_grad():
+        first = model.eval()(input_ids=prompt, use_cache=True)
+        return model(input_ids=prompt[:, -1:], past_key_values=first.past_key_values, use_cache=True).logits
+
+
+def generate(names: list[str]) -> dict[str, tuple[Tensor, Tensor]]:
+    results = {}
+    for name in names:
+        model = shardplan.apply_plan(small_model(name, noise=0.1), pair(), "auto")
+        results[name] = generated(model, batch(1)), decoded(model, batch(2))
+        model = shardplan.apply_plan(small_model(name, noise=0.1), pair(), "auto", sequence_parallel=True)
+        with without_sequence_parallel(model):
+            results[f"{name}, planned with sequence parallelism"] = generated(model, batch(1)), decoded(model, batch(2))
+    return results
+
+
+@pytest.mark.parametrize("names", [["phi3"], pytest.param(["qwen3", "gpt2", "gemma3_text"], marks=pytest.mark.slow)])
+def test_generating_gives_the_unsharded_tokens(names):
+    for results in on_ranks(4, generate, names):
+        assert len(results) == 2 * len(names)
+        for title, (tokens, logits) in results.items():
+            name = title.partition(",")[0]
+            model = small_model(name, noise=0.1)
+            expected = generated(model, batch(1))
+            assert expected.shape[1] == batch(1).shape[1] + NEW
+            assert torch.equal(tokens, expected), title
+            torch.testing.assert_close(logits, decoded(model, batch(2)), rtol=1e-4, atol=1e-5)
+
+
+# Sequences that tp does not divide
+
+
+def lengths() -> list[str]:
+    model = shardplan.apply_plan(small_model("qwen3"), pair(), "auto", sequence_parallel=True)
+    said = []
+    for length in (15, 1):
+        ids = batch(1, length=length)
+        with pytest.raises(ValueError) as caught:
+            model(input_ids=ids, labels=ids, use_cache=False)
+        said.append(str(caught.value))
+    with without_sequence_parallel(model):
+        model(input_ids=batch(1, length=15), use_cache=False)
+    dist.barrier()  # every rank is still there, and what was refused left nothing half-done
+    ids = batch(1)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return said
+
+
+def test_a_length_that_tp_does_not_divide_is_refused_with_the_padded_length():
+    for odd, single in on_ranks(4, lengths):
+        assert "15" in odd and "16" in odd and "tp=2" in odd
+        assert "pad it to 2" in single
+
+
+# Ranks that are fed different batches
+
+
+def feed_differently(how: str) -> list[str]:
+    """What the first two steps say where tp rank 2 of four gets another batch."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", check_inputs=True)
+    inputs: dict[str, Any] = {"input_ids": batch(1), "attention_mask": torch.ones_like(batch(1))}
+    if dist.get_rank() == 2 and how == "ids":
+        inputs["input_ids"] = batch(2)
+    if dist.get_rank() == 2 and how == "order":
+        inputs["input_ids"] = batch(1).flip(0)
+    if dist.get_rank() == 2 and how == "mask":
+        inputs["attention_mask"][0, 0] = 0
+    said = []
+    for _ in range(2):
+        try:
+            model(**inputs, use_cache=False)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("how", "argument"), [("ids", "input_ids"), ("order", "input_ids"), ("mask", "attention_mask")])
+def test_ranks_that_were_fed_another_batch_are_named(how, argument):
+    for first, second in on_ranks(4, feed_differently, how):
+        assert f"{argument} on tp ranks [2]" in first and first.count("on tp ranks") == 1
+        assert second == ""
+
+
+def test_equal_batches_pass():
+    assert on_ranks(4, feed_differently, "not at all") == [["", ""]] * 4
+
+
+# Ranks that are about to do different things
+
+
+def untouched(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    with pytest.raises(ValueError, match="no plan was applied"):
+        shardplan.applied(model)
+    plain = not any(isinstance(p, DTensor) for p in model.parameters())
+    return plain and all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def disagree(how: str) -> tuple[str, str]:
+    """What apply_plan raises where the last rank is about to do something else, and that it can be done again."""
+    other = dist.get_rank() == 3
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    plan: Any = "qwen3"
+    options: dict[str, Any] = {"sequence_parallel": not (other and how == "no sequence parallelism")}
+    model = small_model("qwen3")
+    if other and how == "another plan":
+        plan = "llama"
+    if other and how == "a wrong plan":
+        plan = {"version": "1", "tensor_parallel": {"model.layers.*.self_attn.q_prj": "colwise"}}
+    if how == "another precision":
+        options["data_parallel"] = {"mixed_precision": {"param": "bfloat16", "reduce": "bfloat16" if other else "float32"}}
+    if how == "no checkpointing":
+        options["activation_checkpointing"] = not other
+    before = whole_state(model)
+    with pytest.raises((RuntimeError, PlanError)) as caught:
+        shardplan.apply_plan(model, mesh, plan, **options)
+    assert untouched(model, before)
+    shardplan.apply_plan(model, mesh, "qwen3", sequence_parallel=True)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "how", ["another plan", "a wrong plan", "no sequence parallelism", "no checkpointing", "another precision"]
+)
+def test_ranks_that_disagree_all_say_so_before_anything_is_done(how):
+    results = on_ranks(4, disagree, how, seconds=60)
+    for rank, (kind, text) in enumerate(results):
+        if how == "a wrong plan" and rank == 3:
+            assert kind == "PlanError" and "q_prj" in text
+        else:
+            assert kind == "RuntimeError" and "different programs" in text
+
+
+def other_model() -> str:
+    """What apply_plan raises where the last rank has a wider model, which the same plan fits."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = small_model("qwen3", intermediate_size=128 if dist.get_rank() == 3 else 96)
+    before = whole_state(model)
+    with pytest.raises(RuntimeError) as caught:
+        shardplan.apply_plan(model, mesh, "qwen3", sequence_parallel=True)
+    assert untouched(model, before)
+    return str(caught.value)
+
+
+def test_ranks_with_models_of_other_sizes_all_say_so():
+    assert all("different programs" in text for text in on_ranks(4, other_model, seconds=60))
+
+
+# A rank that fails half-way
+
+
+class Refusing(nn.Linear):
+    """A module that cannot be hooked on one rank, as a machine that fails in the middle of applying."""
+
+    def register_parameter(self, name: str, param: Any) -> None:
+        if isinstance(param, DTensor):
+            raise MemoryError("no memory left on this rank")
+        super().register_parameter(name, param)
+
+
+def fail(src_data_rank: int | None) -> tuple[str, str]:
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    model = small_model("qwen3")
+    if dist.get_rank() == 1:
+        model.model.layers[1].mlp.up_proj.__class__ = Refusing
+    try:
+        shardplan.apply_plan(model, mesh, "qwen3", src_data_rank=src_data_rank)
+        return "", ""
+    except RuntimeError as error:
+        first = str(error)
+    with pytest.raises(ValueError, match="unusable|applied to this model before"):
+        shardplan.apply_plan(model, mesh, "qwen3")
+    with pytest.raises(ValueError) as caught:
+        shardplan.applied(model)
+    return first, str(caught.value)
+
+
+@pytest.mark.parametrize("src_data_rank", [None, 0], ids=["nothing sent", "weights sent"])
+def test_a_rank_that_fails_names_step_and_module_and_the_others_do_not_hang(src_data_rank):
+    results = on_ranks(4, fail, src_data_rank, seconds=60)
+    error, state = results[1]
+    assert "tensor parallel" in error and "model.layers.1.mlp.up_proj" in error and "no memory left" in error
+    assert "unusable" in state and "tensor parallel" in state
+    for rank in (0, 2, 3):
+        assert (results[rank][0] == "") == (src_data_rank is None), results[rank]
