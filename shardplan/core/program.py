@@ -34,8 +34,8 @@ class InputMove:
     """A move of arguments on the way into a module.
 
     Args:
-        src: what arrives. At a module whose `link` is "door" it is P if the plan's embedding produced the value in
-            this very forward, and I if not (`inputs_embeds`).
+        src: what arrives. At a module whose `link` is "door" a P is what the plan's own embedding hands on; where a
+            complete value comes instead (`inputs_embeds`) it is moved as I.
         dst: what the module's forward gets.
         argument: the argument's name; None is the first; "*" every floating-point tensor.
     """

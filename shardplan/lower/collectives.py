@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from shardplan.core.layout import I, P
 from shardplan.core.moves import move_ops
 from shardplan.core.program import ModuleProgram
 
@@ -20,18 +19,16 @@ def expected_collectives(modules: Mapping[str, ModuleProgram]) -> dict[str, Coun
     """
     counts = {"forward": Counter(), "backward": Counter()}
     for program in modules.values():
-        for forward, backward in _operations(program, modules):
+        for forward, backward in _operations(program):
             counts["forward"][forward] += forward in COLLECTIVES
             counts["backward"][backward] += backward in COLLECTIVES
         counts["backward"]["all_reduce"] += bool(program.group)
     return {when: Counter({op: n for op, n in counter.items() if n}) for when, counter in counts.items()}
 
 
-def _operations(program: ModuleProgram, modules: Mapping[str, ModuleProgram]) -> Iterator[tuple[str, str]]:
-    partial = any(m.link == "source" for m in modules.values())
+def _operations(program: ModuleProgram) -> Iterator[tuple[str, str]]:
     for boundary in program.enter:
-        src = boundary.src if program.link != "door" else (P if partial else I)
-        ops = move_ops(src, boundary.dst)
+        ops = move_ops(boundary.src, boundary.dst)
         yield ops.forward, ops.backward
     if program.leave is not None and program.link != "source":
         ops = move_ops(program.leave.src, program.leave.dst)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardplan.core.layout import I
 from shardplan.core.program import InputMove, ModuleProgram, ParameterProgram
 
 from .program import Program
@@ -33,7 +34,7 @@ def _module(module: ModuleProgram) -> Iterator[str]:
     for move in module.enter:
         yield f"  in {_argument(move)}: {move.src} -> {move.dst}"
     if module.leave is not None:
-        yield f"  out: {module.leave.src} -> {module.leave.dst}"
+        yield f"  out: {leaving(module)}"
     if module.logits is not None:
         yield f"  out: DTensor Shard(-1) of {module.logits}"
     if module.tail:
@@ -48,6 +49,14 @@ def _module(module: ModuleProgram) -> Iterator[str]:
 
 def _argument(move: InputMove) -> str:
     return {None: "first argument", "*": "every floating-point argument"}.get(move.argument, str(move.argument))
+
+
+def leaving(module: ModuleProgram) -> str:
+    """What a module's output goes through, in words."""
+    assert module.leave is not None
+    if module.link == "source":
+        return f"{module.leave.src}, joins the partial sum" if module.leave.src == I else "P until the door"
+    return f"{module.leave.src} -> {module.leave.dst}"
 
 
 def placement(parameter: ParameterProgram) -> str:

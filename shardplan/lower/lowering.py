@@ -94,6 +94,8 @@ def _enter(plan: ResolvedPlan, assignment: Assignment, style: Style) -> tuple[In
     src = style.takes[0]
     if R in style.takes and I in style.takes:
         src = arrives(plan, assignment.name)
+    elif P in style.takes and any(STYLES[a.rule.style].partial_until_door for a in plan.modules.values()):
+        src = P
     if src == inside:
         return ()
     argument = "*" if style.argument == "floats" else rule.argument

@@ -11,7 +11,7 @@ from shardplan.core.sources import SourceMap
 from shardplan.core.tree import ModuleInfo, ParameterInfo
 from shardplan.lower import Program
 from shardplan.lower.collectives import COLLECTIVES, expected_collectives
-from shardplan.lower.describe import placement
+from shardplan.lower.describe import leaving, placement
 
 from .color import Paint
 from .names import fold_names
@@ -162,7 +162,7 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
         argument = {"*": "floats ", None: ""}.get(boundary.argument, f"{boundary.argument} ")
         yield f"in {argument}{boundary.src} -> {boundary.dst}"
     if module.leave is not None:
-        yield f"out {module.leave.src} -> {module.leave.dst}"
+        yield f"out {leaving(module)}"
     if module.group:
         yield f"{len(module.group)} gradients in one all-reduce"
 
