@@ -25,9 +25,11 @@ test: $(VENV)/.installed  ## what every change must pass
 test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
 	$(PYTEST) -m slow
 
-generated: $(VENV)/.installed  ## schemas, generated docs and the expected texts of the cases
+generated: $(VENV)/.installed  ## schemas, generated docs, and the expected texts of cases and docs
 	$(BIN)/python tools/generate.py
+	$(BIN)/python tools/style_table.py
 	$(BIN)/python tests/update_cases.py
+	$(BIN)/python tests/doc_blocks.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache
