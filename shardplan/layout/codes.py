@@ -118,5 +118,15 @@ slices, and outside, where every rank computes all (router logits and an auxilia
   model.layers.*.mlp.gate: {style: replicated_with_grad_allreduce, read_outside: [0]}
 """,
 )
+OUTSIDE = Code(
+    code="SP410",
+    title="a parameter read by another module than its own",
+    text="""Every parameter of a planned model is a DTensor, which its own module's forward reads as a local tensor. Here
+another module's code takes the parameter itself (`self.conv.weight`, not `self.conv(x)`) and combines the DTensor with
+local tensors, which torch refuses. Parameters that a module without a rule reads of modules below it are local there if
+it owns parameters itself and nothing below it has a rule.""",
+    bad="hidden_states = F.conv1d(hidden_states, self.conv.weight)  # in a block with rules",
+    good="hidden_states = self.conv(hidden_states)",
+)
 
-CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING)
+CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE)

@@ -17,6 +17,7 @@ Kind = Literal[
     "slices",  # an operation on slices whose results are no slices of the whole result
     "output",  # what the model hands to its caller is not whole with a complete gradient
     "untyped",  # a value that could not be compared
+    "outside",  # a parameter is read by another module than its own, where it is a DTensor
     "crash",  # the sharded model raises
 ]
 

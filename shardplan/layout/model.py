@@ -41,7 +41,9 @@ class ModelLayouts:
         Raises:
             PlanError: SP520, SP521, SP522: there is none.
         """
-        twin = make_twin(self.found, tp=self.tp)
+        # Experts one by one: grouped multiplications want sizes that a small copy's shards may not have.
+        experts = "eager" if self.found.config is not None else None
+        twin = make_twin(self.found, tp=self.tp, experts_implementation=experts)
         model = twin.build()
         tree = tree_of(model)
         return tuple(Workbench(model, twin.inputs(kind=kind), tree) for kind in twin.kinds)

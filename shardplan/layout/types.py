@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.core.layout import I, Layout, R
+from shardplan.core.tree import ancestors, block
 from shardplan.torchlib.packing import packed_order
 from shardplan.twin.trace import Event, Trace, argument_names
 
@@ -191,7 +192,11 @@ class Prover:
 
     def _op(self, event: Event) -> None:
         self.operations += 1
+        for number in event.inputs:
+            if number in self.run.parameters and not self._readable(number, event.module):
+                self._find("outside", event, self.run.parameters[number], (number,), once=True)
         sources = self._sources(event.inputs)
+        unfilled = event.writes or event.kind == "read" or any(self.type_of(i).kind == "?" for i in event.inputs)
         for index, output in enumerate(event.outputs):
             if output in event.inputs or output in self.types:
                 continue
@@ -201,12 +206,31 @@ class Prover:
             spread = self._spread(event, index)
             if not self.run.requires_grad[output]:
                 self.types[output] = Type(LAYOUTS.get(spread.kind, "whole"), spread) if isinstance(spread, Spread) else FREE
-            elif spread == "?" or (spread is None and (event.writes or event.kind == "read")):
+            elif spread == "?" or (spread is None and unfilled):
                 self.types[output] = Type("?", sources=frozenset(sources))
             elif spread is None:
                 self._mismatch(event, sources, output)
             else:
                 self.types[output] = self._combine(event, sources, spread, output)
+
+    def _readable(self, number: int, reader: str) -> bool:
+        """Whether a parameter is a local tensor while a module's forward runs: in its owner's, in that of the block which
+        sums its partial gradient, and in that of a module around it that owns parameters where no rule comes below."""
+        owner = self.run.parameters[number].rpartition(".")[0]
+        running = (reader, *ancestors(reader)) if reader else ("",)
+        if owner in running:
+            return True
+        if self.type_of(number).kind == "R" and block(owner) in running:
+            return True
+        return any(
+            self.plan[name].assignment is None and self.plan[name].parameters and not self._ruled_below(name)
+            for name in running
+            if owner.startswith(f"{name}." if name else "")
+        )
+
+    def _ruled_below(self, name: str) -> bool:
+        prefix = f"{name}." if name else ""
+        return any(other.startswith(prefix) and b.assignment is not None for other, b in self.plan.items() if other)
 
     def _read(self, event: Event) -> None:
         if not event.inputs and self.run.requires_grad[event.outputs[0]]:
@@ -251,9 +275,22 @@ class Prover:
         return Type("R")
 
     def _found_partial(self, event: Event, number: int) -> None:
-        parameter = self.run.parameters.get(number)
-        subject = parameter or self.maker.get(number, event.module)
-        self._find("partial", event, subject, (number, *(i for i in event.inputs if i != number)), once=True)
+        others = tuple(i for i in event.inputs if i != number)
+        parameters = self._made_of_parameters(number)
+        for parameter in parameters:
+            self._find("partial", event, self.run.parameters[parameter], (parameter, *others), once=True)
+        if not parameters:
+            self._find("partial", event, self.maker.get(number, event.module), (number, *others), once=True)
+
+    def _made_of_parameters(self, number: int) -> tuple[int, ...]:
+        """The parameters that a value is made of, if it is made of nothing else that is differentiable."""
+        if number in self.run.parameters:
+            return (number,)
+        event = self._producers.get(number)
+        if event is None or event.kind not in ("op", "read"):
+            return ()
+        sources = [self._made_of_parameters(i) for i in dict.fromkeys(event.inputs) if self.run.requires_grad[i]]
+        return tuple(n for source in sources for n in source) if all(sources) else ()
 
     def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
         """Which features of a value with an R tail an operation takes."""

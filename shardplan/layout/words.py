@@ -36,6 +36,8 @@ def _partial(f: Finding) -> str:
     if f.operands and f.operands[0].parameter:
         return f"the gradient of {general(f.subject)} would be a partial sum, and is taken as complete"
     where = general(f.module) or "the model"
+    if f.subject == f.module:
+        return f"a gradient inside {where} would be a partial sum, and is taken as complete"
     return f"the gradient of what {general(f.subject) or 'the model'} hands to {where} would be a partial sum, and is taken as complete"
 
 
@@ -64,11 +66,11 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     ),
     "sum": (
         codes.SUM,
-        lambda f: f"{f.operation} in {general(f.module) or 'the model'} acts on a partial sum, and its results do not add up",
+        lambda f: f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} acts on a partial sum, and its results do not add up",
     ),
     "slices": (
         codes.SLICES,
-        lambda f: f"{f.operation} in {general(f.module) or 'the model'} gives no slice of the whole result",
+        lambda f: f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} gives no slice of the whole result",
     ),
     "output": (
         codes.OUTPUT,
@@ -77,6 +79,10 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "untyped": (
         codes.UNTYPED,
         lambda f: f"the layout of what {general(f.module) or 'the model'} computes cannot be told",
+    ),
+    "outside": (
+        codes.OUTSIDE,
+        lambda f: f"{general(f.subject)} is read by the code of {general(f.module) or 'the model'}, where it is a DTensor",
     ),
     "crash": (codes.CRASH, _crash),
 }
