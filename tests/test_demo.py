@@ -1,6 +1,7 @@
 """The demo: its parts, and in the slow tests all of it."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -55,6 +56,27 @@ def test_the_demo_comes_out_as_announced():
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all as announced" in result.stdout
+    printed = {without_numbers(line) for line in result.stdout.splitlines()}
+    shown = [line for line in readme_lines() if without_numbers(line) not in printed]
+    assert not shown, "README.md shows what the demo does not print:\n" + "\n".join(shown)
+
+
+def readme_lines():
+    """What README.md shows of the demo's output, without the rows of the loss table."""
+    block = (ROOT / "README.md").read_text("utf-8").partition("$ make demo\n")[2].partition("\n```")[0]
+    return [line for line in block.splitlines() if line.strip() != "[...]" and "##" not in line]
+
+
+def without_numbers(line):
+    """Losses, rounding errors, ranks and seconds differ from machine to machine."""
+    line = re.sub(r"worst \S+ at \S+", "worst", line)
+    return re.sub(r"\d+(\.\d+)?(e[+-]\d+)?", "0", line).strip()
+
+
+def test_the_comparison_with_the_readme_is_no_empty_one():
+    assert len(readme_lines()) > 50
+    assert without_numbers("q_proj 7.6e-07 rank 1 equal") == without_numbers("q_proj 1.0e-08 rank 0 equal")
+    assert without_numbers("q_proj 7.6e-07 equal") != without_numbers("q_proj 7.6e-07 differs")
 
 
 @pytest.mark.slow
