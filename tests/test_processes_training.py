@@ -6,7 +6,12 @@ from dataclasses import replace
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import shardplan
+from processes import on_ranks
+from small_models import small_model
 from training_runs import HYBRID, TWO_BY_TWO, Recipe, compare
 
 ARCHITECTURES = [
@@ -85,3 +90,31 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants(variant):
     compare(VARIANTS[variant])
+
+
+def refused(sizes: dict[str, int], options: dict[str, object]) -> str:
+    """What apply_plan raises for a mesh, leaving the model as it was."""
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = small_model("llama")
+    with pytest.raises((ValueError, shardplan.PlanError)) as caught:
+        shardplan.apply_plan(model, mesh, "auto", **options)
+    assert not any(isinstance(p, DTensor) for p in model.parameters())
+    shardplan.apply_plan(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), "auto")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "words"),
+    [
+        ({"tp": 2, "dp_shard": 2}, {}, ["must be in the order ('dp_shard', 'tp')"]),
+        ({"rows": 2, "tp": 2}, {}, ["'rows'", "axes="]),
+        ({"dp": 2, "fsdp": 2}, {}, ["dp_shard"]),
+        ({"dp_replicate": 2, "tp": 2}, {}, ["dp_shard"]),
+        ({"dp_shard": 2, "tp": 2}, {"data_parallel": False}, ["2 data-parallel ranks", "data_parallel"]),
+        ({"dp_shard": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "dp_shard"]),
+    ],
+    ids=["order", "unknown axis", "two of one meaning", "no shard axis", "no section", "ddp cannot shard"],
+)
+def test_meshes_that_are_refused(sizes, options, words):
+    for text in on_ranks(4, refused, sizes, options):
+        assert all(word in text for word in words), text

@@ -41,33 +41,36 @@ class PlanMesh:
     def data_parallel(self, backend: str) -> DeviceMesh | None:
         """What a backend works over: FSDP2 over [dp_replicate,] dp_shard x cp flattened, DDP over dp_replicate. None
         without such an axis.
-
-        Raises:
-            ValueError: FSDP2 with dp_replicate alone.
         """
         replicate = self.names.get("dp_replicate")
         if backend == "ddp":
             return self.mesh[replicate] if replicate else None
-        shard_axes = tuple(self.names[axis] for axis in ("dp_shard", "cp") if axis in self.names)
+        shard_axes = self._shard_axes
         if not shard_axes:
-            if replicate:
-                raise ValueError(
-                    f"the mesh has the axis {replicate!r} but no dp_shard axis: FSDP2's hybrid sharding needs both "
-                    "(a dp_shard axis of size 1 will do)"
-                )
             return None
         name = "_".join(shard_axes)
         if len(shard_axes) > 1:
             flatten(self.mesh, shard_axes, name)
         return self.mesh[(replicate, name)] if replicate else self.mesh[name]
 
+    @property
+    def _shard_axes(self) -> tuple[str, ...]:
+        return tuple(self.names[axis] for axis in ("dp_shard", "cp") if axis in self.names)
+
     def check_sections(self, resolved: ResolvedPlan) -> None:
-        """Raise ValueError where the mesh has data-parallel ranks and the plan says nothing about them."""
+        """Raise ValueError where the mesh has data-parallel ranks and the plan says nothing about them, or FSDP2 lacks
+        an axis."""
         ranks = self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp
         if ranks > 1 and resolved.data_parallel is None:
             raise ValueError(
                 f"the mesh has {ranks} data-parallel ranks, but plan {resolved.plan.name!r} has no data_parallel "
                 'section: add one, or pass data_parallel={"backend": "fsdp2", "units": [...]}'
+            )
+        replicate = self.names.get("dp_replicate")
+        if replicate and not self._shard_axes and resolved.data_parallel and resolved.data_parallel.backend == "fsdp2":
+            raise ValueError(
+                f"the mesh has the axis {replicate!r} but no dp_shard axis: FSDP2's hybrid sharding needs both "
+                "(a dp_shard axis of size 1 will do)"
             )
 
 
