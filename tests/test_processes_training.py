@@ -79,6 +79,7 @@ VARIANTS = {
         "phi3", TWO_BY_TWO, options={"data_parallel": {"prefetch": {"forward": 1, "backward": 1}}}
     ),
     "offload": Recipe("phi3", TWO_BY_TWO, options={"data_parallel": {"cpu_offload": True}}),
+    "ddp": Recipe("qwen3", {"dp_replicate": 4}, tied=True, options={"data_parallel": {"backend": "ddp"}}),
     "activation checkpointing": Recipe(
         "qwen3_moe", TWO_BY_TWO, tied=True, mixture=True, options={"activation_checkpointing": True}
     ),
@@ -112,8 +113,9 @@ def refused(sizes: dict[str, int], options: dict[str, object]) -> str:
         ({"dp_replicate": 2, "tp": 2}, {}, ["dp_shard"]),
         ({"dp_shard": 2, "tp": 2}, {"data_parallel": False}, ["2 data-parallel ranks", "data_parallel"]),
         ({"dp_shard": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "dp_shard"]),
+        ({"dp_replicate": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "tp=2"]),
     ],
-    ids=["order", "unknown axis", "two of one meaning", "no shard axis", "no section", "ddp cannot shard"],
+    ids=["order", "unknown axis", "two of one meaning", "no shard axis", "no section", "ddp cannot shard", "ddp beside tp"],
 )
 def test_meshes_that_are_refused(sizes, options, words):
     for text in on_ranks(4, refused, sizes, options):

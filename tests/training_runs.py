@@ -72,8 +72,11 @@ def share_of(mesh: Any) -> int:
     return index
 
 
-def train(recipe: Recipe, model: nn.Module, parts_of: Callable[[int, int], list[Tensor]]) -> Run:
-    """Some steps; `parts_of(step, micro)` gives the micro-batches whose mean loss counts."""
+def train(
+    recipe: Recipe, model: nn.Module, called: nn.Module, parts_of: Callable[[int, int], list[Tensor]]
+) -> Run:
+    """Some steps of a model, called through a wrapper or itself; `parts_of(step, micro)` gives the micro-batches whose
+    mean loss counts."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
     run = Run([], [], [])
     for step in range(STEPS):
@@ -83,7 +86,7 @@ def train(recipe: Recipe, model: nn.Module, parts_of: Callable[[int, int], list[
                 model.set_requires_gradient_sync(micro == MICRO_BATCHES - 1)
             parts = parts_of(step, micro)
             for ids in parts:
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss / (MICRO_BATCHES * len(parts))
+                loss = called(input_ids=ids, labels=ids, use_cache=False).loss / (MICRO_BATCHES * len(parts))
                 loss.backward()
                 total += loss.item()
         norm = clip_grad_norm_(model.parameters(), MAX_NORM)
@@ -98,9 +101,9 @@ def train(recipe: Recipe, model: nn.Module, parts_of: Callable[[int, int], list[
 def sharded(recipe: Recipe) -> Run:
     mesh = init_device_mesh("cpu", tuple(recipe.sizes.values()), mesh_dim_names=tuple(recipe.sizes))
     model = recipe.build()
-    shardplan.apply_plan(model, mesh, "auto", sequence_parallel=recipe.sequence_parallel, **recipe.options)
+    called = shardplan.apply_plan(model, mesh, "auto", sequence_parallel=recipe.sequence_parallel, **recipe.options)
     share = share_of(mesh)
-    run = train(recipe, model, lambda step, micro: [batch(step, micro, share)])
+    run = train(recipe, model, called, lambda step, micro: [batch(step, micro, share)])
     return Run(run.losses, run.norms, run.parameters, share)
 
 
@@ -109,7 +112,8 @@ def unsharded(recipe: Recipe, shares: int) -> Run:
         own = [batch(step, micro, share) for share in range(shares)]
         return own if recipe.mixture else [torch.cat(own)]
 
-    return train(recipe, recipe.build(), parts)
+    model = recipe.build()
+    return train(recipe, model, model, parts)
 
 
 def compare(recipe: Recipe, seconds: float = 120.0) -> None:
