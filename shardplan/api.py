@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Plan, PlanFile
+from shardplan.core.plan import Plan, PlanFile, ResolvedPlan
 from shardplan.core.report import Report, Variant, VerifyReport, as_errors, of_both_variants, ordered
 from shardplan.core.sources import SourceMap
 
@@ -155,9 +155,15 @@ def _hf_plan(found: FoundModel) -> Parsed:
 
 
 def _check_variants(
-    report: Report, plan: PlanFile, found: FoundModel, sequence_parallel: bool | None, seq_len: int | None
+    report: Report,
+    plan: PlanFile,
+    found: FoundModel,
+    sequence_parallel: bool | None,
+    seq_len: int | None,
+    *,
+    layouts: bool = True,
 ) -> tuple[Report, tuple[Diagnostic, ...]]:
-    """Bind and check each variant of the plan, all at one tp size."""
+    """Bind and check each variant of the plan, all at one tp size: its structure, and where that is right its layouts."""
     from shardplan.bind import bind
     from shardplan.check import allowed_tp, check
 
@@ -167,6 +173,12 @@ def _check_variants(
     tp = report.sizes.tp or min((size for size in allowed if size > 1), default=None)
     sizes = replace(report.sizes, tp=tp)
     findings = [(*about, *check(replace(resolved, sizes=sizes), seq_len=seq_len)) for resolved, about in bound]
+    if layouts and (tp or 1) > 1 and not any(d.is_error for one in findings for d in one):
+        from shardplan.layout import ModelLayouts
+
+        model = ModelLayouts(found, tp)
+        proofs = [model.check(plan, sequence_parallel=on) for on in wanted]
+        findings = [(*one, *proof.diagnostics) for one, proof in zip(findings, proofs, strict=True)]
     names: tuple[Variant, ...] = tuple("sequence_parallel" if on else "tensor_parallel" for on in wanted)
     report = replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed)))
     return report, findings[0] if len(findings) == 1 else of_both_variants(*findings)
@@ -334,7 +346,7 @@ def verify(
     read, sources, about_plan = _read_plan(plan, found)
     report = Report(sources=sources, plans=(_plan_name(plan),), model=_model_name(model), sizes=sizes)
     _raise_errors((*about_model, *about_plan), sources, strict=False)
-    _, about_both = _check_variants(report, read, found, sequence_parallel, None)
+    _, about_both = _check_variants(report, read, found, sequence_parallel, None, layouts=False)
     _raise_errors((*about_model, *about_plan, *about_both), sources, strict=False)
     wanted = (False, True) if sequence_parallel is None and read.has_overlay else (bool(sequence_parallel),)
     source = Source(model, dict(settings or {}), trust_remote_code)
@@ -369,7 +381,9 @@ def _compile(
     from shardplan.apply.overrides import overriding_document, switch, with_logits, with_parent
     from shardplan.bind import bind
     from shardplan.check import check
+    from shardplan.layout import ModelLayouts
     from shardplan.lower import lower
+    from shardplan.optimise import optimise
     from shardplan.parse import parse_plan
 
     found, about_model = _find_model(model, settings or {}, trust_remote_code)
@@ -386,9 +400,20 @@ def _compile(
     resolved, about_both = bound[overlay]
     findings += [*about_both, *check(resolved, seq_len=seq_len)]
     _raise_errors(findings, sources, strict=strict)
-    finish = lambda resolved: with_logits(switch(resolved, sections), logits)  # noqa: E731
-    program = lower(finish(resolved), finish(bound[False][0]) if overlay else None)
-    return program, tuple(findings)
+    proofs = {}
+    if (sizes.tp or 1) > 1:
+        small = ModelLayouts(found, sizes.tp)
+        proofs = {on: small.check(read, sequence_parallel=on) for on in bound}
+        findings += proofs[overlay].diagnostics
+        _raise_errors(findings, sources, strict=strict)
+
+    def finished(on: bool) -> ResolvedPlan:
+        resolved = bound[on][0]
+        if on in proofs:
+            resolved = optimise(replace(resolved, arrivals=proofs[on].arrivals), proofs[on])
+        return with_logits(switch(resolved, sections), logits)
+
+    return lower(finished(overlay), finished(False) if overlay else None), tuple(findings)
 
 
 def _raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool) -> None:

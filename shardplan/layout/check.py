@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
@@ -14,7 +14,7 @@ from shardplan.twin import Twin
 
 from .finding import Finding
 from .reads import SharedRead
-from .repairs import Repair, general, repairs
+from .repairs import Repair, general, repairs, together
 from .run import Workbench, prove
 from .types import Proof
 from .words import diagnostic
@@ -70,7 +70,7 @@ def check_layout(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workb
     reads: list[SharedRead] | None = None
     for bench in benches:
         proof = prove(resolved, bench)
-        first, following, mended = _explain(resolved, bench, proof, help)
+        first, mended, following = _explain(resolved, bench, proof, help)
         for one, change in zip(first, mended, strict=True):
             if one not in diagnostics:
                 diagnostics.append(one)
@@ -91,8 +91,8 @@ def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench
 
 def _explain(
     resolved: ResolvedPlan, bench: Workbench, proof: Proof, help: bool
-) -> tuple[list[Diagnostic], list[Diagnostic], list[Repair | None]]:
-    """What was found as diagnostics: one for each mistake, what follows from them, and what mends each."""
+) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
+    """What was found as diagnostics: one for each mistake, what mends each, and what follows from them."""
     groups = grouped(proof.findings)
     primary: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
@@ -116,7 +116,31 @@ def _explain(
             secondary += [diagnostic(plan, g, None, _blamed(plan, g[0], None)) for g in gone]
             plan = repair.apply(plan)
         groups = left
-    return primary, secondary, changes
+    return *merged(primary, changes), secondary
+
+
+def merged(
+    diagnostics: list[Diagnostic], repairs: list[Repair | None]
+) -> tuple[list[Diagnostic], list[Repair | None]]:
+    """One diagnostic for the same mistake at modules side by side (`{q,k}_norm`)."""
+    kept: list[Diagnostic] = []
+    changes: list[Repair | None] = []
+    for one, repair in zip(diagnostics, repairs, strict=True):
+        for i, (other, before) in enumerate(zip(kept, changes, strict=True)):
+            both = together(before, repair) if before and repair else None
+            if both is not None and one.code == other.code and one.primary == other.primary:
+                kept[i] = replace(
+                    other,
+                    message=other.message.replace(before.pattern, both.pattern),
+                    help=both.help,
+                    modules=(*other.modules, *one.modules),
+                )
+                changes[i] = both
+                break
+        else:
+            kept.append(one)
+            changes.append(repair)
+    return kept, changes
 
 
 def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:

@@ -33,6 +33,7 @@ class ModelLayouts:
 
     def __init__(self, found: FoundModel, tp: int):
         self.found, self.tp = found, tp
+        self.layers: tuple[int, ...] = ()  # of the model, that its small copy has
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
@@ -44,6 +45,7 @@ class ModelLayouts:
         # Experts one by one: grouped multiplications want sizes that a small copy's shards may not have.
         experts = "eager" if self.found.config is not None else None
         twin = make_twin(self.found, tp=self.tp, experts_implementation=experts)
+        self.layers = twin.layers
         model = twin.build()
         tree = tree_of(model)
         return tuple(Workbench(model, twin.inputs(kind=kind), tree) for kind in twin.kinds)
@@ -68,7 +70,13 @@ class ModelLayouts:
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
             reads=tuple(reads_of(self.found.tree, report.reads)),
+            diagnostics=tuple(self._about_the_model(d, tree) for d in report.diagnostics),
+            secondary=tuple(self._about_the_model(d, tree) for d in report.secondary),
         )
+
+    def _about_the_model(self, diagnostic: Diagnostic, small: ModuleTree) -> Diagnostic:
+        """The finding with the model's modules in place of its small copy's."""
+        return replace(diagnostic, modules=modules_of(self.found.tree, small, self.layers, diagnostic.modules))
 
 
 def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str, Layout]:
@@ -77,6 +85,25 @@ def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str
     for name, layout in arrivals.items():
         known.setdefault(general(name), set()).add(layout)
     return {name: next(iter(found)) for name in tree.modules if len(found := known.get(general(name), set())) == 1}
+
+
+def modules_of(
+    tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The modules or parameters of a model that those of its small copy stand for: every layer where all kinds of layers
+    are among them, else the layers that were copied."""
+    here, there = ({*one.modules, *one.parameters} for one in (tree, small))
+    result: dict[str, None] = {}
+    for name in names:
+        pattern = general(name)
+        if all(other in names for other in there if general(other) == pattern):
+            result.update((other, None) for other in (*tree.modules, *tree.parameters) if general(other) == pattern)
+            continue
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        known = number is not None and number < len(layers)
+        moved = name.replace(f".{number}.", f".{layers[number]}.", 1) if known else name
+        result[moved if moved in here else name] = None
+    return tuple(result)
 
 
 def reads_of(tree: ModuleTree, reads: Iterable[SharedRead]) -> Iterator[SharedRead]:

@@ -118,6 +118,26 @@ class Repair:
         return f"say `{self.entry}`{where}, not {written(self.old)}"
 
 
+def together(one: Repair, other: Repair) -> Repair | None:
+    """Both changes as one rule, where they say the same of names that differ in one place; else None."""
+    if (one.section, one.old, one.new) != (other.section, other.old, other.new):
+        return None
+    first, second = one.pattern.split("."), other.pattern.split(".")
+    differing = [i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if len(first) != len(second) or len(differing) != 1:
+        return None
+    a, b = first[differing[0]], second[differing[0]]
+    inner, tail = re.fullmatch(r"(?:\{(.*)\}|([^{}_]*))((?:_.*)?)", a), re.fullmatch(r"([^_]*)((?:_.*)?)", b)
+    if inner and tail and inner[3] == tail[2]:
+        word = f"{{{inner[1] or inner[2]},{tail[1]}}}{tail[2]}"
+    elif "{" not in a:
+        word = f"{{{a},{b}}}"
+    else:
+        return None
+    pattern = ".".join((*first[: differing[0]], word, *first[differing[0] + 1 :]))
+    return Repair(pattern, (*one.names, *other.names), one.old, one.new, one.section)
+
+
 def written(rule: Rule) -> str:
     """A rule's style and options as in a plan."""
     default = Rule("", "", OURS).options

@@ -121,8 +121,10 @@ def _place(finding: Finding) -> str:
 
 def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:
     if repair is not None and blamed.name in repair.names:
-        return "this rule does not fit"
-    return "has to do with this rule"
+        return "does not fit"
+    if first.kind == "partial" and any(blamed.name in operand.origins for operand in first.operands[1:]):
+        return "splits what it is combined with"
+    return "has to do with it"
 
 
 def _notes(first: Finding) -> list[str]:
