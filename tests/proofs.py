@@ -45,6 +45,7 @@ def twin(name: str, tp: int, tied: bool | None = None, attn: str | None = None, 
     """The small copy of a model type; of its `classes` variant (`LlamaModel`) if that is said."""
     found = find_any(AutoConfig.for_model(name, **SETTINGS.get(name, {})))
     if classes is not None:
+        found.config.classifier_dropout = 0.0
         with torch.device("meta"):
             found = getattr(transformers, classes)(found.config)
     return make_twin(found, tp=tp, tied=tied, attn_implementation=attn)
@@ -81,7 +82,7 @@ def on_ranks(model: nn.Module, plan: Any, tp: int, **options: Any) -> Iterator[n
 
 
 def ranked(inputs: Mapping[str, Any], tp: int) -> dict[str, Any]:
-    """Inputs as every rank's own copy."""
+    """Inputs as every rank's own copy. Make them before the simulation starts, in which random numbers differ by rank."""
     return {name: on_every_rank(value, tp) for name, value in inputs.items()}
 
 

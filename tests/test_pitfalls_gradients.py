@@ -104,8 +104,9 @@ def test_tied_parameters_are_one_parameter_again(monkeypatch):
 def test_gradients_are_finished_once_and_none_is_left_partial():
     """What is left as a partial sum would be reduced again by each use: clipping, the optimizer, logging."""
     small = twin("qwen3", 2)
+    inputs = small.inputs()
     with on_ranks(model := small.build(), "qwen3", 2, sequence_parallel=True):
-        model(**ranked(small.inputs(), 2)).loss.backward()
+        model(**ranked(inputs, 2)).loss.backward()
     for name, parameter in dtensors(model).items():
         assert isinstance(parameter.grad, DTensor), name
         assert parameter.grad.placements == parameter.placements, name
@@ -128,6 +129,7 @@ def test_gradient_accumulation(name, sp):
 def test_reducing_accumulated_gradients_in_a_hook_would_reduce_the_first_ones_twice():
     """Why partial gradients are summed in the graph: the recipe with hooks is right for one backward pass only."""
     small = twin("qwen3", 2)
+    inputs = small.inputs()
     plan = plan_like("qwen3", {QK_NORMS: "replicate"})
 
     def reduce(parameter):
@@ -141,7 +143,7 @@ def test_reducing_accumulated_gradients_in_a_hook_would_reduce_the_first_ones_tw
             for name, parameter in model.named_parameters():
                 if "q_norm" in name or "k_norm" in name:
                     parameter.register_post_accumulate_grad_hook(reduce)
-            values = (accumulate if passes == 2 else one_pass)(model, ranked(small.inputs(), 2))
+            values = (accumulate if passes == 2 else one_pass)(model, ranked(inputs, 2))
             values["loss"].backward()
         return compare_results(reference, collect(model, values))
 

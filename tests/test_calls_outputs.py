@@ -1,0 +1,232 @@
+"""What users take from a model: losses, logits, hidden states; base models, other heads; evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from shardplan.apply import without_sequence_parallel
+from shardplan.proof.simulate import whole_values
+from shardplan.torchlib.vocabulary_loss import IGNORE_INDEX
+from shardplan.training import causal_lm_loss, vocabulary_parallel_nll
+from tests.proofs import PLANS, assert_equal, case, on_ranks, ranked, twin
+
+BOTH = pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+FEW = ("llama", "gemma3_text", "gpt2")
+
+
+def own_loss(model, inputs):
+    """A loss of the user's own on whole logits, labels kept out of the model."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    picked = logits[:, :-1].float().log_softmax(-1)
+    loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    return {"loss": loss + picked.exp().square().sum(-1).mean(), "logits": logits}
+
+
+@BOTH
+@pytest.mark.parametrize("name", FEW)
+def test_an_own_loss_on_whole_logits(name, sp):
+    assert_equal(case(name, sp=sp, logits="replicated", call=own_loss).rows())
+
+
+def shifted(labels):
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
+
+
+def split_loss(model, inputs):
+    """The library's loss on split logits; torch's on the unsharded model's."""
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    if isinstance(logits, DTensor):
+        return {"loss": causal_lm_loss(logits, labels), "logits": logits}
+    return {"loss": cross_entropy(logits.flatten(0, 1), shifted(labels).flatten()), "logits": logits}
+
+
+def per_token(model, inputs):
+    """A loss that weighs the tokens' negative log-likelihoods itself."""
+    labels = shifted(inputs.pop("labels"))
+    logits = model(**inputs).logits
+    if isinstance(logits, DTensor):
+        nll = vocabulary_parallel_nll(logits, labels)
+    else:
+        nll = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(labels.shape)
+    return {"loss": nll.square().mean(), "logits": logits, "nll": nll}
+
+
+@BOTH
+@pytest.mark.parametrize("call", [split_loss, per_token])
+@pytest.mark.parametrize("name", FEW)
+def test_an_own_loss_on_split_logits(name, call, sp):
+    rows = case(name, sp=sp, logits="sharded", call=call).rows_in(torch.float32)  # the loss is float32 by itself
+    assert_equal(rows)
+
+
+@BOTH
+def test_the_number_of_items_that_a_trainer_counts(sp):
+    """Gradient accumulation as trainers do it: the sum over the number of tokens of all micro-batches."""
+
+    def counted(model, inputs):
+        output = model(**inputs, num_items_in_batch=100)
+        return {"loss": output.loss, "logits": output.logits}
+
+    for logits in ("replicated", "sharded"):
+        assert_equal(case("llama", sp=sp, logits=logits, call=counted).rows())
+
+
+def test_split_logits_are_a_dtensor_of_the_full_shape():
+    small = twin("llama", 2)
+    inputs = small.inputs()
+    with on_ranks(model := small.build(), "llama", 2, logits="sharded"):
+        logits = model(**ranked(inputs, 2)).logits
+        assert isinstance(logits, DTensor)
+        assert logits.shape == (*small.inputs()["input_ids"].shape, small.config.vocab_size)
+        with pytest.raises(TypeError, match="DTensor"):
+            vocabulary_parallel_nll(logits.to_local(), ranked(inputs, 2)["labels"])
+
+
+def hidden_states(model, inputs):
+    output = model(**inputs, output_hidden_states=True)
+    states = output.hidden_states
+    picked = {f"hidden {i}": state for i, state in enumerate(states)}
+    weights = [1.0 + i for i in range(len(states))]
+    extra = sum((state.float().square().mean() * w for state, w in zip(states, weights, strict=True)))
+    return {"loss": output.loss + extra, "logits": output.logits, **picked}
+
+
+@BOTH
+@pytest.mark.parametrize("name", PLANS)
+def test_hidden_states_are_whole_and_so_are_gradients_through_them(name, sp):
+    """The first (the embeddings), the inner ones and the last (after the final norm), each read by the loss."""
+    assert_equal(case(name, sp=sp, call=hidden_states).rows())
+
+
+@BOTH
+@pytest.mark.parametrize("keep", [1, 5])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_logits_to_keep(name, keep, sp):
+    def last(model, inputs):
+        inputs.pop("labels")
+        logits = model(**inputs, logits_to_keep=keep).logits
+        assert logits.shape[1] == keep
+        return {"loss": logits.float().logsumexp(-1).mean(), "logits": logits}
+
+    assert_equal(case(name, sp=sp, call=last).rows())
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_evaluation_without_gradients(name, sp):
+    def evaluate(model, inputs):
+        model.eval()
+        with torch.no_grad():
+            output = model(**inputs)
+        return {"loss": output.loss, "logits": output.logits}
+
+    assert_equal(case(name, sp=sp, call=evaluate).rows())
+
+
+@BOTH
+def test_training_goes_on_after_evaluation(sp):
+    def both(model, inputs):
+        with torch.no_grad():
+            model.eval()(**inputs)
+        output = model.train()(**inputs)
+        return {"loss": output.loss, "logits": output.logits}
+
+    assert_equal(case("qwen3", sp=sp, call=both).rows())
+
+
+def test_without_sequence_parallelism_any_length_runs_in_a_sequence_parallel_model():
+    """In one model, one after the other: training with sequence parallelism, evaluation without, and back."""
+
+    def mixed(model, inputs):
+        seven = {name: value[:, :7] for name, value in inputs.items()}
+        manager = without_sequence_parallel(model) if hasattr(model.lm_head.weight, "placements") else None
+        if manager is None:
+            short = model(**seven)
+        else:
+            with pytest.raises(ValueError, match=r"7.*tp=2.*8"):
+                model(**seven)
+            with manager:
+                short = model(**seven)
+        long = model(**inputs)
+        return {"loss": long.loss, "logits": long.logits, "short": short.logits.detach()}
+
+    for name in ("llama", "gpt2"):
+        assert_equal(case(name, sp=True, call=mixed).rows())
+
+
+def test_gradients_without_sequence_parallelism_are_those_of_tensor_parallelism():
+    def inside(model, inputs):
+        if not hasattr(model.lm_head.weight, "placements"):
+            output = model(**inputs)
+            output.loss.backward()
+        else:
+            with without_sequence_parallel(model):
+                output = model(**inputs)
+                output.loss.backward()
+        return {"loss": output.loss.detach(), "logits": output.logits}
+
+    for name in ("qwen3", "mixtral", "gpt2"):
+        assert_equal(case(name, sp=True, call=inside).rows())
+
+
+def last_state(model, inputs):
+    inputs.pop("labels", None)
+    state = model(**inputs).last_hidden_state
+    return {"state": state, "loss": state.float().square().mean() + state[:, -1].float().sigmoid().mean()}
+
+
+@BOTH
+@pytest.mark.parametrize(("name", "base"), [("llama", "LlamaModel"), ("qwen3", "Qwen3Model"), ("gpt2", "GPT2Model")])
+def test_a_base_model_without_a_head(name, base, sp):
+    """The same plan: the head's rule is optional, the base model's prefix is left out."""
+    assert_equal(case(name, sp=sp, classes=base, call=last_state).rows())
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [("llama", "LlamaForSequenceClassification"), ("llama", "LlamaForTokenClassification"),
+     ("gpt2", "GPT2ForSequenceClassification")],
+)  # fmt: skip
+def test_classification_heads_stay_whole(name, classes, sp):
+    assert_equal(case(name, sp=sp, classes=classes).rows())
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_activation_checkpointing_changes_nothing(name, sp):
+    assert_equal(case(name, sp=sp, activation_checkpointing=True).rows())
+
+
+@BOTH
+def test_transformers_own_checkpointing_changes_nothing(sp):
+    def enable(model):
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    for name in ("llama", "gpt2"):
+        assert_equal(case(name, sp=sp, prepare=enable).rows())
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "phi3", "gpt2"])
+def test_bfloat16(name, sp):
+    """Against float32, the sharded model's error is at most twice the unsharded bfloat16 model's, each the largest of
+    several batches (a loss is one number, whose error in one batch is a matter of luck)."""
+    small = twin(name, 2)
+    batches = [small.inputs(seed) for seed in range(4)]
+    exact = [small.build()(**batch) for batch in batches]
+    plain = [small.build().bfloat16()(**batch) for batch in batches]
+    with on_ranks(model := small.build().bfloat16(), name, 2, sequence_parallel=sp), torch.no_grad():
+        found = [model(**ranked(batch, 2)) for batch in batches]
+    for what in ("loss", "logits"):
+        references = [getattr(output, what).detach() for output in exact]
+        allowed = max((getattr(o, what).float() - r).abs().max() for o, r in zip(plain, references, strict=True))
+        for output, reference in zip(found, references, strict=True):
+            for _, value in whole_values(getattr(output, what)):
+                assert value.dtype == getattr(plain[0], what).dtype
+                assert (value.float() - reference).abs().max() <= 2 * allowed

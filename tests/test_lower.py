@@ -1,0 +1,128 @@
+"""ResolvedPlan -> Program: what each module's part is, on small models."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from torch import nn
+
+from shardplan import compile_plan
+from shardplan.core.layout import I, P, R, V
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.program import InputMove, OutputMove
+from shardplan.lower.collectives import expected_collectives
+from tests.proofs import plan_like, twin
+
+
+def program(name: str, *, sp: bool = False, plan=None, classes=None, **options):
+    model = twin(name, 2, classes=classes).build()
+    return compile_plan(model, MeshSizes(tp=2), plan or name, sequence_parallel=sp, **options)
+
+
+def test_every_module_that_owns_a_parameter_has_an_entry():
+    """Also those that no rule names: their parameters become DTensors too."""
+    for name in ("llama", "gemma3", "mixtral"):
+        model = twin(name, 2).build()
+        owners = {n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
+        compiled = compile_plan(model, MeshSizes(tp=2), name)
+        assert owners <= set(compiled.modules) and owners <= set(compiled.parallelize_plan)
+
+
+def test_what_arrives_at_the_head():
+    """Under sequence parallelism the final norm hands on R where a head follows, so the head moves nothing; without,
+    the head reduces its own input gradient. A base model has no such reader: the norm hands on I."""
+    assert program("llama", sp=True).modules["model.norm"].leave == OutputMove(V(1), R)
+    assert program("llama", sp=True).modules["lm_head"].enter == ()
+    assert program("llama").modules["lm_head"].enter == (InputMove(I, R),)
+    assert program("llama", sp=True, classes="LlamaModel").modules["norm"].leave == OutputMove(V(1), I)
+    whole = program("llama", sp=True, classes="LlamaForSequenceClassification")
+    assert whole.modules["model.norm"].leave == OutputMove(V(1), I)
+
+
+def test_the_layout_of_a_gather_can_be_said():
+    plan = plan_like("llama", {}, {"model.norm": {"style": "sequence_parallel", "output": "gather", "grad": "complete"}})
+    compiled = program("llama", sp=True, plan=plan)
+    assert compiled.modules["model.norm"].leave == OutputMove(V(1), I)
+    assert compiled.modules["lm_head"].enter == (InputMove(I, R),)
+
+
+def test_the_sequence_parallel_entrance():
+    """The embeddings that stay partial, the door, and the module whose forward holds both."""
+    links = {name: m.link for name, m in program("gpt2", sp=True).modules.items() if m.link}
+    assert links == {
+        "transformer": "scope", "transformer.wte": "source", "transformer.wpe": "source", "transformer.h.0": "door"
+    }  # fmt: skip
+    links = {name: m.link for name, m in program("gemma3", sp=True).modules.items() if m.link}
+    assert links == {"model.language_model": "scope", "model.language_model.layers.0": "door"}
+    assert not any(m.link for m in program("gpt2").modules.values())
+
+
+def test_groups_hold_what_a_block_must_reduce():
+    groups = {name: m.group for name, m in program("qwen3").modules.items() if m.group}
+    norms = (("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight"))
+    assert groups == {"model.layers.0": norms, "model.layers.1": norms}
+    groups = {name: m.group for name, m in program("qwen3", sp=True).modules.items() if m.group}
+    assert set(groups) == {"model.layers.0", "model.layers.1", "model.norm"}
+    assert set(groups["model.layers.1"]) == {
+        *norms, ("input_layernorm", "weight"), ("post_attention_layernorm", "weight")
+    }  # fmt: skip
+    assert groups["model.norm"] == (("", "weight"),)
+
+
+def test_units_inside_a_block_group_their_own():
+    """A group must not read parameters across FSDP2 units, which are gathered at different times."""
+    plan = plan_like("qwen3") | {"data_parallel": {"units": ["model.layers.*", "model.layers.*.self_attn"]}}
+    groups = {name: m.group for name, m in program("qwen3", sp=True, plan=plan).modules.items() if m.group}
+    assert groups["model.layers.0.self_attn"] == (("q_norm", "weight"), ("k_norm", "weight"))
+    assert set(groups["model.layers.0"]) == {("input_layernorm", "weight"), ("post_attention_layernorm", "weight")}
+
+
+def test_logits():
+    assert program("llama", logits="sharded").modules["lm_head"].logits == twin("llama", 2).config.vocab_size
+    assert program("llama", logits="replicated").modules["lm_head"].leave == OutputMove(
+        V(-1), I, twin("llama", 2).config.vocab_size
+    )
+    assert program("llama", logits="sharded").sharded_logits and not program("llama").sharded_logits
+
+
+def test_both_variants_are_compiled():
+    compiled = program("llama", sp=True)
+    assert compiled.tensor_parallel_modules == program("llama").modules
+    assert compiled.modules != compiled.tensor_parallel_modules
+    assert program("llama").tensor_parallel_modules is None
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.out(q * k + v)
+
+
+@pytest.mark.parametrize(
+    ("packed", "parts"), [(3, (8, 8, 8)), (["8", "2 * 4", "24 - 16"], (8, 8, 8)), (["16", "4", "4"], (16, 4, 4))]
+)
+def test_packed_parts(packed, parts):
+    rules = {"qkv": {"style": "packed_colwise", "packed": packed}, "out": "rowwise"}
+    compiled = compile_plan(Packed(), MeshSizes(tp=2), {"version": "1", "name": "packed", "tensor_parallel": rules})
+    assert [p.parts for p in compiled.modules["qkv"].parameters] == [parts, parts]
+    weight, bias = compiled.modules["out"].parameters
+    assert (weight.dim, weight.gradient) == (1, "shard")
+    assert (bias.dim, bias.gradient, bias.withheld) == (None, "complete", "none")
+    assert compiled.modules["out"].leave == OutputMove(P, I, None)
+
+
+def test_expected_collectives():
+    compiled = program("llama", sp=True, logits="sharded")
+    assert expected_collectives(compiled.modules) == {
+        "forward": Counter(all_gather=5, reduce_scatter=5),
+        "backward": Counter(all_gather=5, reduce_scatter=5, all_reduce=3),
+    }
+    assert expected_collectives(compiled.tensor_parallel_modules) == {
+        "forward": Counter(all_reduce=5),
+        "backward": Counter(all_reduce=5),
+    }

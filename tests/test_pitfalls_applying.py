@@ -1,0 +1,198 @@
+"""What may be applied to what, and what is said when it may not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from shardplan import PlanError, applied, apply_plan, compile_plan, load_plan, validate, verify
+from shardplan.apply import apply as phases
+from shardplan.apply import without_sequence_parallel
+from shardplan.apply.mesh import read_mesh
+from shardplan.core.mesh import MeshSizes
+from tests.proofs import PLANS, fake_mesh, plan_like, twin
+
+
+@pytest.fixture(scope="module", autouse=True)
+def mesh():
+    with fake_mesh(4) as mesh:
+        yield mesh
+
+
+def names(model: nn.Module) -> tuple:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [n for n, _ in model.named_modules()], [n for n, _ in parameters], list(model.state_dict())
+
+
+def untouched(model: nn.Module) -> bool:
+    plain = not any(isinstance(p, DTensor) for p in model.parameters())
+    return plain and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_names_are_the_same_afterwards(plan, mesh):
+    options = {"sequence_parallel": True, "activation_checkpointing": True, "compile": True}
+    before = names(twin(plan, 4).build())
+    model = apply_plan(twin(plan, 4).build(), mesh, plan, src_data_rank=None, **options)
+    assert names(model) == before
+    assert type(model).__name__ == type(twin(plan, 4).build()).__name__
+    assert isinstance(model, type(twin(plan, 4).build()))
+
+
+def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
+    """torch's checkpoint_wrapper renames what it wraps; afterwards rules and checkpoints match nothing."""
+
+    def wrap(model, modules):
+        for i, layer in enumerate(model.model.layers):
+            model.model.layers[i] = checkpoint_wrapper(layer)
+
+    monkeypatch.setattr(phases, "checkpoint_modules", wrap)
+    model = twin("llama", 4).build()
+    with pytest.raises((AssertionError, RuntimeError), match="the step 'activation checkpointing' changed modules"):
+        apply_plan(model, mesh, "llama", activation_checkpointing=True, src_data_rank=None)
+
+
+def test_a_second_application_is_refused(mesh):
+    model = apply_plan(twin("llama", 4).build(), mesh, "llama", src_data_rank=None)
+    before = {n: id(p) for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="a plan was applied to this model before"):
+        apply_plan(model, mesh, "llama")
+    assert {n: id(p) for n, p in model.named_parameters()} == before
+    assert applied(model).tp == 4
+
+
+def test_a_model_with_dtensors_is_refused(mesh):
+    model = twin("llama", 4).build()
+    weight = distribute_tensor(model.lm_head.weight.detach(), mesh, [Replicate()], src_data_rank=None)
+    model.lm_head.weight = nn.Parameter(weight)
+    with pytest.raises(ValueError, match=r"already holds DTensors \(lm_head.weight and 0 more\)"):
+        apply_plan(model, mesh, "llama")
+    assert not isinstance(model.model.norm.weight, DTensor)
+
+
+def test_a_wrong_plan_leaves_the_model_untouched(mesh):
+    for wrong in (plan_like("llama", {"model.layers.*.mlp.gate": "colwise"}), {"version": "1", "tensor_parallel": 3}):
+        model = twin("llama", 4).build()
+        with pytest.raises(PlanError) as error:
+            apply_plan(model, mesh, wrong)
+        assert error.value.diagnostics and untouched(model)
+    with pytest.raises(ValueError, match="no plan was applied"):
+        applied(model)
+
+
+def test_a_size_that_tp_does_not_divide_is_refused():
+    """torch's own parallelize_module accepts it."""
+    with pytest.raises(PlanError, match="which tp=3 does not divide"):
+        compile_plan(twin("llama", 4).build(), MeshSizes(tp=3), "llama")
+
+
+def test_a_step_that_fails_names_itself_and_leaves_the_model_marked(mesh, monkeypatch):
+    def fail(model, groups):
+        raise MemoryError("no memory left")
+
+    monkeypatch.setattr(phases, "restore_ties", fail)
+    model = twin("llama", 4, tied=True).build()
+    with pytest.raises(RuntimeError, match="applying plan 'llama' failed in the step 'ties'.*no memory left"):
+        apply_plan(model, mesh, "llama", src_data_rank=None)
+    with pytest.raises(ValueError, match="unusable: applying a plan failed in the step 'ties'"):
+        applied(model)
+    with pytest.raises(ValueError, match="applied to this model before"):
+        apply_plan(model, mesh, "llama")
+
+
+def test_an_optimizer_from_before_holds_dead_tensors(mesh):
+    model = twin("llama", 4).build()
+    early = torch.optim.AdamW(model.parameters())
+    apply_plan(model, mesh, "llama", src_data_rank=None)
+    with pytest.raises(ValueError, match=r"(\d+) of the optimizer's \1 tensors .*make the optimizer after it"):
+        applied(model).check_optimizer(early)
+    applied(model).check_optimizer(torch.optim.AdamW(model.parameters()))
+    half = [p for n, p in model.named_parameters() if "layers" in n]
+    applied(model).check_optimizer(torch.optim.SGD(half, lr=0.1))
+
+
+def test_what_was_done_is_told(mesh):
+    model = apply_plan(twin("llama", 4).build(), mesh, "llama", sequence_parallel=True, src_data_rank=None)
+    record = applied(model)
+    assert record.steps[0] == "tensor parallel" and record.diagnostics == ()
+    assert str(record).splitlines()[0] == f"plan llama on tp=4: {', '.join(record.steps)}"
+    assert "5 reduce_scatter" in str(record)
+    assert record.program.describe() == compile_plan(twin("llama", 4).build(), mesh, "llama", sequence_parallel=True).describe()
+
+
+@pytest.mark.parametrize(
+    ("spelling", "axis"),
+    [("tp", "tp"), ("tensor_parallel", "tp"), ("dp", "dp_shard"), ("fsdp", "dp_shard"), ("data_parallel", "dp_shard"),
+     ("dp_cp", "dp_shard"), ("context_parallel", "cp"), ("hsdp", "dp_replicate")],
+)  # fmt: skip
+def test_mesh_axes_in_other_spellings(spelling, axis):
+    known = read_mesh(init_device_mesh("cpu", (4,), mesh_dim_names=(spelling,)))
+    assert getattr(known.sizes, axis) == 4
+
+
+def test_mesh_axes_by_argument_and_wrong_ones():
+    odd = init_device_mesh("cpu", (4,), mesh_dim_names=("columns",))
+    with pytest.raises(ValueError, match="unknown mesh axis 'columns'"):
+        read_mesh(odd)
+    assert read_mesh(odd, {"tp": "columns"}).sizes.tp == 4
+    with pytest.raises(ValueError, match="known axes"):
+        read_mesh(odd, {"tp": "rows"})
+    with pytest.raises(ValueError, match="two axes of the mesh .* mean dp_shard"):
+        read_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "fsdp")))
+    with pytest.raises(ValueError, match="no axis names"):
+        read_mesh(init_device_mesh("cpu", (4,)))
+
+
+def test_no_tp_axis_and_tp_of_one_shard_nothing(mesh):
+    for shape, axes in (((4, 1), ("dp_shard", "tp")), ((4,), ("dp_shard",))):
+        one = init_device_mesh("cpu", shape, mesh_dim_names=axes)
+        model = apply_plan(twin("llama", 2).build(), one, "llama", sequence_parallel=True, src_data_rank=None)
+        record = applied(model)
+        assert record.tp == 1 and not record.program.sequence_parallel and "tensor parallel" not in record.steps
+
+
+WRONG_CALLS = {
+    "a plan of another type": (TypeError, lambda mesh: load_plan(3)),
+    "auto without a model": (ValueError, lambda mesh: load_plan("auto")),
+    "a model of another type": (TypeError, lambda mesh: validate(3, "llama")),
+    "a size that is no number": (ValueError, lambda mesh: validate("llama", "llama", tp="2")),
+    "a size of zero": (ValueError, lambda mesh: validate("llama", "llama", tp=0)),
+    "no mesh": (TypeError, lambda mesh: apply_plan(twin("llama", 4).build(), 4, "llama")),
+    "a section of another type": (
+        TypeError,
+        lambda mesh: apply_plan(twin("llama", 4).build(), mesh, "llama", activation_checkpointing="full"),
+    ),
+    "unknown logits": (
+        ValueError,
+        lambda mesh: apply_plan(twin("llama", 4).build(), mesh, "llama", logits="gathered"),
+    ),
+    "sharded logits without a head": (
+        ValueError,
+        lambda mesh: apply_plan(twin("llama", 4, classes="LlamaModel").build(), mesh, "llama", logits="sharded"),
+    ),
+    "the simulation inside a process group": (ValueError, lambda mesh: verify("llama", "llama", tp=2)),
+    "data parallelism in the simulation": (ValueError, lambda mesh: verify("llama", "llama", tp=2, dp_shard=2)),
+    "a question about a model without a plan": (ValueError, lambda mesh: applied(nn.Linear(1, 1))),
+    "an unplanned model without sequence parallelism": (
+        ValueError,
+        lambda mesh: without_sequence_parallel(nn.Linear(1, 1)).__enter__(),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_wrong_calls(what, mesh):
+    error, call = WRONG_CALLS[what]
+    with pytest.raises(error) as caught:
+        call(mesh)
+    assert type(caught.value) is error, "PlanError is for plans"
+
+
+def test_attention_maps_are_refused(mesh):
+    model = apply_plan(twin("llama", 4, attn="eager").build(), mesh, "llama", src_data_rank=None)
+    with pytest.raises(ValueError, match="output_attentions=True"):
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), output_attentions=True)
