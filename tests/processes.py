@@ -147,7 +147,7 @@ def _serve(rank: int, count: int, rendezvous: str, connection: Connection) -> No
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count, timeout=timedelta(seconds=120)
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
