@@ -111,7 +111,7 @@ def test_plans_that_depend_on_the_model(word, capsys):
 
 
 def test_strict_makes_warnings_errors(capsys):
-    words = ["validate", QWEN.replace("qwen3-0.6b", "mistral-7b"), "llama", "--tp", "2", "--no-sequence-parallel"]
+    words = ["validate", QWEN.replace("qwen3-8b", "mistral-7b"), "llama", "--tp", "2", "--no-sequence-parallel"]
     assert main(words) == 0
     assert "warning[SP205]" in capsys.readouterr().out
     assert main([*words, "--strict"]) == 1

@@ -14,7 +14,7 @@ from shardplan.twin import Twin
 
 from .finding import Finding
 from .reads import SharedRead
-from .repairs import Repair, general, repairs, together
+from .repairs import OURS, Repair, general, repairs, together
 from .run import Workbench, prove
 from .types import Proof
 from .words import diagnostic
@@ -102,11 +102,16 @@ def _explain(
     while groups:
         key, group = next(iter(groups.items()))
         repair, left = _mend(plan, bench, groups) if help and len(primary) < MISTAKES else (None, {})
-        blamed = _blamed(plan, group[0], repair)
-        (secondary if key in reported or (group[0].follows and primary) else primary).append(
-            diagnostic(plan, group, repair, blamed)
-        )
-        if len(changes) < len(primary):
+        found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
+        revised = _revised(changes, repair)
+        if revised is not None:
+            changes[revised] = replace(repair, old=changes[revised].old)
+            primary[revised] = replace(primary[revised], help=changes[revised].help)
+            secondary.append(found)
+        elif key in reported or (group[0].follows and primary):
+            secondary.append(found)
+        else:
+            primary.append(found)
             changes.append(repair)
         reported.add(key)
         if repair is None:
@@ -117,6 +122,13 @@ def _explain(
             plan = repair.apply(plan)
         groups = left
     return *merged(primary, changes), secondary
+
+
+def _revised(changes: Sequence[Repair | None], repair: Repair | None) -> int | None:
+    """Which earlier change a later one of the same rule replaces."""
+    if repair is None:
+        return None
+    return next((i for i, one in enumerate(changes) if one is not None and one.names == repair.names), None)
 
 
 def merged(
@@ -187,9 +199,12 @@ def _better(before: Mapping[Key, list[Finding]], after: Mapping[Key, list[Findin
 def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:
     """The rule to point at: the one to change, else the nearest that has to do with the finding."""
     if repair is not None and repair.old is not None:
-        return plan.assignments[next(name for name in repair.names if name in plan.assignments)]
+        blamed = plan.assignments[next(name for name in repair.names if name in plan.assignments)]
+        if blamed.rule.location != OURS:
+            return blamed
     names = [finding.subject]
     for operand in finding.operands:
         names += [operand.parameter or "", *operand.origins]
     names += [finding.module, *ancestors(finding.module)]
-    return next((plan.assignments[name] for name in names if name in plan.assignments), None)
+    known = (plan.assignments[name] for name in names if name in plan.assignments)
+    return next((assignment for assignment in known if assignment.rule.location != OURS), None)

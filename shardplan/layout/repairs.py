@@ -170,10 +170,8 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
         found[finding.subject] = None
     for origin in _alternating(operand.origins for operand in finding.operands):
         found[origin] = None
-        for parameter in tree.modules[origin].parameters:
-            full = f"{origin}.{parameter.name}"
-            if full in plan.assignments or (tree.modules[origin].kind == "other" and len(parameter.shape) > 1):
-                found[full] = None
+        found.update(dict.fromkeys(_single_parameters(plan, origin)))
+    found.update(dict.fromkeys(_single_parameters(plan, finding.module)))
     around = [finding.module, *ancestors(finding.module)]
     limit = block(finding.module)
     for name in around[: around.index(limit) + 1] if limit in around else around[:1]:
@@ -182,6 +180,16 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
             if child in plan.assignments and tree.modules[child].kind != "norm":
                 found[child] = None
     return tuple(name for name in found if name in tree.parameters or (name and tree.modules[name].kind != "list"))
+
+
+def _single_parameters(plan: ResolvedPlan, name: str) -> Iterator[str]:
+    """The parameters of a module that rules name one by one, or may well."""
+    module = plan.tree.modules[name]
+    names = {p.name: f"{name}.{p.name}" if name else p.name for p in module.parameters}
+    single = any(full in plan.assignments for full in names.values())
+    for parameter in module.parameters:
+        if single or (module.kind == "other" and len(parameter.shape) > 1):
+            yield names[parameter.name]
 
 
 def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:

@@ -308,6 +308,13 @@ class Prover:
 
     def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
         kinds = {self.type_of(number).kind for number in sources}
+        split = [n for n in sources if self.type_of(n).kind == "V"]
+        if not event.module and split:  # the model's last step with its logits, before callers get them
+            arrived = self.type_of(split[0]).describe(self.run.values[split[0]].ndim)
+            self._find("output", event, "logits", split[:1], arrived=arrived, wanted="I")
+            self.doubtful.add(output)
+            self.types[output] = FREE
+            return
         self._find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
         self.doubtful.add(output)
         self.types[output] = Type("P", SUM) if "P" in kinds else FREE

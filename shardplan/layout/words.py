@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.styles import STYLES
 
 from . import codes
 from .finding import Finding, Kind, Operand
@@ -116,13 +117,14 @@ def diagnostic(
 
 
 def _place(finding: Finding) -> str:
-    return finding.subject if finding.kind != "output" else finding.module or finding.subject
+    return finding.subject
 
 
 def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:
     if repair is not None and blamed.name in repair.names:
         return "does not fit"
-    if first.kind == "partial" and any(blamed.name in operand.origins for operand in first.operands[1:]):
+    splits = STYLES[blamed.rule.style].shards_parameters
+    if first.kind == "partial" and splits and any(blamed.name in operand.origins for operand in first.operands[1:]):
         return "splits what it is combined with"
     return "has to do with it"
 
