@@ -50,15 +50,34 @@ data_parallel:
 """,
 )
 
-CODES = (MISSING, REPLICATES)
+UNSAID = Code(
+    code="SP553",
+    title="data-parallel ranks without a data_parallel section",
+    text="""The mesh has ranks that see other batches (`dp_replicate`, `dp_shard`, `cp`), and the plan does not say how
+their gradients come together: they would train apart. Say it in the plan, or apply the plan on the mesh's tp axis alone
+(`mesh["tp"]`) and wrap the model yourself.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+)
+
+CODES = (MISSING, REPLICATES, UNSAID)
 
 PACKAGES = {"megatron_fsdp": ("megatron_fsdp", "megatron-fsdp")}  # backend -> (module, what pip calls it)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Nothing where the plan has no data_parallel section."""
+    """A data_parallel section that the mesh needs, of a backend that is there and can do what the mesh asks for."""
     section = facts.resolved.data_parallel
     if section is None:
+        yield from _unsaid(facts)
         return
     module, package = PACKAGES.get(section.backend, ("", ""))
     if module:
@@ -80,4 +99,17 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             message=f"the backend ddp keeps the whole model on every rank, but the mesh has {axes}",
             primary=field_label(section, "backend"),
             help="use `backend: fsdp2`, or a mesh with dp_replicate alone",
+        )
+
+
+def _unsaid(facts: Facts) -> Iterator[Diagnostic]:
+    sizes = facts.resolved.sizes
+    ranks = {axis: getattr(sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp") if getattr(sizes, axis) > 1}
+    if ranks:
+        axes = " and ".join(f"{axis}={size}" for axis, size in ranks.items())
+        yield Diagnostic(
+            code=UNSAID.code,
+            severity=Severity.ERROR,
+            message=f"the mesh has {axes}, but the plan has no data_parallel section",
+            help="add `data_parallel: {backend: fsdp2, units: [...]}`",
         )

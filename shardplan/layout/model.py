@@ -14,6 +14,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.tree import ModuleTree
 from shardplan.models import FoundModel, tree_of
+from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import make_twin
 
 from .check import LayoutReport, check_layout
@@ -50,6 +51,7 @@ class ModelLayouts:
         tree = tree_of(model)
         return tuple(Workbench(model, twin.inputs(kind=kind), tree) for kind in twin.kinds)
 
+    @outside_modes()
     def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 

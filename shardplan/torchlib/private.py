@@ -40,6 +40,9 @@ NAMES: dict[str, Private] = {
         ((_COLLECTIVES, "reduce_scatter_single"), (_COLLECTIVES, "reduce_scatter_tensor")),
         "collectives that torch.compile can trace",
     ),
+    "disable_modes": Private(
+        (("torch.utils._python_dispatch", "_disable_current_modes"),), "small copies that are real inside a fake mode"
+    ),
     "wait_tensor": Private(((_COLLECTIVES, "wait_tensor"),), "collectives that torch.compile can trace"),
     "current_graph_task_id": Private(
         (("torch._C", "_current_graph_task_id"),), "knowing whether a forward is run again by a backward"
