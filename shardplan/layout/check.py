@@ -202,9 +202,15 @@ def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assi
         blamed = plan.assignments[next(name for name in repair.names if name in plan.assignments)]
         if blamed.rule.location != OURS:
             return blamed
-    names = [finding.subject]
-    for operand in finding.operands:
-        names += [operand.parameter or "", *operand.origins]
+    names = [*_with_parameters(plan, repair.names if repair else ()), finding.subject]
+    for operand in sorted(finding.operands, key=lambda o: o.layout[0] not in "VP"):
+        names += [operand.parameter or "", *_with_parameters(plan, operand.origins)]
     names += [finding.module, *ancestors(finding.module)]
     known = (plan.assignments[name] for name in names if name in plan.assignments)
     return next((assignment for assignment in known if assignment.rule.location != OURS), None)
+
+
+def _with_parameters(plan: ResolvedPlan, names: Sequence[str]) -> list[str]:
+    tree = plan.tree
+    modules = [tree.modules[name] for name in names if name in tree.modules]
+    return [*names, *(f"{module.name}.{p.name}" for module in modules for p in module.parameters)]

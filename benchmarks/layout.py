@@ -1,0 +1,64 @@
+"""What the layout check costs, after imports: `python benchmarks/layout.py [--tp N] [model type ...]`.
+
+Each line: making the small copy, its unsharded recorded run, the check of a right plan without and with its overlay; in
+milliseconds of wall time, the median of five.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch  # noqa: E402
+
+from shardplan.bind import bind  # noqa: E402
+from shardplan.core.mesh import MeshSizes  # noqa: E402
+from shardplan.layout import Workbench, check_layout  # noqa: E402
+from shardplan.models import find_model, tree_of  # noqa: E402
+from shardplan.parse import builtin_plans, parse_plan  # noqa: E402
+from shardplan.twin import make_twin  # noqa: E402
+
+REPEATS = 5
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(1000 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("plans", nargs="*")
+    parser.add_argument("--tp", type=int, default=2)
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    print("| plan | copy | unsharded run | tensor parallel | sequence parallel |\n|---|---|---|---|---|")
+    for name in args.plans or builtin_plans():
+        plan = parse_plan(name).plan
+        found = find_model(plan.models[0])
+        twin = make_twin(found, tp=args.tp, experts_implementation="eager")
+        model = twin.build()
+        tree = tree_of(model)
+        bench = Workbench(model, twin.inputs(), tree)
+        bound = [bind(plan, tree, MeshSizes(tp=args.tp), sequence_parallel=on)[0] for on in (False, True)]
+        numbers = [
+            milliseconds(lambda found=found: make_twin(found, tp=args.tp).build()),
+            milliseconds(lambda model=model, twin=twin, tree=tree: Workbench(model, twin.inputs(), tree)),
+            *(milliseconds(lambda one=one, bench=bench: check_layout(one, bench)) for one in bound),
+        ]
+        print(f"| {name} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
