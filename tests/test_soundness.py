@@ -1,0 +1,47 @@
+"""A sample of the edits on which `validate` and the numeric proof must agree; `python -m tests.soundness` runs all."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soundness.__main__ import rows
+from tests.soundness.edits import edits, written_out
+from tests.soundness.judge import judge, parse, subject
+from tests.soundness.table import Row, table
+
+from shardplan.parse import parse_plan
+
+SAMPLED = ("llama", "qwen3", "gpt2", "phi3", "mixtral")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", SAMPLED)
+def test_a_sample_of_edits(plan: str) -> None:
+    model = subject(parse_plan(plan).plan.models[0], 2)
+    judged = list(rows(plan, model, sample=12, seed=0, help=False, kinds=[]))
+    assert not [row.text for row in judged if row.disagrees]
+    assert {row.truth for row in judged} >= {"right", "wrong"}
+
+
+def test_both_judges_see_a_silent_mistake() -> None:
+    model = subject("qwen3", 2)
+    document = written_out(parse_plan("qwen3").plan, model.tree)
+    edit = next(e for e in edits(document, sequence_parallel=False) if e.what.endswith("q_norm without a rule"))
+    verdict = judge(model, parse(edit.document), sequence_parallel=False)
+    assert verdict.silent and not verdict.right
+    assert [d.code for d in verdict.layout.diagnostics] == ["SP401"] and verdict.mended
+
+
+def test_written_out_plans_are_as_right_as_the_plans() -> None:
+    model = subject("llama", 2)
+    document = written_out(parse_plan("llama").plan, model.tree)
+    for sequence_parallel in (False, True):
+        verdict = judge(model, parse(document.plan()), sequence_parallel=sequence_parallel)
+        assert verdict.valid and verdict.right
+
+
+def test_the_table_counts_what_is_missed() -> None:
+    missed = Row("dropped", "silent", "valid", None, None, "")
+    refused = Row("dropped", "right", "layout", None, None, "")
+    assert missed.disagrees and refused.disagrees
+    assert "| dropped | 2 | 0 | 0 | 0 | 1 | 1 | 1 | 1 |" in table([missed, refused])
