@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test test-all generated clean
+.PHONY: demo test test-all soundness generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -24,6 +24,9 @@ test: $(VENV)/.installed  ## what every change must pass
 
 test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
 	$(PYTEST) -m slow
+
+soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
+	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md
 
 generated: $(VENV)/.installed  ## schemas, generated docs, and the expected texts of cases and docs
 	$(BIN)/python tools/generate.py
