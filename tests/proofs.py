@@ -17,10 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from shardplan import apply_plan, applied
+from shardplan import applied, load_plan
+from shardplan.apply.apply import apply_program
+from shardplan.apply.mesh import read_mesh
+from shardplan.apply.overrides import overriding_document, switch, with_logits, with_parent
 from shardplan.apply.state import packed_parameters
+from shardplan.bind import bind
+from shardplan.check import check
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison
-from shardplan.models import find_any
+from shardplan.lower import Program, lower
+from shardplan.models import find_any, tree_of
 from shardplan.parse import builtin_plans
 from shardplan.proof.compare import NEGLIGIBLE, Ranked, compare, magnitude
 from shardplan.proof.simulate import on_every_rank, simulated_mesh, whole_values
@@ -74,11 +82,45 @@ def unsharded(model: nn.Module, inputs: dict[str, Any], call: Call = step) -> Re
     return Results({name: value.detach() for name, value in values.items()}, grads)
 
 
+def program_of(
+    model: nn.Module,
+    plan: Any,
+    tp: int,
+    *,
+    sequence_parallel: bool = False,
+    logits: str = "plan",
+    **sections: Any,
+) -> Program:
+    """What `compile_plan` gives, without the layout check, which refuses the plans that are wrong on purpose (and
+    without the optimiser, which has nothing to do in built-in plans: tests/test_plans_matrix.py)."""
+    read = load_plan(plan).file
+    if (document := overriding_document(sections)) is not None:
+        read = with_parent(load_plan(document).file, read)
+    tree, programs = tree_of(model), {}
+    for on in {False, sequence_parallel}:
+        resolved, findings = bind(read, tree, MeshSizes(tp=tp), sequence_parallel=on)
+        if errors := [d for d in (*findings, *check(resolved)) if d.is_error]:
+            raise PlanError(errors)
+        programs[on] = with_logits(switch(resolved, sections), logits)
+    return lower(programs[sequence_parallel], programs[False] if sequence_parallel else None)
+
+
+def planned(
+    model: nn.Module, mesh: DeviceMesh, plan: Any, *, src_data_rank: int | None = None, **options: Any
+) -> nn.Module:
+    """What `apply_plan` does, with `program_of`."""
+    program = program_of(model, plan, mesh.size(), **options)
+    apply_program(model, read_mesh(mesh), program, src_data_rank=src_data_rank)
+    return model
+
+
 @contextmanager
 def on_ranks(model: nn.Module, plan: Any, tp: int, **options: Any) -> Iterator[nn.Module]:
     """The model sharded over simulated ranks, while the context lasts."""
+    program = program_of(model, plan, tp, **options)
     with simulated_mesh(tp) as mesh:
-        yield apply_plan(model, mesh, plan, **options)
+        apply_program(model, read_mesh(mesh), program, src_data_rank=0)
+        yield model
 
 
 def ranked(inputs: Mapping[str, Any], tp: int) -> dict[str, Any]:
@@ -128,10 +170,10 @@ class Case:
     Args:
         build: makes the model, each time with the same weights.
         inputs: keyword arguments.
-        plan: anything that `apply_plan` takes.
+        plan: anything that `load_plan` takes.
         tp: the number of ranks.
         call: what is done with the model; the entry "loss" of its result is run backward.
-        options: further arguments of `apply_plan`.
+        options: further arguments of `program_of`.
         prepare: is done to a fresh model before anything else (freezing, ...).
     """
 

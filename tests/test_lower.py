@@ -7,17 +7,14 @@ from collections import Counter
 import pytest
 from torch import nn
 
-from shardplan import compile_plan
 from shardplan.core.layout import I, P, R, V
-from shardplan.core.mesh import MeshSizes
 from shardplan.core.program import InputMove, OutputMove
 from shardplan.lower.collectives import expected_collectives
-from tests.proofs import plan_like, twin
+from tests.proofs import plan_like, program_of, twin
 
 
 def program(name: str, *, sp: bool = False, plan=None, classes=None, **options):
-    model = twin(name, 2, classes=classes).build()
-    return compile_plan(model, MeshSizes(tp=2), plan or name, sequence_parallel=sp, **options)
+    return program_of(twin(name, 2, classes=classes).build(), plan or name, 2, sequence_parallel=sp, **options)
 
 
 def test_every_module_that_owns_a_parameter_has_an_entry():
@@ -25,7 +22,7 @@ def test_every_module_that_owns_a_parameter_has_an_entry():
     for name in ("llama", "gemma3", "mixtral"):
         model = twin(name, 2).build()
         owners = {n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
-        compiled = compile_plan(model, MeshSizes(tp=2), name)
+        compiled = program_of(model, name, 2)
         assert owners <= set(compiled.modules) and owners <= set(compiled.parallelize_plan)
 
 
@@ -108,7 +105,7 @@ class Packed(nn.Module):
 )
 def test_packed_parts(packed, parts):
     rules = {"qkv": {"style": "packed_colwise", "packed": packed}, "out": "rowwise"}
-    compiled = compile_plan(Packed(), MeshSizes(tp=2), {"version": "1", "name": "packed", "tensor_parallel": rules})
+    compiled = program_of(Packed(), {"version": "1", "name": "packed", "tensor_parallel": rules}, 2)
     assert [p.parts for p in compiled.modules["qkv"].parameters] == [parts, parts]
     weight, bias = compiled.modules["out"].parameters
     assert (weight.dim, weight.gradient) == (1, "shard")

@@ -13,9 +13,7 @@ from shardplan.torchlib import vocabulary
 from shardplan.torchlib.parameters import LocalParameters
 from shardplan.torchlib.regime import PartialEmbedding
 from shardplan.twin import make_twin
-from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, ranked, twin
-
-from shardplan import apply_plan
+from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, twin
 
 
 def embedded(model, inputs):
@@ -123,7 +121,7 @@ def test_a_checkpoint_around_the_door(reentrant):
 def test_a_length_that_tp_does_not_divide_is_refused_before_communicating(name):
     inputs = {key: value[:, :10] for key, value in twin(name, 4).inputs().items()}
     with fake_mesh(4) as mesh:
-        model = apply_plan(twin(name, 4).build(), mesh, name, sequence_parallel=True, src_data_rank=None)
+        model = planned(twin(name, 4).build(), mesh, name, sequence_parallel=True)
         with CollectiveCounter() as counter, pytest.raises(ValueError, match=r"10.*tp=4.*12"):
             model(**inputs)
         # Image features need the embeddings complete before anything is split.

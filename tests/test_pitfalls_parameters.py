@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
-from shardplan import apply_plan, applied
+from shardplan.proof.compare import compare
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.proof.simulate import rank_values, simulated_mesh
+from shardplan.proof.simulate import rank_values, simulated_mesh, whole_values
 from shardplan.styles import stored
 from shardplan.torchlib import style
 from shardplan.torchlib.parameters import LocalParameters
-from tests.proofs import Case, assert_equal, case, dtensors, fake_mesh, on_ranks, plan_like, ranked, twin
+from tests.proofs import Case, assert_equal, case, dtensors, fake_mesh, on_ranks, plan_like, planned, program_of, ranked, twin
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
@@ -119,8 +119,8 @@ def test_torchs_own_style_makes_frozen_parameters_trainable():
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
 def test_every_parameter_is_a_dtensor_and_every_buffer_is_plain(name):
     """A mix of plain and DTensor parameters breaks clipping; buffers are read by code that knows no DTensors."""
-    with on_ranks(model := twin(name, 2).build(), name, 2, sequence_parallel=True) as planned:
-        assert planned is model
+    with on_ranks(model := twin(name, 2).build(), name, 2, sequence_parallel=True):
+        pass
     assert dtensors(model)
     for buffer_name, buffer in model.named_buffers():
         assert not isinstance(buffer, DTensor), buffer_name
@@ -281,19 +281,18 @@ def test_sending_no_weights_sends_nothing():
     plan = {"version": "1", "name": "root", "tensor_parallel": {"up": "colwise_gather_output"}}
     with fake_mesh(2) as mesh:
         with CollectiveCounter() as counter:
-            model = apply_plan(Root(), mesh, plan, src_data_rank=None)
+            model = planned(Root(), mesh, plan, src_data_rank=None)
         assert not counter.counts.keys() & {"broadcast", "scatter", "all_gather"}
         assert isinstance(model.scale, DTensor)
         with CollectiveCounter() as counter:
-            apply_plan(Root(), mesh, plan, src_data_rank=0)
+            planned(Root(), mesh, plan, src_data_rank=0)
         assert counter.counts.keys() & {"broadcast", "scatter"}
 
 
 def test_every_application_has_its_own_styles():
     """torch's parallelize_module writes into the style objects that it is given."""
-    with simulated_mesh(2) as mesh:
-        model = apply_plan(twin("llama", 2).build(), mesh, "llama")
-        program = applied(model).program
+    program = program_of(twin("llama", 2).build(), "llama", 2)
+    with simulated_mesh(2):
         first, second = program.parallelize_plan, program.parallelize_plan
         assert first.keys() == second.keys() and not {map(id, first.values())} & {map(id, second.values())}
         assert len({id(s) for s in first.values()}) == len(first)
@@ -301,16 +300,11 @@ def test_every_application_has_its_own_styles():
 
 def test_the_styles_work_with_torchs_own_loop():
     """`program.parallelize_plan` and torch's parallelize_module, without apply_plan."""
-    from shardplan import compile_plan
-    from shardplan.core.mesh import MeshSizes
-    from shardplan.proof.compare import compare
-    from shardplan.proof.simulate import whole_values
-
     small = twin("qwen3", 2)
 
     inputs = small.inputs()
     expected = small.build()(**small.inputs()).logits.detach()
-    program = compile_plan(small.build(), MeshSizes(tp=2), "qwen3", sequence_parallel=True)
+    program = program_of(small.build(), "qwen3", 2, sequence_parallel=True)
     model = small.build()
     with simulated_mesh(2) as mesh:
         parallelize_module(model, mesh, program.parallelize_plan)

@@ -21,11 +21,11 @@ from collections import Counter
 import pytest
 import torch
 
-from shardplan import applied, apply_plan
+from shardplan import applied
 from shardplan.apply import without_sequence_parallel
 from shardplan.lower.collectives import expected_collectives
 from shardplan.proof.counter import CollectiveCounter
-from tests.proofs import PLANS, fake_mesh, plan_like, step, twin
+from tests.proofs import PLANS, fake_mesh, plan_like, planned as apply, step, twin
 
 TP = 2
 # Parameters whose gradient is a partial sum in tensor parallelism too, one group for each layer: norms over this rank's
@@ -81,7 +81,7 @@ def mesh():
 
 
 def planned(plan: str, mesh, **options):
-    return apply_plan(twin(plan, TP).build(), mesh, plan, src_data_rank=None, **options)
+    return apply(twin(plan, TP).build(), mesh, plan, **options)
 
 
 def expected_with_loss(model, logits: str) -> dict[str, Counter]:
@@ -179,7 +179,7 @@ def test_a_checkpoint_around_the_door_would_repeat_its_collective(mesh):
 def test_a_plan_without_doors_costs_an_all_reduce_for_each_reader(mesh):
     """What the doors are for: without them q, k, v, gate and up each reduce their own input gradient (5L + 1)."""
     plan = plan_like("llama", {"model.layers.*.self_attn": "none", "model.layers.*.mlp": "none"})
-    model = apply_plan(twin("llama", TP).build(), mesh, plan)
+    model = apply(twin("llama", TP).build(), mesh, plan)
     assert counted(model, short_inputs("llama"))["backward"]["all_reduce"] == 5 * 2 + 1
 
 

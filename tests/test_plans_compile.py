@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from shardplan import apply_plan
-from tests.proofs import fake_mesh, twin
+from tests.proofs import fake_mesh, planned, twin
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,14 +28,13 @@ def fresh():
 @pytest.mark.parametrize("plan", ["llama", "qwen3", "phi3", "gpt2"])
 def test_layers_compile_whole_and_to_one_graph(plan, sp, checkpointing, mesh):
     small = twin(plan, 2)
-    model = apply_plan(
+    model = planned(
         small.build(),
         mesh,
         plan,
         sequence_parallel=sp,
         activation_checkpointing=checkpointing,
         compile={"modules": [LAYERS.get(plan, "model.layers.*")], "fullgraph": True, "backend": "aot_eager"},
-        src_data_rank=None,
     )
     for _ in range(2):
         model(**small.inputs(), use_cache=False).loss.backward()
@@ -50,12 +48,11 @@ LAYERS = {"gpt2": "transformer.h.*"}
 def test_a_graph_break_would_be_seen(mesh):
     """The test above can fail: a layer that looks at a value has a break."""
     small = twin("llama", 2)
-    model = apply_plan(
+    model = planned(
         small.build(),
         mesh,
         "llama",
         compile={"modules": ["model.layers.*"], "fullgraph": False, "backend": "aot_eager"},
-        src_data_rank=None,
     )
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, out: print(end="") if out.sum() > 0 else None)
     model(**small.inputs(), use_cache=False)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan import compile_plan
 from shardplan.core.mesh import MeshSizes
-from tests.proofs import PLANS, Results, assert_equal, case, compare_results, differing, on_ranks, twin
+from tests.proofs import PLANS, Results, assert_equal, case, compare_results, differing, on_ranks, program_of, twin
 
 
 @dataclass(frozen=True)
@@ -128,3 +128,14 @@ def test_a_rank_holds_little_more_than_its_share_of_the_real_model(plan):
             total += size
             held += size // 2 if parameter.dim is not None else size
     assert held <= 0.51 * total
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_whole_compiler_gives_the_program_that_is_proven_here(plan, sp):
+    """The layout check refuses no built-in plan, and the optimiser finds nothing to merge in one."""
+    model = twin(plan, 2).build()
+    compiled = compile_plan(model, MeshSizes(tp=2), plan, sequence_parallel=sp)
+    proven = program_of(model, plan, 2, sequence_parallel=sp)
+    assert compiled.modules == proven.modules
+    assert compiled.tensor_parallel_modules == proven.tensor_parallel_modules
