@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from shardplan.compiler.inputs import AnyPlan, find_model, model_name, plan_name, read_plan
+from shardplan.compiler.variants import (
+    Variants,
+    any_error,
+    bind_variants,
+    check_variants,
+    prove_layouts,
+    wanted_variants,
+)
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Plan, PlanFile, ResolvedPlan
-from shardplan.core.report import Report, Variant, VerifyReport, as_errors, of_both_variants, ordered
+from shardplan.core.plan import Plan, PlanFile
+from shardplan.core.report import Report, VerifyReport, as_errors, ordered, variant_name
 from shardplan.core.sources import SourceMap
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedConfig
 
     from shardplan.apply import Applied
-    from shardplan.apply.overrides import Logits, Override
+    from shardplan.compiler.inputs import AnyModel
+    from shardplan.compiler.overrides import Logits, Override
     from shardplan.lower import Program
     from shardplan.models import FoundModel
-    from shardplan.parse import Parsed
-
-    AnyModel = str | nn.Module | PreTrainedConfig
-AnyPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def load_plan(plan: AnyPlan) -> Plan:
@@ -63,6 +67,7 @@ def validate(
     sequence_parallel: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
+    layouts: bool = True,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -77,6 +82,8 @@ def validate(
         sequence_parallel: check the plan with, or without, its overlay; None checks both.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
+        layouts: prove the layouts of activations and gradients too, where the structure is right; without it the check
+            is done sooner and says less.
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
 
@@ -84,114 +91,34 @@ def validate(
         ValueError: a mesh size that is not a positive integer.
         TypeError: something that is no model or no plan.
     """
+    from shardplan.layout import ModelLayouts
+
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate, cp=cp)
-    found, about_model = _find_model(model, settings or {}, trust_remote_code)
-    read, sources, about_plan = _read_plan(plan, found)
+    found, about_model = find_model(model, settings or {}, trust_remote_code)
+    read, sources, about_plan = read_plan(plan, found)
     findings = [*about_model, *about_plan]
-    report = Report(sources=sources, plans=(_plan_name(plan),), model=_model_name(model), sizes=sizes)
+    report = Report(sources=sources, plans=(plan_name(plan),), model=model_name(model), sizes=sizes)
     if found is not None and read is not None:
-        report, about_both = _check_variants(report, read, found, sequence_parallel, seq_len)
-        findings += about_both
+        report, variants = _check(report, read, found, sequence_parallel, seq_len)
+        if layouts and (report.checked_tp or 1) > 1 and not variants.any_error:
+            variants = prove_layouts(variants, read, ModelLayouts(found, report.checked_tp))
+        findings += variants.together
     findings = ordered(findings, sources)
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
 
 
-def _find_model(
-    model: AnyModel, settings: Mapping[str, Any], trust_remote_code: bool
-) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
-    """The model, or None and why not."""
-    from shardplan.models import find_any
+def _check(
+    report: Report, plan: PlanFile, found: FoundModel, sequence_parallel: bool | None, seq_len: int | None
+) -> tuple[Report, Variants]:
+    """Bind the variants and check their structure, all at one tp size."""
+    from shardplan.check import allowed_tp
 
-    try:
-        found = find_any(model, settings=settings, trust_remote_code=trust_remote_code)
-    except PlanError as error:
-        return None, error.diagnostics
-    return found, found.diagnostics
-
-
-def _read_plan(
-    plan: AnyPlan, found: FoundModel | None
-) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
-    """The plan and its text, or None and why not. What depends on a model that was not found has no findings."""
-    from shardplan.parse import parse_plan
-
-    if isinstance(plan, Plan):
-        return plan.file, plan.sources, plan.diagnostics
-    if plan not in ("auto", "hf"):
-        parsed = parse_plan(plan)
-        return parsed.plan, parsed.sources, parsed.diagnostics
-    if found is None:
-        return None, SourceMap(), ()
-    try:
-        parsed = _auto_plan(found) if plan == "auto" else _hf_plan(found)
-    except PlanError as error:
-        return None, SourceMap(), error.diagnostics
-    return parsed.plan, parsed.sources, parsed.diagnostics
-
-
-def _auto_plan(found: FoundModel) -> Parsed:
-    """The one built-in plan for the model.
-
-    Raises:
-        PlanError: SP511, SP512.
-    """
-    from shardplan.models import choose_plan
-    from shardplan.parse import builtin_plans, parse_plan
-
-    plans = [parse_plan(name).plan for name in builtin_plans()]
-    return parse_plan(choose_plan(found.tree, [plan for plan in plans if plan is not None]))
-
-
-def _hf_plan(found: FoundModel) -> Parsed:
-    """The tensor-parallel plan that transformers has for the model.
-
-    Raises:
-        PlanError: SP514.
-    """
-    from shardplan.models import hf_tp_plan
-    from shardplan.parse import from_hf_tp_plan
-
-    return from_hf_tp_plan(*hf_tp_plan(found.build()))
-
-
-def _check_variants(
-    report: Report,
-    plan: PlanFile,
-    found: FoundModel,
-    sequence_parallel: bool | None,
-    seq_len: int | None,
-    *,
-    layouts: bool = True,
-) -> tuple[Report, tuple[Diagnostic, ...]]:
-    """Bind and check each variant of the plan, all at one tp size: its structure, and where that is right its layouts."""
-    from shardplan.bind import bind
-    from shardplan.check import allowed_tp, check
-
-    wanted = (False, True) if sequence_parallel is None and plan.has_overlay else (bool(sequence_parallel),)
-    bound = [bind(plan, found.tree, report.sizes, sequence_parallel=on) for on in wanted]
-    allowed = set.intersection(*(set(allowed_tp(resolved)) for resolved, _ in bound))
+    bound = bind_variants(plan, found.tree, report.sizes, wanted_variants(plan, sequence_parallel))
+    allowed = set.intersection(*(set(allowed_tp(resolved)) for resolved in bound.resolved.values()))
     tp = report.sizes.tp or min((size for size in allowed if size > 1), default=None)
-    sizes = replace(report.sizes, tp=tp)
-    findings = [(*about, *check(replace(resolved, sizes=sizes), seq_len=seq_len)) for resolved, about in bound]
-    if layouts and (tp or 1) > 1 and not any(d.is_error for one in findings for d in one):
-        from shardplan.layout import ModelLayouts
-
-        model = ModelLayouts(found, tp)
-        proofs = [model.check(plan, sequence_parallel=on) for on in wanted]
-        findings = [(*one, *proof.diagnostics) for one, proof in zip(findings, proofs, strict=True)]
-    names: tuple[Variant, ...] = tuple("sequence_parallel" if on else "tensor_parallel" for on in wanted)
+    names = tuple(variant_name(on) for on in bound.resolved)
     report = replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed)))
-    return report, findings[0] if len(findings) == 1 else of_both_variants(*findings)
-
-
-def _model_name(model: AnyModel) -> str:
-    return model if isinstance(model, str) else type(model).__name__
-
-
-def _plan_name(plan: AnyPlan) -> str:
-    if isinstance(plan, (str, os.PathLike)):
-        return os.fspath(plan)
-    return plan.name if isinstance(plan, Plan) else str(plan.get("name", "<dict>"))
+    return report, check_variants(bound.at(tp), seq_len=seq_len)
 
 
 def compile_plan(
@@ -342,13 +269,13 @@ def verify(
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     if sizes.world_size > tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    found, about_model = _find_model(model, settings or {}, trust_remote_code)
-    read, sources, about_plan = _read_plan(plan, found)
-    report = Report(sources=sources, plans=(_plan_name(plan),), model=_model_name(model), sizes=sizes)
+    found, about_model = find_model(model, settings or {}, trust_remote_code)
+    read, sources, about_plan = read_plan(plan, found)
     _raise_errors((*about_model, *about_plan), sources, strict=False)
-    _, about_both = _check_variants(report, read, found, sequence_parallel, None, layouts=False)
+    wanted = wanted_variants(read, sequence_parallel)
+    variants = check_variants(bind_variants(read, found.tree, sizes, wanted))
+    about_both = variants.together
     _raise_errors((*about_model, *about_plan, *about_both), sources, strict=False)
-    wanted = (False, True) if sequence_parallel is None and read.has_overlay else (bool(sequence_parallel),)
     source = Source(model, dict(settings or {}), trust_remote_code)
     return prove(source, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
 
@@ -378,16 +305,13 @@ def _compile(
     trust_remote_code: bool = False,
 ) -> tuple[Program, tuple[Diagnostic, ...]]:
     """The program, and the warnings met on the way."""
-    from shardplan.apply.overrides import overriding_document, switch, with_logits, with_parent
-    from shardplan.bind import bind
-    from shardplan.check import check
+    from shardplan.compiler.overrides import overriding_document, with_parent
+    from shardplan.compiler.program import program_of
     from shardplan.layout import ModelLayouts
-    from shardplan.lower import lower
-    from shardplan.optimise import optimise
     from shardplan.parse import parse_plan
 
-    found, about_model = _find_model(model, settings or {}, trust_remote_code)
-    read, sources, about_plan = _read_plan(plan, found)
+    found, about_model = find_model(model, settings or {}, trust_remote_code)
+    read, sources, about_plan = read_plan(plan, found)
     findings = [*about_model, *about_plan]
     if (document := overriding_document(sections)) is not None:
         over = parse_plan(document, name="<arguments>")
@@ -396,31 +320,20 @@ def _compile(
         read = with_parent(over.plan, read) if over.plan and read else None
     _raise_errors(findings, sources, strict=strict)
     overlay = sequence_parallel and sizes.tp != 1
-    bound = {on: bind(read, found.tree, sizes, sequence_parallel=on) for on in {False, overlay}}
-    resolved, about_both = bound[overlay]
-    findings += [*about_both, *check(resolved, seq_len=seq_len)]
-    _raise_errors(findings, sources, strict=strict)
-    proofs = {}
+    variants = check_variants(bind_variants(read, found.tree, sizes, {False, overlay}), seq_len=seq_len)
+    _raise_errors([*findings, *variants.findings[overlay]], sources, strict=strict)
     if (sizes.tp or 1) > 1:
-        small = ModelLayouts(found, sizes.tp)
-        proofs = {on: small.check(read, sequence_parallel=on) for on in bound}
-        findings += proofs[overlay].diagnostics
-        _raise_errors(findings, sources, strict=strict)
-
-    def finished(on: bool) -> ResolvedPlan:
-        resolved = bound[on][0]
-        if on in proofs:
-            resolved = optimise(replace(resolved, arrivals=proofs[on].arrivals), proofs[on])
-        return with_logits(switch(resolved, sections), logits)
-
-    return lower(finished(overlay), finished(False) if overlay else None), tuple(findings)
+        variants = prove_layouts(variants, read, ModelLayouts(found, sizes.tp))
+    findings += variants.findings[overlay]
+    _raise_errors(findings, sources, strict=strict)
+    return program_of(variants, overlay, logits=logits, sections=sections), tuple(findings)
 
 
 def _raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool) -> None:
     from shardplan.render import text
 
     findings = ordered(as_errors(findings) if strict else findings, sources)
-    if any(d.is_error for d in findings):
+    if any_error(findings):
         raise PlanError(findings, text(findings, sources, color=False))
 
 

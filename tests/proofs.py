@@ -20,14 +20,14 @@ from transformers import AutoConfig
 from shardplan import applied, load_plan
 from shardplan.apply.apply import apply_program
 from shardplan.apply.mesh import read_mesh
-from shardplan.apply.overrides import overriding_document, switch, with_logits, with_parent
 from shardplan.apply.state import packed_parameters
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.overrides import overriding_document, with_parent
+from shardplan.compiler.program import program_of as lowered
+from shardplan.compiler.variants import bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison
-from shardplan.lower import Program, lower
+from shardplan.lower import Program
 from shardplan.models import find_any, tree_of
 from shardplan.parse import builtin_plans
 from shardplan.proof.compare import NEGLIGIBLE, Ranked, compare, magnitude
@@ -96,13 +96,10 @@ def program_of(
     read = load_plan(plan).file
     if (document := overriding_document(sections)) is not None:
         read = with_parent(load_plan(document).file, read)
-    tree, programs = tree_of(model), {}
-    for on in {False, sequence_parallel}:
-        resolved, findings = bind(read, tree, MeshSizes(tp=tp), sequence_parallel=on)
-        if errors := [d for d in (*findings, *check(resolved)) if d.is_error]:
-            raise PlanError(errors)
-        programs[on] = with_logits(switch(resolved, sections), logits)
-    return lower(programs[sequence_parallel], programs[False] if sequence_parallel else None)
+    variants = check_variants(bind_variants(read, tree_of(model), MeshSizes(tp=tp), {False, sequence_parallel}))
+    if variants.any_error:
+        raise PlanError(variants.together)
+    return lowered(variants, sequence_parallel, logits=logits, sections=sections)
 
 
 def planned(

@@ -16,15 +16,15 @@ def run(args: argparse.Namespace) -> int:
     return finish(report_of(args), args)
 
 
-def report_of(args: argparse.Namespace) -> Report:
-    """The findings about MODEL and PLAN. What the model's own code prints goes to stderr: stdout is the
+def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
+    """The findings about MODEL and PLAN, those about layouts only where wanted. What the model's own code prints goes to stderr: stdout is the
     report's."""
     said = vars(args)
     options = {name: said[name] for name in OPTIONS if name in said}
     progress(f"reading {args.model}")
     try:
         with redirect_stdout(sys.stderr):
-            return api.validate(args.model, args.plan, settings=dict(args.settings), **options)
+            return api.validate(args.model, args.plan, layouts=layouts, settings=dict(args.settings), **options)
     finally:
         progress("")
 

@@ -14,6 +14,11 @@ from .sources import SourceMap
 Variant = Literal["tensor_parallel", "sequence_parallel"]
 
 
+def variant_name(sequence_parallel: bool) -> Variant:
+    return "sequence_parallel" if sequence_parallel else "tensor_parallel"
+
+
+
 def count_text(diagnostics: Iterable[Diagnostic]) -> str:
     """ "2 errors, 1 warning"; "no findings" where there are none."""
     counts = Counter(d.severity for d in diagnostics)

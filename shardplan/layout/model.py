@@ -11,11 +11,11 @@ from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
-from shardplan.twin import make_twin
+from shardplan.twin import Twin, make_twin
 
 from .check import LayoutReport, check_layout
 from .codes import UNTYPED
@@ -34,22 +34,29 @@ class ModelLayouts:
 
     def __init__(self, found: FoundModel, tp: int):
         self.found, self.tp = found, tp
-        self.layers: tuple[int, ...] = ()  # of the model, that its small copy has
+
+    @cached_property
+    def twin(self) -> Twin:
+        """The small copy.
+
+        Raises:
+            PlanError: SP520, SP521, SP522: there is none.
+        """
+        # Experts one by one: grouped multiplications want sizes that a small copy's shards may not have, and no float64.
+        experts = "eager" if self.found.config is not None else None
+        return make_twin(self.found, tp=self.tp, experts_implementation=experts)
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
         """The small copy with each kind of input that it takes.
 
         Raises:
-            PlanError: SP520, SP521, SP522: there is none.
+            PlanError: there is none, or it does not run (SP523).
         """
-        # Experts one by one: grouped multiplications want sizes that a small copy's shards may not have.
-        experts = "eager" if self.found.config is not None else None
-        twin = make_twin(self.found, tp=self.tp, experts_implementation=experts)
-        self.layers = twin.layers
-        model = twin.build()
+        model = self.twin.build()
         tree = tree_of(model)
-        return tuple(Workbench(model, twin.inputs(kind=kind), tree) for kind in twin.kinds)
+        with self.twin.running():
+            return tuple(Workbench(model, self.twin.inputs(kind=kind), tree) for kind in self.twin.kinds)
 
     @outside_modes()
     def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:
@@ -67,7 +74,7 @@ class ModelLayouts:
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
             return LayoutReport((_not_small(self.found.name, structure),))
-        report = check_layout(resolved, benches, help=help)
+        report = self.check_copy(resolved, help=help)
         return replace(
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
@@ -76,9 +83,21 @@ class ModelLayouts:
             secondary=tuple(self._about_the_model(d, tree) for d in report.secondary),
         )
 
+    @outside_modes()
+    def check_copy(self, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
+        """As `check`, for a plan that is bound to the small copy's tree, and in its names.
+
+        Args:
+            help: look for the changes that mend what is wrong.
+
+        Raises:
+            PlanError: there is no small copy, or it does not run.
+        """
+        return check_layout(resolved, self.benches, help=help)
+
     def _about_the_model(self, diagnostic: Diagnostic, small: ModuleTree) -> Diagnostic:
         """The finding with the model's modules in place of its small copy's."""
-        return replace(diagnostic, modules=modules_of(self.found.tree, small, self.layers, diagnostic.modules))
+        return replace(diagnostic, modules=modules_of(self.found.tree, small, self.twin.layers, diagnostic.modules))
 
 
 def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str, Layout]:

@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.apply.overrides import Logits, with_logits
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.overrides import Logits
+from shardplan.compiler.program import program_of
+from shardplan.compiler.variants import any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.program import ModuleProgram
-from shardplan.core.report import Comparison, Variant, VariantProof, VerifyReport
-from shardplan.lower import Program, lower
-from shardplan.models import find_any, tree_of
-from shardplan.twin import Twin, make_twin
+from shardplan.core.report import Comparison, VariantProof, VerifyReport, variant_name
+from shardplan.layout import ModelLayouts
+from shardplan.lower import Program
+from shardplan.models import find_any
+from shardplan.twin import Twin
 
 from .processes import Case, run_processes
 from .simulate import simulate
@@ -35,28 +36,27 @@ class Source:
     settings: Mapping[str, Any]
     trust_remote_code: bool = False
 
-    def twin(self, tp: int) -> Twin:
+    def layouts(self, tp: int) -> ModelLayouts:
+        """The small copy, with its layouts."""
         found = find_any(self.model, settings=self.settings, trust_remote_code=self.trust_remote_code)
-        return make_twin(found, tp=tp)
+        return ModelLayouts(found, tp)
 
 
 def compile_for(
-    model: nn.Module, plan: PlanFile, sizes: MeshSizes, *, sequence_parallel: bool, logits: Logits = "plan"
+    small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, *, sequence_parallel: bool, logits: Logits = "plan"
 ) -> Program:
-    """The program of a plan for a small copy.
+    """The program of a plan for a small copy: compiled as for the model itself, whatever its layouts are said to be.
 
     Raises:
-        PlanError: the plan, which fits the model itself, has errors on the copy.
+        PlanError: the plan, which fits the model itself, has errors on the copy; or the copy does not run.
     """
-    tree = tree_of(model)
-    bound = {on: bind(plan, tree, sizes, sequence_parallel=on) for on in {False, sequence_parallel}}
-    resolved, findings = bound[sequence_parallel]
-    findings = (*findings, *check(resolved))
-    if any(d.is_error for d in findings):
-        raise PlanError(findings)
-    return lower(
-        with_logits(resolved, logits), with_logits(bound[False][0], logits) if sequence_parallel else None
-    )
+    variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {False, sequence_parallel}))
+    if any_error(variants.findings[sequence_parallel]):
+        raise PlanError(variants.findings[sequence_parallel])
+    if sizes.tp > 1:
+        reports = {on: small.check_copy(one) for on, one in variants.resolved.items()}
+        variants = replace(variants, layouts=reports)
+    return program_of(variants, sequence_parallel, logits=logits)
 
 
 def prove(
@@ -80,14 +80,14 @@ def prove(
     """
     start = time.monotonic()
     progress("building a small copy of the model")
-    twin = source.twin(sizes.tp)
+    small = source.layouts(sizes.tp)
     proofs = []
     for on in variants:
-        progress(f"{_variant(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
+        progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
         case = TwinCase(source, plan, sizes, on, logits)
-        rows = _settle(lambda dtype, case=case: _run(case, twin, processes, dtype))
-        program = compile_for(twin.build(), plan, sizes, sequence_parallel=on, logits=logits)
-        proofs.append(VariantProof(_variant(on), rows, *_counts(twin.build(), program.modules)))
+        program = compile_for(small, plan, sizes, sequence_parallel=on, logits=logits)
+        rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, processes, dtype))
+        proofs.append(VariantProof(variant_name(on), rows, *_counts(small.twin.build(), program.modules)))
     return VerifyReport(
         model=source.model if isinstance(source.model, str) else type(source.model).__name__,
         plan=plan.name,
@@ -108,22 +108,21 @@ class TwinCase:
     sequence_parallel: bool
     logits: Logits
 
-    def program(self, model: nn.Module) -> Program:
-        return compile_for(
-            model, self.plan, self.sizes, sequence_parallel=self.sequence_parallel, logits=self.logits
-        )
-
     def case(self, dtype: torch.dtype, kind: str) -> Case:
-        """The same for `run_processes`: each process makes the small copy anew."""
-        twin = self.source.twin(self.sizes.tp)
-        return Case(twin.build, lambda seed: twin.inputs(seed, kind), self.program, self.sizes, dtype)
+        """The same for `run_processes`: each process makes the small copy and the program anew."""
+        small = self.source.layouts(self.sizes.tp)
+
+        def program(model: nn.Module) -> Program:
+            return compile_for(
+                small, self.plan, self.sizes, sequence_parallel=self.sequence_parallel, logits=self.logits
+            )
+
+        return Case(small.twin.build, lambda seed: small.twin.inputs(seed, kind), program, self.sizes, dtype)
 
 
-def _variant(sequence_parallel: bool) -> Variant:
-    return "sequence_parallel" if sequence_parallel else "tensor_parallel"
-
-
-def _run(case: TwinCase, twin: Twin, processes: bool, dtype: torch.dtype) -> tuple[Comparison, ...]:
+def _run(
+    case: TwinCase, program: Program, twin: Twin, processes: bool, dtype: torch.dtype
+) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them."""
     runs = []
     for kind in twin.kinds:
@@ -131,10 +130,9 @@ def _run(case: TwinCase, twin: Twin, processes: bool, dtype: torch.dtype) -> tup
             runs.append(run_processes(case, dtype, kind))
             continue
         inputs = cast(twin.inputs(kind=kind), dtype)
-        model = twin.build().to(dtype)
-        program = case.program(model)
-        reference = reference_step(twin.build().to(dtype), inputs)
-        runs.append(simulate(model, inputs, program, reference))
+        with twin.running():
+            reference = reference_step(twin.build().to(dtype), inputs)
+        runs.append(simulate(twin.build().to(dtype), inputs, program, reference))
     rows: dict[str, Comparison] = {}
     for row in (row for run in runs for row in run):
         known = rows.get(row.name)

@@ -50,6 +50,9 @@ NAMES: dict[str, Private] = {
     "TorchDispatchMode": Private(
         (("torch.utils._python_dispatch", "TorchDispatchMode"),), "seeing every operator: counting collectives"
     ),
+    "is_functorch_wrapped": Private(
+        (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
+    ),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
 }
 

@@ -29,4 +29,13 @@ NO_INPUTS = Code(
     good="verify(module, plan, inputs=lambda seed: {'pixels': torch.randn(2, 3, 8, 8)})",
 )
 
-CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS)
+NOT_RUNNING = Code(
+    "SP523",
+    "a model whose small copy does not run",
+    "The small model raises in its own unsharded forward, so there is nothing to hold a plan against. The cause is in "
+    "the configuration or in the modelling code; the original raises too, unless the cause is a width.",
+    bad="attention_dropout: null   # in the model's config.json",
+    good="attention_dropout: 0.0",
+)
+
+CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS, NOT_RUNNING)

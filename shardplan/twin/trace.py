@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shardplan.torchlib.private import private
+
 Place = tuple[str, int, int | str]  # module, call number, position or boundary ("in.hidden_states", "out.0")
 
 TORCH = str(Path(torch.__file__).parent)
@@ -163,6 +165,7 @@ class Recorder(TorchFunctionMode):
         self.trace = Trace()
         self.model = model
         self.atoms = frozenset(atoms)
+        self._is_wrapped = private("is_functorch_wrapped")
         self._names: dict[int, str] = {id(m): n for n, m in model.named_modules()}
         self._parameters: dict[str, tuple[str, ...]] = {n: tuple(m._parameters) for n, m in model.named_modules()}
         self._numbers: dict[int, tuple[int, int]] = {}  # id of a tensor -> (version, value)
@@ -245,8 +248,10 @@ class Recorder(TorchFunctionMode):
             raise
 
     def _record(self, call: Callable[[], Any], name: str, args: tuple, kwargs: dict) -> Any:
+        operands = [*tensors_in(args), *tensors_in(kwargs)]
+        if any(map(self._is_wrapped, operands)):
+            return call()  # inside torch.vmap; what comes out of it is recorded where it is read
         with self._paused():
-            operands = [*tensors_in(args), *tensors_in(kwargs)]
             inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
             versions = [_version(t) for t in operands]
             try:

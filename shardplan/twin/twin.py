@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +20,7 @@ from shardplan.models.numbers import config_value, text_config
 from shardplan.models.offline import offline
 from shardplan.models.tree import tree_of
 
-from .codes import NO_TWIN
+from .codes import NO_TWIN, NOT_RUNNING
 from .inputs import Padding, image_inputs, labels_of, sequence_length, takes_images, text_inputs
 from .layers import Kept, candidates, layer_lists, skeleton
 from .own import LARGEST, Inputs, inputs_of, module_maker
@@ -54,6 +55,20 @@ class Twin:
     def build(self) -> nn.Module:
         """A fresh model on the CPU in training mode without dropout; each call gives the same weights."""
         return self.maker()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a forward of the unsharded model.
+
+        Raises:
+            PlanError: SP523: it raised.
+        """
+        try:
+            yield
+        except Exception as error:  # whatever the modelling code raises
+            raise refuse(
+                NOT_RUNNING, f"the small copy of {self.name} does not run", notes=(reason(error),)
+            ) from error
 
     def inputs(
         self, seed: int = 0, kind: str | None = None, padding: Padding | None = None

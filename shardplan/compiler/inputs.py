@@ -1,0 +1,89 @@
+"""Models and plans as users give them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.plan import Plan, PlanFile
+from shardplan.core.sources import SourceMap
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+    from shardplan.models import FoundModel
+    from shardplan.parse import Parsed
+
+    AnyModel = str | nn.Module | PreTrainedConfig
+AnyPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
+
+
+def find_model(
+    model: AnyModel, settings: Mapping[str, Any], trust_remote_code: bool
+) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
+    """The model, or None and why not."""
+    from shardplan.models import find_any
+
+    try:
+        found = find_any(model, settings=settings, trust_remote_code=trust_remote_code)
+    except PlanError as error:
+        return None, error.diagnostics
+    return found, found.diagnostics
+
+
+def read_plan(
+    plan: AnyPlan, found: FoundModel | None
+) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
+    """The plan and its text, or None and why not. What depends on a model that was not found has no findings."""
+    from shardplan.parse import parse_plan
+
+    if isinstance(plan, Plan):
+        return plan.file, plan.sources, plan.diagnostics
+    if plan not in ("auto", "hf"):
+        parsed = parse_plan(plan)
+        return parsed.plan, parsed.sources, parsed.diagnostics
+    if found is None:
+        return None, SourceMap(), ()
+    try:
+        parsed = _auto_plan(found) if plan == "auto" else _hf_plan(found)
+    except PlanError as error:
+        return None, SourceMap(), error.diagnostics
+    return parsed.plan, parsed.sources, parsed.diagnostics
+
+
+def _auto_plan(found: FoundModel) -> Parsed:
+    """The one built-in plan for the model.
+
+    Raises:
+        PlanError: SP511, SP512.
+    """
+    from shardplan.models import choose_plan
+    from shardplan.parse import builtin_plans, parse_plan
+
+    plans = [parse_plan(name).plan for name in builtin_plans()]
+    return parse_plan(choose_plan(found.tree, [plan for plan in plans if plan is not None]))
+
+
+def _hf_plan(found: FoundModel) -> Parsed:
+    """The tensor-parallel plan that transformers has for the model.
+
+    Raises:
+        PlanError: SP514.
+    """
+    from shardplan.models import hf_tp_plan
+    from shardplan.parse import from_hf_tp_plan
+
+    return from_hf_tp_plan(*hf_tp_plan(found.build()))
+
+
+def model_name(model: AnyModel) -> str:
+    return model if isinstance(model, str) else type(model).__name__
+
+
+def plan_name(plan: AnyPlan) -> str:
+    if isinstance(plan, (str, os.PathLike)):
+        return os.fspath(plan)
+    return plan.name if isinstance(plan, Plan) else str(plan.get("name", "<dict>"))

@@ -1,0 +1,35 @@
+"""The last stages: optimise and lower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.core.plan import ResolvedPlan
+from shardplan.lower import Program, lower
+from shardplan.optimise import optimise
+
+from .overrides import Logits, Override, switch, with_logits
+from .variants import On, Variants
+
+
+def program_of(
+    variants: Variants, on: On, *, logits: Logits = "plan", sections: Mapping[str, Override] | None = None
+) -> Program:
+    """The program of one variant. With the overlay, the plan without it is needed too: for sequences that it does not split.
+
+    Args:
+        variants: without errors.
+
+    Raises:
+        ValueError: `logits` or `sections` ask for what the plan has not.
+    """
+
+    def finished(on: On) -> ResolvedPlan:
+        resolved = variants.resolved[on]
+        if on in variants.layouts:
+            report = variants.layouts[on]
+            resolved = optimise(replace(resolved, arrivals=report.arrivals), report)
+        return with_logits(switch(resolved, sections or {}), logits)
+
+    return lower(finished(on), finished(False) if on else None)

@@ -1,0 +1,82 @@
+"""A plan bound to a model and checked: without its sequence-parallel overlay, with it, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.report import of_both_variants
+from shardplan.core.tree import ModuleTree
+
+if TYPE_CHECKING:
+    from shardplan.layout import LayoutReport, ModelLayouts
+
+On = bool  # with the overlay
+
+
+@dataclass(frozen=True)
+class Variants:
+    """The variants of one plan for one model.
+
+    Args:
+        resolved: the bound plan of each.
+        findings: what is wrong with each.
+        layouts: what the layout check found out, where it ran.
+    """
+
+    resolved: Mapping[On, ResolvedPlan]
+    findings: Mapping[On, tuple[Diagnostic, ...]]
+    layouts: Mapping[On, LayoutReport] = field(default_factory=dict)
+
+    @property
+    def any_error(self) -> bool:
+        return any(any_error(found) for found in self.findings.values())
+
+    @property
+    def together(self) -> tuple[Diagnostic, ...]:
+        """The findings of all variants, what both say once."""
+        found = list(self.findings.values())
+        return found[0] if len(found) == 1 else of_both_variants(*found)
+
+    def at(self, tp: int | None) -> Variants:
+        """The same at another size of the tp axis."""
+        moved = {on: replace(one, sizes=replace(one.sizes, tp=tp)) for on, one in self.resolved.items()}
+        return replace(self, resolved=moved)
+
+
+def wanted_variants(plan: PlanFile, sequence_parallel: bool | None) -> tuple[On, ...]:
+    """The variants that a user asks for: None is every one that the plan has."""
+    return (False, True) if sequence_parallel is None and plan.has_overlay else (bool(sequence_parallel),)
+
+
+def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[On]) -> Variants:
+    """Decide what each module and parameter gets."""
+    from shardplan.bind import bind
+
+    bound = {on: bind(plan, tree, sizes, sequence_parallel=on) for on in wanted}
+    return Variants({on: one for on, (one, _) in bound.items()}, {on: about for on, (_, about) in bound.items()})
+
+
+def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variants:
+    """Add what the structural checks find."""
+    from shardplan.check import check
+
+    found = {
+        on: (*variants.findings[on], *check(resolved, seq_len=seq_len)) for on, resolved in variants.resolved.items()
+    }
+    return Variants(variants.resolved, found)
+
+
+def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts) -> Variants:
+    """Add what the layout check finds. It is for plans without structural errors."""
+    reports = {on: model.check(plan, sequence_parallel=on) for on in variants.resolved}
+    found = {on: (*about, *reports[on].diagnostics) for on, about in variants.findings.items()}
+    return Variants(variants.resolved, found, reports)
+
+
+def any_error(findings: Iterable[Diagnostic]) -> bool:
+    return any(d.is_error for d in findings)
