@@ -50,13 +50,13 @@ Call = Callable[[nn.Module, dict[str, Any]], dict[str, Tensor | None]]
 
 @functools.cache
 def twin(name: str, tp: int, tied: bool | None = None, attn: str | None = None, classes: str | None = None) -> Twin:
-    """The small copy of a model type; of its `classes` variant (`LlamaModel`) if that is said."""
+    """The small copy of a model type, its experts run one by one; of its `classes` variant (`LlamaModel`) if that is said."""
     found = find_any(AutoConfig.for_model(name, **SETTINGS.get(name, {})))
     if classes is not None:
         found.config.classifier_dropout = 0.0
         with torch.device("meta"):
             found = getattr(transformers, classes)(found.config)
-    return make_twin(found, tp=tp, tied=tied, attn_implementation=attn)
+    return make_twin(found, tp=tp, tied=tied, attn_implementation=attn, experts_implementation="eager")
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:

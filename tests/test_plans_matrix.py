@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
 
 from shardplan import compile_plan
 from shardplan.core.mesh import MeshSizes
-from tests.proofs import PLANS, Results, assert_equal, case, compare_results, differing, on_ranks, program_of, twin
+from shardplan.proof.simulate import rank_values
+from shardplan.twin.weights import randomise
+from tests.proofs import (
+    PLANS,
+    Case,
+    Results,
+    assert_equal,
+    case,
+    compare_results,
+    differing,
+    on_ranks,
+    program_of,
+    twin,
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +58,11 @@ MATRIX = tuple(
 
 
 def fast(corner: Corner) -> bool:
-    """Half of the tp=2 cases and a quarter of the tp=4 cases, so that for each plan and kind of input every pair of
-    values of (sp, tied, logits) is there."""
-    odd = (corner.sp + corner.tied + (corner.logits == "sharded")) % 2
-    return odd == 1 if corner.tp == 2 else odd == 0 and corner.tied == corner.sp
+    """A third of the cases, so that for each plan and kind of input every pair of axis values is there."""
+    sharded = corner.logits == "sharded"
+    if corner.tp == 4:
+        return corner.tied == corner.sp != sharded
+    return (corner.sp + corner.tied + sharded) % 2 == 1
 
 
 FAST = tuple(filter(fast, MATRIX))
@@ -58,8 +74,11 @@ def prove(corner: Corner) -> None:
     ).rows()
     assert_equal(rows)
     assert {"loss", "logits"} <= {row.name for row in rows}
-    unproven = [row.name for row in rows if row.verdict == "unproven"]
-    assert unproven == [], "their gradients say nothing"
+    unproven = {row.name for row in rows if row.verdict == "unproven"}
+    # A bias on all keys moves every score of a query alike, and softmax does not see it: this gradient is zero. (Under
+    # rotary embeddings it is not.)
+    zero = {row.name for row in rows if "vision_tower" in row.name and row.name.endswith("k_proj.bias")}
+    assert unproven == zero, "their gradients say nothing"
 
 
 @pytest.mark.parametrize("corner", FAST, ids=str)
@@ -89,6 +108,25 @@ def test_the_comparison_sees_an_error_of_one_part_in_ten_thousand():
     assert name == "w" and error == pytest.approx(1e-4, rel=1e-2)
 
 
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("plan", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_multiplied_together(plan, experts, sp):
+    """The matrix runs experts one by one: torch's grouped multiplication takes neither float64 nor shards whose rows
+    are no multiple of 16 bytes, as those of a small copy are. Here a rank's rows are 16 floats."""
+    small = twin(plan, 4)
+    config = copy.deepcopy(small.config)
+    config.intermediate_size = config.moe_intermediate_size = 64
+
+    def build():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, experts_implementation=experts)
+        randomise(model, 0)
+        return model.train()
+
+    assert_equal(Case(build, small.inputs(), plan, 4, options={"sequence_parallel": sp}).rows())
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_are_really_sharded(plan, tp):
@@ -101,21 +139,25 @@ def test_parameters_are_really_sharded(plan, tp):
         pass
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert isinstance(parameter, DTensor), name
-        placement, local = parameter.placements[0], parameter._local_tensor._local_tensors[tp - 1]
+        placement, locals_ = parameter.placements[0], rank_values(parameter._local_tensor)
         if parameter.ndim >= 2 and not any(word in name for word in whole_words):
             assert placement.is_shard(), name
         if placement.is_shard():
-            share = torch.Size(n // tp if d == placement.dim else n for d, n in enumerate(shapes[name]))
-            assert local.shape == share, name
+            assert locals_.keys() == set(range(tp)), name
+            whole, dim = shapes[name], placement.dim
+            held = [x.shape[dim] for x in locals_.values()]
+            assert held[0] == -(-whole[dim] // tp) and sum(held) == whole[dim], name
+            assert all((*x.shape[:dim], *x.shape[dim + 1 :]) == (*whole[:dim], *whole[dim + 1 :]) for x in locals_.values())
         else:
-            assert local.shape == shapes[name], name
+            assert all(x.shape == shapes[name] for x in locals_.values()), name
         assert parameter.shape == shapes[name], name
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_a_rank_holds_little_more_than_its_share_of_the_real_model(plan):
     """At tp 2 of the model type's default size: half of every matrix, so at most 51 % of the language model."""
-    program = compile_plan(plan, MeshSizes(tp=2), plan)
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}
+    program = compile_plan(plan, MeshSizes(tp=2), plan, settings=off if plan == "gpt2" else {})
     tree = program.resolved.tree
     total = held = 0
     for module in program.modules.values():

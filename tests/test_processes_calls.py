@@ -16,7 +16,7 @@ import shardplan
 from processes import on_ranks
 from shardplan.apply import without_sequence_parallel
 from shardplan.core.diagnostics import PlanError
-from small_models import batch, small_model, whole_state
+from small_models import batch, small_model, whole, whole_state
 
 NEW = 8  # tokens to generate
 
@@ -68,6 +68,44 @@ def test_generating_gives_the_unsharded_tokens(names):
             assert expected.shape[1] == batch(1).shape[1] + NEW
             assert torch.equal(tokens, expected), title
             torch.testing.assert_close(logits, decoded(model, batch(2)), rtol=1e-4, atol=1e-5)
+
+
+# A vocabulary of which the last rank has a single row
+
+
+ROWS = 13  # 4, 4, 4 and 1
+
+
+def few_rows(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own loss, and every gradient."""
+    ids = torch.arange(2 * 16).reshape(2, 16).mul(5).remainder(ROWS)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), **gradients}
+
+
+def few_rows_model(tied: bool) -> nn.Module:
+    return small_model("llama", tied=tied, vocab_size=ROWS)
+
+
+def run_few_rows() -> dict[tuple[bool, str], dict[str, Tensor]]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    results = {}
+    for tied in (False, True):
+        for logits in ("replicated", "sharded"):
+            model = shardplan.apply_plan(few_rows_model(tied), mesh, "auto", sequence_parallel=tied, logits=logits)
+            results[tied, logits] = few_rows(model)
+    return results
+
+
+def test_a_last_rank_with_one_row():
+    for results in on_ranks(4, run_few_rows):
+        for (tied, logits), found in results.items():
+            expected = few_rows(few_rows_model(tied))
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6, msg=f"{name}, {tied=}, {logits=}")
 
 
 # Sequences that tp does not divide
