@@ -18,6 +18,7 @@ from tests.trees import Builder, llama_8b
 
 LLAMA = llama_8b(layers=2)
 HEADER = 'version: "1"\nname: mine\n'
+FSDP2 = "data_parallel:\n  backend: fsdp2\n"
 
 
 def checked(text: str, model: ModuleTree = LLAMA, *, tp: int = 1, **sizes: int) -> tuple[Diagnostic, ...]:
@@ -69,8 +70,13 @@ def test_another_backend_has_no_such_rule():
     assert checked("data_parallel:\n  backend: ddp\n  units: [model.layers]\n", dp_replicate=2) == ()
 
 
-def test_fsdp2_is_the_backend_of_a_plan_without_a_section():
-    assert codes(checked("", tree("mixtral-scalar-gate"), dp_shard=2)) == ["SP331"]
+def test_fsdp2_is_the_backend_of_a_section_that_names_none():
+    assert codes(checked(FSDP2, tree("mixtral-scalar-gate"), dp_shard=2)) == ["SP331"]
+
+
+@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}])
+def test_data_parallel_ranks_need_a_section(sizes: dict[str, int]):
+    assert codes(checked("", **sizes)) == ["SP553"]
 
 
 def test_dtypes_are_counted_per_unit():
@@ -82,7 +88,7 @@ def test_dtypes_are_counted_per_unit():
         "the FSDP unit model.layers.* has parameters of dtypes float32 and float64, and may have only one"
     )
     assert finding.modules == ("model.layers.0.mlp.gate.weight", "model.layers.1.mlp.gate.weight")
-    (root,) = checked("", model, dp_shard=2)
+    (root,) = checked(FSDP2, model, dp_shard=2)
     assert root.message.startswith("the root's FSDP unit has parameters of dtypes")
 
 
@@ -94,7 +100,8 @@ def test_frozen_parameters_may_have_another_dtype():
         )
         for name, m in model.modules.items()
     }
-    assert checked("", replace(model, modules=modules), dp_shard=2) == ()
+    assert codes(checked(FSDP2, model, dp_shard=2)) == ["SP332"]
+    assert checked(FSDP2, replace(model, modules=modules), dp_shard=2) == ()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +135,7 @@ def test_a_backend_that_is_not_installed():
     text = "data_parallel:\n  backend: megatron_fsdp\n  units: [model.layers.*]\n"
     (finding,) = checked(text, dp_shard=2)
     assert (finding.code, place(finding, text)) == ("SP551", "megatron_fsdp")
-    assert "pip install megatron-fsdp" in finding.help
+    assert finding.help == "use `backend: fsdp2`"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_dropout_is_refused_with_the_fields_to_change():
 def test_dropout_is_no_matter_without_tp_or_training():
     text = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
     assert codes(checked(text, tree("gpt2"), tp=2)) == ["SP370"]
-    assert checked(text, tree("gpt2"), tp=1, dp_shard=2) == ()
+    assert checked(text + FSDP2, tree("gpt2"), tp=1, dp_shard=2) == ()
     assert checked(text, replace(tree("gpt2"), trains=False), tp=2) == ()
 
 
