@@ -52,14 +52,10 @@ def test_no_recorded_program_is_left_over():
     assert {path.stem for path in GOLDEN.glob("*.txt")} == set(VARIANTS)
 
 
-def test_compiling_is_deterministic():
-    """Ranks compare a digest of this text: equal inputs give equal text, other ones another."""
-    digests = {
-        name: {hashlib.sha256(described(*variant).encode()).hexdigest() for _ in range(2)}
-        for name, variant in VARIANTS.items()
-    }
-    assert all(len(both) == 1 for both in digests.values())
-    assert len({digest for both in digests.values() for digest in both}) == len(VARIANTS)
+def test_the_text_tells_programs_apart():
+    """Ranks compare a digest of it. (That equal inputs give equal text is the test above, run after run.)"""
+    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in GOLDEN.glob("*.txt")}
+    assert len(digests) == len(VARIANTS)
 
 
 if __name__ == "__main__":
