@@ -1,6 +1,6 @@
 """The reference of the demo: the same training in one process, in plain PyTorch, without a plan.
 
-    python -m demo.single --text demo/text.txt --losses losses.jsonl
+python -m demo.single --text demo/text.txt --losses losses.jsonl
 """
 
 import json

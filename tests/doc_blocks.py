@@ -10,8 +10,8 @@ The mark is an HTML comment before the block:
     <!-- wrong plan -->        the same, but it has an error
     <!-- not run: REASON -->   nothing can be checked here, for the reason that is given
 
-A comment `<!-- setup ... -->` is Python that is run on the ranks too, but not shown. The blocks of a file share one folder, in which the
-project's demo, examples and plans are, and one namespace.
+A comment `<!-- setup ... -->` is Python that is run on the ranks too, but not shown. The blocks of a file share one
+folder, in which the project's demo, examples and plans are, and one namespace.
 
 `python tests/doc_blocks.py FILE...` writes what the commands print into the files: read the difference before you commit it.
 """
@@ -32,10 +32,16 @@ ROOT = Path(__file__).parent.parent
 LINKED = ("demo", "examples", "plans", "schemas")
 CHECKED = {"console", "python", "yaml", "json"}  # languages of blocks that must have a mark
 
-MARK = re.compile(r"^(?P<indent> *)<!-- (?P<mark>run|run on \d+ ranks|file \S+|same as \S+|plan|wrong plan|not run: .+) -->$")
+MARK = re.compile(
+    r"^(?P<indent> *)<!-- (?P<mark>run|run on \d+ ranks|file \S+|same as \S+|plan|wrong plan|not run: .+) -->$"
+)
 FENCE = re.compile(r"^ *```(?P<language>\w*)$")
 # What may differ from machine to machine: rounding errors, and where the largest of them is.
-ROUNDING = ((re.compile(r"\d\.\de[+-]\d\d"), "<error>"), (re.compile(r"(worst <error> at) \S+"), r"\1 <name>"), (re.compile(r"\brank \d\b"), "<rank>"))
+ROUNDING = (
+    (re.compile(r"\d\.\de[+-]\d\d"), "<error>"),
+    (re.compile(r"(worst <error> at) \S+"), r"\1 <name>"),
+    (re.compile(r"\brank \d\b"), "<rank>"),
+)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from shardplan.core.report import Comparison
 from shardplan.lower import Program
 from shardplan.models import find_any, tree_of
 from shardplan.parse import builtin_plans
-from shardplan.proof.compare import NEGLIGIBLE, Ranked, compare, magnitude
+from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
 from shardplan.proof.simulate import on_every_rank, simulated_mesh, whole_values
 from shardplan.proof.steps import cast
 from shardplan.torchlib.private import private
@@ -136,9 +136,7 @@ def collect(model: nn.Module, values: Mapping[str, Tensor]) -> Results:
     return Results({name: list(whole_values(value)) for name, value in values.items()}, grads)
 
 
-def sharded(
-    model: nn.Module, inputs: dict[str, Any], plan: Any, tp: int, call: Call = step, **options: Any
-) -> Results:
+def sharded(model: nn.Module, inputs: dict[str, Any], plan: Any, tp: int, call: Call = step, **options: Any) -> Results:
     """`unsharded` on simulated ranks."""
     with on_ranks(model, plan, tp, **options):
         values = call(model, ranked(inputs, tp))

@@ -16,9 +16,7 @@ QKV = ("tensor_parallel", "model.layers.*.self_attn.{q,k,v}_proj")
 
 SOURCES = SourceMap(
     {
-        "my.yaml": SourceFile(
-            "my.yaml", LINES, {(QKV, "key"): Span(3, 3, 3, 40), (QKV, "value"): Span(3, 42, 3, 49)}
-        ),
+        "my.yaml": SourceFile("my.yaml", LINES, {(QKV, "key"): Span(3, 3, 3, 40), (QKV, "value"): Span(3, 42, 3, 49)}),
         "parent.yaml": SourceFile("parent.yaml", LINES, {(("a",), "value"): Span(7, 6, 7, 7)}),
         "<dict>": SourceFile("<dict>"),
     }

@@ -35,9 +35,7 @@ def rules(section: str) -> str:
 
 
 def test_every_match_is_assigned_in_the_order_of_the_tree():
-    resolved, found = bound(
-        rules("lm_head: colwise_gather_output\nmodel.layers.*.mlp.{up,gate}_proj: colwise")
-    )
+    resolved, found = bound(rules("lm_head: colwise_gather_output\nmodel.layers.*.mlp.{up,gate}_proj: colwise"))
     assert found == ()
     assert list(resolved.assignments) == [
         "model.layers.0.mlp.gate_proj",
@@ -86,10 +84,7 @@ def test_a_base_model_is_addressed_by_the_names_of_the_model_with_a_head():
 def test_a_key_that_matches_nothing_is_an_error_with_a_suggestion():
     _, (finding,) = bound(rules("model.layers.*.attn.o_proj: rowwise"))
     assert (finding.code, finding.severity) == ("SP201", Severity.ERROR)
-    assert (
-        "`model.layers.*.attn.o_proj` matches no module and no parameter of LlamaForCausalLM"
-        in finding.message
-    )
+    assert "`model.layers.*.attn.o_proj` matches no module and no parameter of LlamaForCausalLM" in finding.message
     assert "`model.layers.*.self_attn.o_proj`" in finding.help
     assert finding.primary.location.path == ("tensor_parallel", "model.layers.*.attn.o_proj")
 
@@ -119,10 +114,7 @@ def test_the_order_of_the_lines_decides_nothing():
 
 def test_rules_differ_in_their_options_too():
     _, (finding,) = bound(
-        rules(
-            "model.layers.0.mlp.up_proj: colwise\n"
-            "model.layers.*.mlp.up_proj: {style: colwise, divides: head_dim}"
-        )
+        rules("model.layers.0.mlp.up_proj: colwise\nmodel.layers.*.mlp.up_proj: {style: colwise, divides: head_dim}")
     )
     assert finding.code == "SP203"
     assert "divides" in finding.message
@@ -130,10 +122,7 @@ def test_rules_differ_in_their_options_too():
 
 def test_the_later_rule_may_override():
     resolved, found = bound(
-        rules(
-            "model.layers.*.mlp.*_proj: colwise\n"
-            "model.layers.*.mlp.down_proj: {style: rowwise, override: true}"
-        )
+        rules("model.layers.*.mlp.*_proj: colwise\nmodel.layers.*.mlp.down_proj: {style: rowwise, override: true}")
     )
     assert found == ()
     assert resolved.assignments["model.layers.0.mlp.down_proj"].rule.style == "rowwise"
@@ -142,18 +131,13 @@ def test_the_later_rule_may_override():
 
 def test_only_the_later_rule_may_override():
     _, (finding,) = bound(
-        rules(
-            "model.layers.*.mlp.down_proj: {style: rowwise, override: true}\n"
-            "model.layers.*.mlp.*_proj: colwise"
-        )
+        rules("model.layers.*.mlp.down_proj: {style: rowwise, override: true}\nmodel.layers.*.mlp.*_proj: colwise")
     )
     assert finding.code == "SP203"
 
 
 def test_the_same_twice_is_a_warning():
-    _, (finding,) = bound(
-        rules("model.layers.*.mlp.{gate,up}_proj: colwise\nmodel.layers.0.mlp.up_proj: colwise")
-    )
+    _, (finding,) = bound(rules("model.layers.*.mlp.{gate,up}_proj: colwise\nmodel.layers.0.mlp.up_proj: colwise"))
     assert (finding.code, finding.severity) == ("SP204", Severity.WARNING)
 
 
@@ -192,9 +176,7 @@ def test_a_misspelled_none_is_dead():
 
 def test_a_key_stated_again_is_answered_for_there():
     text = CHILD + "tensor_parallel:\n  model.layers.*.mlp.{gate,up}_proj: {style: colwise, optional: true}\n"
-    found = bound(
-        text + "  model.layers.*.mlp.down_proj: {style: rowwise, optional: true}\n", tree("mixtral-8x7b")
-    )[1]
+    found = bound(text + "  model.layers.*.mlp.down_proj: {style: rowwise, optional: true}\n", tree("mixtral-8x7b"))[1]
     assert found == ()
 
 
@@ -208,10 +190,7 @@ def test_overlays_lie_over_all_tensor_parallel_rules():
 
 
 def test_a_childs_overlay_lies_over_its_parents():
-    text = (
-        CHILD
-        + "sequence_parallel:\n  model.norm: {style: sequence_parallel, output: gather, grad: complete}\n"
-    )
+    text = CHILD + "sequence_parallel:\n  model.norm: {style: sequence_parallel, output: gather, grad: complete}\n"
     resolved, found = bound(text, sequence_parallel=True)
     assert found == ()
     assert resolved.assignments["model.norm"].rule.grad == "complete"
@@ -306,10 +285,6 @@ def test_sections_want_modules():
 
 
 def test_all_findings_come_at_once():
-    text = rules(
-        "lm_heads: colwise\nmodel.layers.*.mlp.*_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise"
-    )
-    _, found = bound(
-        text.replace("name: mine", "name: mine\nmodels: [gpt2]") + "compile:\n  modules: [model.h.*]\n"
-    )
+    text = rules("lm_heads: colwise\nmodel.layers.*.mlp.*_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise")
+    _, found = bound(text.replace("name: mine", "name: mine\nmodels: [gpt2]") + "compile:\n  modules: [model.h.*]\n")
     assert sorted(codes(found)) == ["SP201", "SP201", "SP203", "SP205"]

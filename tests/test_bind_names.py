@@ -14,9 +14,7 @@ from tests.trees import Builder, llama_8b
 
 SEGMENTS = st.sampled_from(["a", "b", "ab", "0", "1", "weight"])
 PATHS = st.lists(SEGMENTS, min_size=1, max_size=4).map(tuple)
-PATTERN_SEGMENTS = st.sampled_from(
-    ["*", "**", "a", "b*", "?", "[ab]", "{a,b}", "{a.b,0}", "weight", "{0,1}", "*b"]
-)
+PATTERN_SEGMENTS = st.sampled_from(["*", "**", "a", "b*", "?", "[ab]", "{a,b}", "{a.b,0}", "weight", "{0,1}", "*b"])
 PATTERNS = st.lists(PATTERN_SEGMENTS, min_size=1, max_size=5).map(".".join)
 
 
@@ -24,9 +22,7 @@ def made_tree(paths: set[tuple[str, ...]], owners: set[tuple[str, ...]], prefix:
     """A tree with these modules and all around them; `owners` own a parameter `w` each."""
     every = {()} | {path[:i] for path in paths | owners for i in range(len(path) + 1)}
     modules = {
-        ".".join(path): ModuleInfo(
-            ".".join(path), "M", "other", (ParameterInfo("w", (1,)),) if path in owners else ()
-        )
+        ".".join(path): ModuleInfo(".".join(path), "M", "other", (ParameterInfo("w", (1,)),) if path in owners else ())
         for path in sorted(every)
     }
     return ModuleTree(("M",), None, modules, base_prefix=prefix)

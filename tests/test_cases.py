@@ -43,9 +43,7 @@ def test_every_code_has_a_case():
 def test_no_text_is_left_without_its_plan():
     known = {case.out.with_suffix(suffix) for case in CASES for suffix in (".out", ".args")}
     folders = {case.out.parent for case in CASES}
-    stray = [
-        path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}
-    ]
+    stray = [path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}]
     assert [name for name in stray if name not in {path.name for path in known}] == []
 
 

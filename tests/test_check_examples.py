@@ -30,8 +30,6 @@ def test_the_good_example_is_clean(code: Code):
 def test_every_code_is_told_once_and_has_a_page():
     assert len({code.code for code in CODES}) == len(CODES)
     for code in CODES:
-        assert code.title == code.title[0].lower() + code.title[1:] or code.title.startswith("FSDP"), (
-            code.title
-        )
+        assert code.title == code.title[0].lower() + code.title[1:] or code.title.startswith("FSDP"), code.title
         assert code.text.strip()
         assert (code.code in WITHOUT_EXAMPLE) == (not code.bad)

@@ -35,12 +35,8 @@ KEYS = (
     "transformer.h.*.attn", "transformer.h.*.attn.c_attn", "transformer.h.*.attn.*.bias", "transformer.h.*.mlp.c_*",
     "nothing.like.this", "model.layers.*.self_attn.q_prj",
 )  # fmt: skip
-EXPRESSIONS = st.sampled_from(
-    ["hidden_size", "num_key_value_heads * 128", "0", "0 - 3", "1 // 0", "7", "missing"]
-)
-NAMES = st.sampled_from(
-    ["head_dim", "num_heads", "config.num_attention_heads", "config.attn_pdrop", "none", "config."]
-)
+EXPRESSIONS = st.sampled_from(["hidden_size", "num_key_value_heads * 128", "0", "0 - 3", "1 // 0", "7", "missing"])
+NAMES = st.sampled_from(["head_dim", "num_heads", "config.num_attention_heads", "config.attn_pdrop", "none", "config."])
 SOME = st.sampled_from(KEYS)
 
 

@@ -95,9 +95,7 @@ def test_dtypes_are_counted_per_unit():
 def test_frozen_parameters_may_have_another_dtype():
     model = tree("mixtral-float64-router")
     modules = {
-        name: replace(
-            m, parameters=tuple(replace(p, requires_grad=p.dtype == "float32") for p in m.parameters)
-        )
+        name: replace(m, parameters=tuple(replace(p, requires_grad=p.dtype == "float32") for p in m.parameters))
         for name, m in model.modules.items()
     }
     assert codes(checked(FSDP2, model, dp_shard=2)) == ["SP332"]
@@ -205,9 +203,7 @@ def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: fl
     b = Builder("Net")
     b.add("block", "Block", **{attribute: value})
     b.linear("block.linear", 8, 8)
-    found = checked(
-        "tensor_parallel:\n  block.linear: colwise_gather_output\n", b.tree(("Net",), None, {}), tp=2
-    )
+    found = checked("tensor_parallel:\n  block.linear: colwise_gather_output\n", b.tree(("Net",), None, {}), tp=2)
     assert codes(found) == (["SP370"] if counts else [])
     if counts:
         assert f"block.{attribute}" in found[0].message

@@ -59,8 +59,7 @@ def test_a_finding_names_the_rule_the_modules_and_the_sizes_that_work():
 def test_both_variants_of_a_plan_give_the_same_finding():
     file, model = parse_plan("llama").plan, tree("llama-3.1-8b")
     found = [
-        check(bind(file, model, MeshSizes(tp=3), sequence_parallel=on)[0], seq_len=4096 * 3)
-        for on in (False, True)
+        check(bind(file, model, MeshSizes(tp=3), sequence_parallel=on)[0], seq_len=4096 * 3) for on in (False, True)
     ]
     assert [d.primary for d in found[0]] == [d.primary for d in found[1]]
 
@@ -90,9 +89,7 @@ def test_a_gathered_output_is_not_split_into_heads():
 
 
 def test_a_parameter_of_a_matrix_is_split_like_its_matrix():
-    (finding,) = checked(rules("model.layers.*.self_attn.k_proj.weight: colwise"), tree("llama-3.1-8b"), 5)[
-        :1
-    ]
+    (finding,) = checked(rules("model.layers.*.self_attn.k_proj.weight: colwise"), tree("llama-3.1-8b"), 5)[:1]
     assert (finding.code, finding.modules[0]) == ("SP301", "model.layers.0.self_attn.k_proj.weight")
 
 
@@ -152,9 +149,7 @@ def test_latent_attention_has_two_sizes_of_heads():
     b.linear("layers.0.self_attn.q_b_proj", 20 * 256, 768)
     b.linear("layers.0.self_attn.kv_b_proj", 20 * 448, 512)
     b.linear("layers.0.self_attn.o_proj", 2048, 20 * 256)
-    model = b.tree(
-        ("DeepseekV3ForCausalLM",), "deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20}
-    )
+    model = b.tree(("DeepseekV3ForCausalLM",), "deepseek_v3", {"num_attention_heads": 20, "num_key_value_heads": 20})
     text = rules("layers.*.self_attn.{q,kv}_b_proj: colwise\nlayers.*.self_attn.o_proj: rowwise")
     # 8960 features of kv_b are 35 times 256, but they are 20 heads of 448: no head count is read into them.
     assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 5, 10, 20)
@@ -173,9 +168,7 @@ def test_an_attribute_to_divide_must_divide():
     text = rules("model.layers.*.mlp: {style: input_with_grad_allreduce, divide: [config.num_hidden_layers]}")
     text += "  model.layers.*.mlp.{gate,up}_proj: colwise\n  model.layers.*.mlp.down_proj: rowwise\n"
     (finding,) = checked(text, tree("qwen3-8b"), 8)
-    assert (
-        finding.message == "config.num_hidden_layers of model.layers.*.mlp is 36, which tp=8 does not divide"
-    )
+    assert finding.message == "config.num_hidden_layers of model.layers.*.mlp is 36, which tp=8 does not divide"
     assert len(finding.modules) == 36
 
 
@@ -195,9 +188,7 @@ def test_an_attribute_must_be_there_and_a_number():
 def test_a_nested_config_may_have_the_number():
     model = replace(tree("llama-3.1-8b"), numbers={"vision_config.depth": 3})
     text = rules("lm_head: {style: colwise_gather_output, divide: [config.depth]}")
-    assert messages(checked(text, model, 2)) == [
-        "SP306: config.depth of lm_head is 3, which tp=2 does not divide"
-    ]
+    assert messages(checked(text, model, 2)) == ["SP306: config.depth of lm_head is 3, which tp=2 does not divide"]
     two = replace(model, numbers={"vision_config.depth": 3, "audio_config.depth": 5})
     assert checked(text, two, 2) == ()
 

@@ -51,9 +51,7 @@ def codes(found: tuple[Diagnostic, ...]) -> list[str]:
     return [finding.code for finding in found]
 
 
-EXPERTS = (
-    "model.layers.*.mlp.experts.gate_up_proj: packed_colwise\nmodel.layers.*.mlp.experts.down_proj: rowwise\n"
-)
+EXPERTS = "model.layers.*.mlp.experts.gate_up_proj: packed_colwise\nmodel.layers.*.mlp.experts.down_proj: rowwise\n"
 MLP = "model.layers.*.mlp.{gate,up}_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise\n"
 
 
@@ -87,10 +85,7 @@ def test_a_style_knows_its_kinds(key: str, style: str, misfits: bool):
 def test_conv1d_takes_the_styles_of_a_matrix():
     text = rules("transformer.h.*.mlp.c_fc: colwise\ntransformer.h.*.mlp.c_proj: rowwise\n")
     assert checked(text, tree("gpt2-no-dropout")) == ()
-    assert (
-        codes(checked(rules("transformer.h.*.mlp.c_fc: colwise_vocab"), tree("gpt2-no-dropout")))[0]
-        == "SP310"
-    )
+    assert codes(checked(rules("transformer.h.*.mlp.c_fc: colwise_vocab"), tree("gpt2-no-dropout")))[0] == "SP310"
 
 
 @pytest.mark.parametrize(
@@ -178,9 +173,7 @@ def test_tied_parameters_share_a_unit(units: str, separated: bool):
 
 
 def test_a_matrix_that_was_forgotten():
-    (finding,) = checked(
-        rules("model.layers.*.mlp.gate_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise")
-    )
+    (finding,) = checked(rules("model.layers.*.mlp.gate_proj: colwise\nmodel.layers.*.mlp.down_proj: rowwise"))
     assert (finding.code, finding.severity) == ("SP350", Severity.WARNING)
     assert finding.modules == ("model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj")
     assert "`model.layers.*.mlp.up_proj: replicate`" in finding.help
@@ -209,9 +202,7 @@ def test_what_is_claimed_is_not_missed():
 def test_norms_routers_and_whole_blocks_are_not_missed():
     assert checked(parse_plan("qwen3").plan, tree("qwen3-8b")) == ()
     assert checked(rules(MLP)) == (), "the attention is whole as a whole"
-    assert (
-        checked(rules("model.layers.*.mlp.experts: moe_tp_experts\n" + EXPERTS), tree("mixtral-8x7b")) == ()
-    )
+    assert checked(rules("model.layers.*.mlp.experts: moe_tp_experts\n" + EXPERTS), tree("mixtral-8x7b")) == ()
 
 
 def test_heads_that_gather_their_output_keep_to_themselves():
@@ -273,17 +264,13 @@ def test_a_door_inside_a_door_is_an_error_where_nothing_between_hands_on_what_it
     assert [label.location.path[-1] for label in finding.related] == ["model.layers.*.mlp"]
     assert checked(rules(outer + EXPERTS), tree("mixtral-8x7b")) == ()
     moe = inner.replace("input_with_grad_allreduce", "moe_tp_experts")
-    assert checked(rules(outer + moe + EXPERTS), tree("mixtral-8x7b")) == (), (
-        "it takes what is inside the outer door"
-    )
+    assert checked(rules(outer + moe + EXPERTS), tree("mixtral-8x7b")) == (), "it takes what is inside the outer door"
 
 
 def test_doors_that_may_be_fed_by_a_rule_between_are_left_to_the_layouts():
     text = "model.layers.*: input_with_grad_allreduce\n" + DOOR.format("input_with_grad_allreduce")
     attn = "model.layers.*.self_attn.{q,k,v}_proj: colwise\nmodel.layers.*.self_attn.o_proj: rowwise\n"
-    assert checked(rules(text + attn + MLP)) == (), (
-        "o_proj hands on a complete value, which the inner door may get"
-    )
+    assert checked(rules(text + attn + MLP)) == (), "o_proj hands on a complete value, which the inner door may get"
 
 
 def test_doors_of_different_arguments_do_not_meet():

@@ -35,7 +35,5 @@ def test_a_width_has_the_name_of_the_module_that_knows_it():
     mlp = ModuleInfo("mlp", "MLP", "other", numbers={"dim": 64, "width": 256, "gated": True})
     assert feature_words(256, [mlp], {"width": 256, "intermediate_size": 256}) == "width"
     assert feature_words(256, [mlp], {"intermediate_size": 256}) == "intermediate_size"
-    assert feature_words(256, [mlp], {"intermediate_size": 256, "hidden_size": 256}) == "width", (
-        "it could be either"
-    )
+    assert feature_words(256, [mlp], {"intermediate_size": 256, "hidden_size": 256}) == "width", "it could be either"
     assert feature_words(1, [mlp], {}) is None

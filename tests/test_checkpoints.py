@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from processes import on_ranks
+from small_models import batch, small_model, whole_state
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,12 +20,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
+from training_runs import ADAMW, MAX_NORM
 
 import shardplan
-from processes import on_ranks
 from shardplan.proof.compare import TOLERANCE, relative_error
-from small_models import batch, small_model, whole_state
-from training_runs import ADAMW, MAX_NORM
 
 MODELS = [("qwen3", True), ("phi3", False), ("gpt2", True), ("qwen3_moe", False)]
 MESHES = {
@@ -78,9 +78,7 @@ def travel(name: str, tied: bool, folder: Path) -> None:
             model.load_state_dict(state)
             same(whole_state(model), expected)
             # Rows in a wrong order on both ways would look right so far.
-            assert model(input_ids=ids, labels=ids, use_cache=False).loss.item() == pytest.approx(
-                loss, rel=1e-5
-            )
+            assert model(input_ids=ids, labels=ids, use_cache=False).loss.item() == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.slow

@@ -92,9 +92,7 @@ def test_any_plan_is_validated(folder, text, options):
 
 
 @QUICK
-@given(
-    st.dictionaries(st.sampled_from([*MODEL, "head_dim", "attention_dropout", "rope_theta"]), ODD, max_size=3)
-)
+@given(st.dictionaries(st.sampled_from([*MODEL, "head_dim", "attention_dropout", "rope_theta"]), ODD, max_size=3))
 def test_any_model_is_validated(folder, changes):
     model = write(folder / "changed.json", json.dumps({**MODEL, **changes}))
     run("validate", model, "llama")

@@ -139,9 +139,7 @@ def test_sarif(tmp_path, capsys):
 
 def test_what_a_model_s_own_code_prints_does_not_spoil_the_report(tmp_path):
     code = "from transformers import LlamaConfig, LlamaForCausalLM\nprint('hello')\n"
-    code += (
-        "def build():\n    print('building')\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))\n"
-    )
+    code += "def build():\n    print('building')\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1))\n"
     (tmp_path / "own.py").write_text(code, "utf-8")
     result = subprocess.run(
         [sys.executable, "-m", "shardplan", "validate", "own:build", "llama", "--json"],

@@ -44,9 +44,7 @@ def test_a_wrong_gradient_is_found(tmp_path, capsys):
     path.write_text(WRONG, "utf-8")
     assert main(["verify", QWEN, str(path), "--tp", "2", "--no-sequence-parallel"]) == 1
     shown = capsys.readouterr().out
-    differing = [
-        line.split()[0] for line in shown.split("\n") if line.startswith("  ") and " differs" in line
-    ]
+    differing = [line.split()[0] for line in shown.split("\n") if line.startswith("  ") and " differs" in line]
     assert differing == [
         "model.layers.0-1.self_attn.q_norm.weight",
         "model.layers.0-1.self_attn.k_norm.weight",

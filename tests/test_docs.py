@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-
 from doc_blocks import CHECKED, ROOT, Session, blocks, commands, documents, lint, plain, run_text
 from processes import on_ranks
+
 from tools import style_table
 
 DOCUMENTS = documents()

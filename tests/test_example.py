@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
 from processes import on_ranks
 
 ROOT = Path(__file__).parent.parent

@@ -163,7 +163,8 @@ LARGE = {
     "wrong rules": 'version: "1"\ntensor_parallel:\n' + "".join(f"  a..{i}: colwize{i}\n" for i in range(40_000)),
     "wrong options": 'version: "1"\ntensor_parallel:\n' + "".join(f"  a.{i}: {{stile: {i}}}\n" for i in range(30_000)),
     "stars": 'version: "1"\ntensor_parallel:\n' + "".join(f"  {i}.{'*a' * 300}: colwise\n" for i in range(1_500)),
-    "alternatives": 'version: "1"\ntensor_parallel:\n' + "".join(f"  m{i}.{'{a,b}' * 9}: colwise\n" for i in range(10_000)),
+    "alternatives": 'version: "1"\ntensor_parallel:\n'
+    + "".join(f"  m{i}.{'{a,b}' * 9}: colwise\n" for i in range(10_000)),
     "numbers": "a: " + "9" * 1_000_000,
     "tag": "!!" + "%41" * 300_000 + " a",
 }
@@ -181,7 +182,9 @@ def test_large_texts_end(name: str) -> None:
         check(parse_text(content, format="json"))
 
 
-@pytest.mark.parametrize("word", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "./x\0", "x" * 300 + ".yaml", "\ud800.yaml"])
+@pytest.mark.parametrize(
+    "word", ["/dev/zero", "/dev/stdin", "/proc/self/mem", "./x\0", "x" * 300 + ".yaml", "\ud800.yaml"]
+)
 def test_odd_files_are_refused(word: str) -> None:
     parsed = parse_plan(word)
     assert parsed.plan is None

@@ -31,7 +31,9 @@ def bench_of(name: str, tp: int = 2) -> Workbench:
     return Workbench(model, inputs, tree_of(model))
 
 
-def checked(bench: Workbench, plan: dict | str, *, tp: int = 2, sequence_parallel: bool = False, help: bool = False) -> LayoutReport:
+def checked(
+    bench: Workbench, plan: dict | str, *, tp: int = 2, sequence_parallel: bool = False, help: bool = False
+) -> LayoutReport:
     parsed = parse_plan(plan)
     assert not [d for d in parsed.diagnostics if d.is_error], parsed.diagnostics
     resolved, about = bind(parsed.plan, bench.tree, MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
@@ -169,7 +171,9 @@ def test_mistakes(name: str) -> None:
 
 
 def test_several_mistakes_are_several_findings() -> None:
-    sections = {"tensor_parallel": {"model.layers.*.self_attn.q_norm": "none", "model.norm": "replicated_with_grad_allreduce"}}
+    sections = {
+        "tensor_parallel": {"model.layers.*.self_attn.q_norm": "none", "model.norm": "replicated_with_grad_allreduce"}
+    }
     report = checked(bench_of("qwen3"), extended("qwen3", **sections), help=True)
     assert [d.code for d in report.diagnostics] == ["SP401", "SP406"]
 
@@ -261,7 +265,15 @@ def _no_grad(block, h):
         lambda block, h: h - h.detach() * 0.5,
         lambda block, h: torch.einsum("bsf,bsf->bsf", h, h.sigmoid()),
     ],
-    ids=["autograd.Function", "in place through a view", "copy_ and setitem", "no_grad mask", "views", "detach", "einsum"],
+    ids=[
+        "autograd.Function",
+        "in place through a view",
+        "copy_ and setitem",
+        "no_grad mask",
+        "views",
+        "detach",
+        "einsum",
+    ],
 )
 def test_right_plans_of_own_modules_pass(inner) -> None:
     report = own(inner)

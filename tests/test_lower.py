@@ -38,7 +38,9 @@ def test_what_arrives_at_the_head():
 
 
 def test_the_layout_of_a_gather_can_be_said():
-    plan = plan_like("llama", {}, {"model.norm": {"style": "sequence_parallel", "output": "gather", "grad": "complete"}})
+    plan = plan_like(
+        "llama", {}, {"model.norm": {"style": "sequence_parallel", "output": "gather", "grad": "complete"}}
+    )
     compiled = program("llama", sp=True, plan=plan)
     assert compiled.modules["model.norm"].leave == OutputMove(V(1), I)
     assert compiled.modules["lm_head"].enter == (InputMove(I, R),)

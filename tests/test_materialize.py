@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from processes import on_ranks
+from small_models import batch, meta_model, small_model, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import shardplan
-from processes import on_ranks
 from shardplan.weights import materialize
-from small_models import batch, meta_model, small_model, whole_state
 
 MODELS = [("gemma3_text", True), ("phi3", False), ("gpt2", True), ("qwen3_moe", False), ("qwen3", True)]
 SEED = 7

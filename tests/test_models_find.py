@@ -349,9 +349,7 @@ def test_settings(tmp_path):
 
 def test_nested_settings():
     file = str(CONFIGS / "gemma-3-4b.json")
-    found = find_model(
-        file, overrides={"text_config.num_hidden_layers": 2, "vision_config.num_hidden_layers": 1}
-    )
+    found = find_model(file, overrides={"text_config.num_hidden_layers": 2, "vision_config.num_hidden_layers": 1})
     assert "model.language_model.layers.2" not in found.tree.modules
     assert found.config.text_config.head_dim == 256, "the other settings of the nested configuration are kept"
     assert found.config.text_config.layer_types == ["sliding_attention"] * 2

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from shardplan.core.diagnostics import PlanError
 from shardplan.models import find_model
 
-CONFIGS = {
-    path.stem: json.loads(path.read_text())
-    for path in (Path(__file__).parent / "cases/models").glob("*.json")
-}
+CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "cases/models").glob("*.json")}
 NAMES = ("llama-3.1-8b", "gpt2", "gemma-3-4b", "phi-3-mini-4k", "mixtral-8x7b", "qwen3-30b-a3b")
 
 SCALARS = (
@@ -22,9 +19,7 @@ SCALARS = (
     | st.integers(-4, 4)
     | st.sampled_from([7, 64, 10**6, 2**31, 2**63, 10**30, -(2**63), 1e308, -0.5, 0.3])
     | st.text(max_size=8)
-    | st.sampled_from(
-        ["llama", "gpt2", "torch.float16", "eager", "../x", "\x00", "longrope", "sliding_attention"]
-    )
+    | st.sampled_from(["llama", "gpt2", "torch.float16", "eager", "../x", "\x00", "longrope", "sliding_attention"])
 )
 VALUES = st.recursive(
     SCALARS,
@@ -43,9 +38,7 @@ def configurations(draw):
                 part[name] = 2
     for _ in range(draw(st.integers(1, 3))):
         part = draw(st.sampled_from([data, *(value for value in data.values() if isinstance(value, dict))]))
-        name = draw(
-            st.sampled_from([*part, "per_layer_config", "layer_types", "head_dim", "rope_parameters", "x"])
-        )
+        name = draw(st.sampled_from([*part, "per_layer_config", "layer_types", "head_dim", "rope_parameters", "x"]))
         if draw(st.booleans()) or name not in part:
             part[name] = draw(VALUES)
         else:

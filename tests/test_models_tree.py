@@ -85,13 +85,9 @@ def test_modules_are_those_of_named_modules():
 
 
 def test_numbers_of_modules():
-    tree = tree_of(
-        transformers.LlamaForCausalLM(LlamaConfig(**LLAMA, attention_dropout=0.25, pad_token_id=3))
-    )
+    tree = tree_of(transformers.LlamaForCausalLM(LlamaConfig(**LLAMA, attention_dropout=0.25, pad_token_id=3)))
     attention = tree.modules["model.layers.1.self_attn"].numbers
-    assert (
-        attention["head_dim"] == 8 and attention["layer_idx"] == 1 and attention["attention_dropout"] == 0.25
-    )
+    assert attention["head_dim"] == 8 and attention["layer_idx"] == 1 and attention["attention_dropout"] == 0.25
     assert attention["is_causal"] is True and "training" not in attention
     assert tree.modules["model.layers.1.self_attn.q_proj"].numbers == {"in_features": 32, "out_features": 32}
     assert tree.modules["model.embed_tokens"].numbers["padding_idx"] == 3
@@ -101,10 +97,7 @@ def test_frozen_and_dtype():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
     model[0].weight.requires_grad_(False)
     tree = tree_of(model.eval())
-    assert (
-        not tree.modules["0"].parameter("weight").requires_grad
-        and tree.modules["0"].parameter("bias").requires_grad
-    )
+    assert not tree.modules["0"].parameter("weight").requires_grad and tree.modules["0"].parameter("bias").requires_grad
     assert tree.modules["1"].parameter("weight").dtype == "bfloat16"
     assert not tree.trains and tree_of(model.train()).trains
 

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from shardplan.core.expressions import EvaluationError, ExpressionError, evaluate, names, parse_expression
 
-NUMBERS = {"hidden_size": 4096, "heads": 32, "text_config.heads": 8, "eps": 1e-5, "theta": 10000.0, "tied": True, "zero": 0}
+NUMBERS = {
+    "hidden_size": 4096,
+    "heads": 32,
+    "text_config.heads": 8,
+    "eps": 1e-5,
+    "theta": 10000.0,
+    "tied": True,
+    "zero": 0,
+}
 
 
 @pytest.mark.parametrize(
@@ -79,8 +87,10 @@ def test_no_value(text: str, reason: str) -> None:
 
 expressions = st.recursive(
     st.integers(0, 999).map(str) | st.sampled_from(["heads", "hidden_size", "zero"]),
-    lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//"]), inner).map(" ".join)
-    | inner.map(lambda text: f"({text})"),
+    lambda inner: (
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "//"]), inner).map(" ".join)
+        | inner.map(lambda text: f"({text})")
+    ),
     max_leaves=12,
 )
 

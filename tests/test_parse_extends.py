@@ -123,7 +123,9 @@ def test_a_file_named_like_a_builtin_plan_keeps_its_own_lines(tmp_path: Path, mo
     assert parsed.plan.parent.tensor_parallel
 
 
-@pytest.mark.parametrize("word", ["../base.yaml", "a/base.yaml", "/etc/passwd", "/etc/hosts.yaml", "..\\base.yaml", "a\0.yaml"])
+@pytest.mark.parametrize(
+    "word", ["../base.yaml", "a/base.yaml", "/etc/passwd", "/etc/hosts.yaml", "..\\base.yaml", "a\0.yaml"]
+)
 def test_no_separator_leads_out_of_the_folder(tmp_path: Path, word: str) -> None:
     write(tmp_path, base=BASE)
     inner = tmp_path / "inner"

@@ -14,7 +14,11 @@ from shardplan.core.globs import MAX_ALTERNATIVES, MAX_LENGTH, Glob, GlobError, 
     ("pattern", "yes", "no"),
     [
         ("lm_head", ["lm_head"], ["model.lm_head", "lm_head.weight", "LM_head", ""]),
-        ("model.layers.*.mlp", ["model.layers.0.mlp", "model.layers.12.mlp"], ["model.layers.mlp", "model.layers.0.1.mlp"]),
+        (
+            "model.layers.*.mlp",
+            ["model.layers.0.mlp", "model.layers.12.mlp"],
+            ["model.layers.mlp", "model.layers.0.1.mlp"],
+        ),
         ("model.*_proj", ["model.q_proj", "model._proj"], ["model.mlp.q_proj", "model.q_proj.weight"]),
         ("*.{q,k}_proj", ["a.q_proj", "a.k_proj"], ["a.v_proj", "q_proj", "a.{q,k}_proj"]),
         ("a.{b.c,d}.e", ["a.b.c.e", "a.d.e"], ["a.b.e", "a.c.e", "a.b.c.d.e"]),
@@ -124,8 +128,10 @@ def oracle(pattern: list[str], name: list[str]) -> bool:
 words = st.lists(st.sampled_from(["a", "b", "ab", "*", "?", "[ab]", "[!a]", "a*"]), min_size=1, max_size=3).map("".join)
 pieces = st.recursive(
     words.filter(lambda text: "**" not in text) | st.just("**"),
-    lambda inner: st.lists(inner, min_size=1, max_size=3).map(lambda options: "{" + ",".join(options) + "}")
-    | st.lists(inner, min_size=2, max_size=3).map(".".join),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3).map(lambda options: "{" + ",".join(options) + "}")
+        | st.lists(inner, min_size=2, max_size=3).map(".".join)
+    ),
     max_leaves=8,
 )
 names = st.lists(st.text("abc", min_size=1, max_size=3), max_size=5)

@@ -57,10 +57,10 @@ def test_rules_and_words_without_effect(tmp_path: Path) -> None:
     assert findings("  a: {style: colwise, override: true}\n", tmp_path) == [
         ("SP117", "`override` has no effect on the first rule of a section", 1)
     ]
-    replaced = "  a.{b,c}: colwise\n  a.b: {style: rowwise, override: true}\n  a.{c,d}: {style: rowwise, override: true}\n"
-    assert findings(replaced, tmp_path) == [
-        ("SP117", "later rules override `a.{b,c}` for all that it stands for", 1)
-    ]
+    replaced = (
+        "  a.{b,c}: colwise\n  a.b: {style: rowwise, override: true}\n  a.{c,d}: {style: rowwise, override: true}\n"
+    )
+    assert findings(replaced, tmp_path) == [("SP117", "later rules override `a.{b,c}` for all that it stands for", 1)]
 
 
 def test_sections_do_not_meet(tmp_path: Path) -> None:
@@ -78,11 +78,15 @@ def test_parts_that_say_nothing(tmp_path: Path) -> None:
     assert said('version: "1"\n', tmp_path) == [nothing]
     assert said('version: "1"\nextends: llama\n', tmp_path) == []
     assert said('version: "1"\ndata_parallel: {backend: ddp}\n', tmp_path) == []
-    assert said('version: "1"\nextends: llama\nsequence_parallel: {}\n', tmp_path) == ["`sequence_parallel` holds no rules"]
+    assert said('version: "1"\nextends: llama\nsequence_parallel: {}\n', tmp_path) == [
+        "`sequence_parallel` holds no rules"
+    ]
     assert said('version: "1"\nextends: llama\ndata_parallel: {}\n', tmp_path) == ["`data_parallel` says nothing"]
     empty = 'version: "1"\nextends: llama\ncompile: {backend: eager}\nactivation_checkpointing: {modules: []}\n'
     assert said(empty, tmp_path) == ["`activation_checkpointing` names no modules", "`compile` names no modules"]
 
 
 def test_a_plan_with_errors_is_not_linted_further(tmp_path: Path) -> None:
-    assert said('version: "1"\ntensor_parallel: {a: colwize}\ncompile: {}\n', tmp_path) == ["there is no style `colwize`"]
+    assert said('version: "1"\ntensor_parallel: {a: colwize}\ncompile: {}\n', tmp_path) == [
+        "there is no style `colwize`"
+    ]

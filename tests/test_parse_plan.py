@@ -73,12 +73,8 @@ def test_a_plan_with_every_option() -> None:
         tensor("lm_head", "colwise_gather_output", optional=True),
     )
     assert plan.sequence_parallel == (
-        sequence(
-            "model.layers.*.self_attn", "gather_seq_input", argument="hidden_states", grad="partial", seq_dim=0
-        ),
-        sequence(
-            "model.layers.*.mlp.gate", "replicated_with_grad_allreduce", read_outside=(1,), override=True
-        ),
+        sequence("model.layers.*.self_attn", "gather_seq_input", argument="hidden_states", grad="partial", seq_dim=0),
+        sequence("model.layers.*.mlp.gate", "replicated_with_grad_allreduce", read_outside=(1,), override=True),
     )
     span = parsed.sources.span(plan.tensor_parallel[2].location)
     assert (span.line, span.column, span.end_column) == (9, 3, 40)

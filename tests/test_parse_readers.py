@@ -200,7 +200,9 @@ def nested(depth: int) -> list:
     return inner
 
 
-@pytest.mark.parametrize("read", [lambda value: read_json(json.dumps(value), "f"), lambda value: read_python(value, "f")])
+@pytest.mark.parametrize(
+    "read", [lambda value: read_json(json.dumps(value), "f"), lambda value: read_python(value, "f")]
+)
 def test_depth_and_size_are_limited_in_json_and_python(read) -> None:
     assert read(nested(MAX_DEPTH)).root is not None
     assert messages(read(nested(MAX_DEPTH + 1))) == [f"lists and mappings are nested more than {MAX_DEPTH} deep"]
@@ -250,8 +252,10 @@ numbers = st.integers(-(10**13), 10**13) | st.floats(allow_nan=False, allow_infi
 )
 values = st.recursive(
     st.none() | st.booleans() | numbers | st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 

@@ -121,7 +121,10 @@ def test_what_was_done_is_told(mesh):
     assert record.steps[0] == "tensor parallel" and record.diagnostics == ()
     assert str(record).splitlines()[0] == f"plan llama on tp=4: {', '.join(record.steps)}"
     assert "5 reduce_scatter" in str(record)
-    assert record.program.describe() == compile_plan(twin("llama", 4).build(), mesh, "llama", sequence_parallel=True).describe()
+    assert (
+        record.program.describe()
+        == compile_plan(twin("llama", 4).build(), mesh, "llama", sequence_parallel=True).describe()
+    )
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,9 @@ def test_a_bias_added_after_the_reduction_has_a_partial_gradient_under_sequence_
 
     # The biases added after the reduction are read in the boundary, all others in the module's own forward.
     monkeypatch.setattr("shardplan.torchlib.boundaries.to_local", whole)
-    monkeypatch.setattr(reading.GroupedGradients, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs))
+    monkeypatch.setattr(
+        reading.GroupedGradients, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs)
+    )
     gradients_alone_differ(case("gpt2", sp=True).wrong(), about="c_proj.bias", least=0.1)
 
 
@@ -158,7 +160,9 @@ def test_reducing_accumulated_gradients_in_a_hook_would_reduce_the_first_ones_tw
 def test_grouping_changes_no_gradient(monkeypatch):
     """The same gradients with one reduction for each parameter, which is what the group saves."""
     small = twin("gemma3_text", 2)
-    monkeypatch.setattr(reading.GroupedGradients, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs))
+    monkeypatch.setattr(
+        reading.GroupedGradients, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs)
+    )
     assert_equal(case("gemma3_text", sp=True).rows())
     assert small.seq_len % 2 == 0
 

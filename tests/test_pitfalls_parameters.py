@@ -16,7 +16,19 @@ from shardplan.proof.simulate import rank_values, simulated_mesh, whole_values
 from shardplan.styles import stored
 from shardplan.torchlib import style
 from shardplan.torchlib.parameters import LocalParameters
-from tests.proofs import Case, assert_equal, case, dtensors, fake_mesh, on_ranks, plan_like, planned, program_of, ranked, twin
+from tests.proofs import (
+    Case,
+    assert_equal,
+    case,
+    dtensors,
+    fake_mesh,
+    on_ranks,
+    plan_like,
+    planned,
+    program_of,
+    ranked,
+    twin,
+)
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
@@ -158,7 +170,9 @@ def fail(module, args):
     raise Failure
 
 
-@pytest.mark.parametrize("where", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.act_fn", "model.norm", "lm_head"])
+@pytest.mark.parametrize(
+    "where", ["model.layers.1.self_attn.q_proj", "model.layers.0.mlp.act_fn", "model.norm", "lm_head"]
+)
 def test_exceptions_leave_the_parameters_in_place(where):
     """The early stop of activation checkpointing passes through forward as an exception too."""
     small = twin("qwen3", 2)
@@ -185,6 +199,7 @@ def test_without_the_remedy_an_exception_leaves_local_tensors_behind(monkeypatch
         return result
 
     monkeypatch.setattr(LocalParameters, "__call__", without_finally)
+
     def failing(self, x):
         raise Failure
 
@@ -204,7 +219,9 @@ def test_getattr_finds_the_parameter_during_and_after_forward(sp):
     small, seen = twin("llama", 2), []
     inputs = small.inputs()
     with on_ranks(model := small.build(), "llama", 2, sequence_parallel=sp):
-        look = lambda module, args: seen.append(type(model.lm_head.weight) is nn.Parameter or isinstance(model.lm_head.weight, DTensor))  # noqa: E731, E501
+        look = lambda module, args: seen.append(
+            type(model.lm_head.weight) is nn.Parameter or isinstance(model.lm_head.weight, DTensor)
+        )  # noqa: E731, E501
         model.model.layers[1].self_attn.v_proj.register_forward_pre_hook(look)
         first = model(**ranked(inputs, 2)).logits
         assert seen == [True]

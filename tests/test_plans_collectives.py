@@ -25,7 +25,8 @@ from shardplan import applied
 from shardplan.apply import without_sequence_parallel
 from shardplan.lower.collectives import expected_collectives
 from shardplan.proof.counter import CollectiveCounter
-from tests.proofs import PLANS, fake_mesh, plan_like, planned as apply, step, twin
+from tests.proofs import PLANS, fake_mesh, plan_like, step, twin
+from tests.proofs import planned as apply
 
 TP = 2
 # Parameters whose gradient is a partial sum in tensor parallelism too, one group for each layer: norms over this rank's

@@ -54,6 +54,8 @@ def test_a_graph_break_would_be_seen(mesh):
         "llama",
         compile={"modules": ["model.layers.*"], "fullgraph": False, "backend": "aot_eager"},
     )
-    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda module, args, out: print(end="") if out.sum() > 0 else None)
+    model.model.layers[0].mlp.act_fn.register_forward_hook(
+        lambda module, args, out: print(end="") if out.sum() > 0 else None
+    )
     model(**small.inputs(), use_cache=False)
     assert counters["graph_break"]

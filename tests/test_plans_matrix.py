@@ -69,9 +69,7 @@ FAST = tuple(filter(fast, MATRIX))
 
 
 def prove(corner: Corner) -> None:
-    rows = case(
-        corner.plan, corner.tp, sp=corner.sp, tied=corner.tied, logits=corner.logits, kind=corner.kind
-    ).rows()
+    rows = case(corner.plan, corner.tp, sp=corner.sp, tied=corner.tied, logits=corner.logits, kind=corner.kind).rows()
     assert_equal(rows)
     assert {"loss", "logits"} <= {row.name for row in rows}
     unproven = {row.name for row in rows if row.verdict == "unproven"}
@@ -104,7 +102,7 @@ def test_the_fast_part_has_every_plan_and_every_pair_of_axis_values():
 def test_the_comparison_sees_an_error_of_one_part_in_ten_thousand():
     reference = Results({"loss": torch.tensor(1.0)}, {"w": torch.tensor([1.0, 2.0])})
     result = Results({"loss": [("rank 0", torch.tensor(1.0))]}, {"w": [("rank 1", torch.tensor([1.0, 2.0002]))]})
-    (name, error), = differing(compare_results(reference, result)).items()
+    ((name, error),) = differing(compare_results(reference, result)).items()
     assert name == "w" and error == pytest.approx(1e-4, rel=1e-2)
 
 
@@ -147,7 +145,9 @@ def test_parameters_are_really_sharded(plan, tp):
             whole, dim = shapes[name], placement.dim
             held = [x.shape[dim] for x in locals_.values()]
             assert held[0] == -(-whole[dim] // tp) and sum(held) == whole[dim], name
-            assert all((*x.shape[:dim], *x.shape[dim + 1 :]) == (*whole[:dim], *whole[dim + 1 :]) for x in locals_.values())
+            assert all(
+                (*x.shape[:dim], *x.shape[dim + 1 :]) == (*whole[:dim], *whole[dim + 1 :]) for x in locals_.values()
+            )
         else:
             assert all(x.shape == shapes[name] for x in locals_.values()), name
         assert parameter.shape == shapes[name], name

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from processes import on_ranks
+from small_models import batch, small_model, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardplan
-from processes import on_ranks
 from shardplan.apply import without_sequence_parallel
 from shardplan.core.diagnostics import PlanError
-from small_models import batch, small_model, whole, whole_state
 
 NEW = 8  # tokens to generate
 
@@ -157,7 +157,9 @@ def feed_differently(how: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("how", "argument"), [("ids", "input_ids"), ("order", "input_ids"), ("mask", "attention_mask")])
+@pytest.mark.parametrize(
+    ("how", "argument"), [("ids", "input_ids"), ("order", "input_ids"), ("mask", "attention_mask")]
+)
 def test_ranks_that_were_fed_another_batch_are_named(how, argument):
     for first, second in on_ranks(4, feed_differently, how):
         assert f"{argument} on tp ranks [2]" in first and first.count("on tp ranks") == 1
@@ -190,7 +192,9 @@ def disagree(how: str) -> tuple[str, str]:
     if other and how == "a wrong plan":
         plan = {"version": "1", "tensor_parallel": {"model.layers.*.self_attn.q_prj": "colwise"}}
     if how == "another precision":
-        options["data_parallel"] = {"mixed_precision": {"param": "bfloat16", "reduce": "bfloat16" if other else "float32"}}
+        options["data_parallel"] = {
+            "mixed_precision": {"param": "bfloat16", "reduce": "bfloat16" if other else "float32"}
+        }
     if how == "no checkpointing":
         options["activation_checkpointing"] = not other
     before = whole_state(model)

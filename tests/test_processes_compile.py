@@ -7,14 +7,13 @@ from collections import Counter
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import shardplan
 from processes import on_ranks
 from small_models import batch, small_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import TWO_BY_TWO, Recipe, compare
+
+import shardplan
 
 GRAPHS = {"activation_checkpointing": True, "compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}}
 

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-
 from processes import RanksFailed, on_ranks
 
 

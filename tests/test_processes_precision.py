@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from processes import on_ranks
+from small_models import batch, small_model, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardplan
-from processes import on_ranks
 from shardplan.apply.state import packed_parameters
 from shardplan.proof.compare import relative_error
 from shardplan.torchlib.packing import unpack
-from small_models import batch, small_model, whole
 
 MIXED = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}
 AXES = ("dp_shard", "tp")
@@ -113,8 +113,6 @@ def gathered(reshard: Any) -> list[bool]:
     return [layer.input_layernorm.weight.device_mesh.ndim == 1 for layer in layers]
 
 
-@pytest.mark.parametrize(
-    ("reshard", "kept"), [(None, [False, True]), (True, [False, False]), (False, [True, True])]
-)
+@pytest.mark.parametrize(("reshard", "kept"), [(None, [False, True]), (True, [False, False]), (False, [True, True])])
 def test_the_last_layer_is_kept_gathered(reshard, kept):
     assert on_ranks(4, gathered, reshard) == [kept] * 4

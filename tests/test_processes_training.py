@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from processes import on_ranks
+from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from training_runs import HYBRID, TWO_BY_TWO, Recipe, compare
 
 import shardplan
-from processes import on_ranks
-from small_models import small_model
-from training_runs import HYBRID, TWO_BY_TWO, Recipe, compare
 
 ARCHITECTURES = [
     Recipe("qwen3", TWO_BY_TWO, tied=True),
@@ -72,12 +72,8 @@ VARIANTS = {
     "frozen parameters": Recipe("qwen3", TWO_BY_TWO, tied=True, change=freeze),
     "gradients reduced at the last micro-batch": Recipe("qwen3", TWO_BY_TWO, defer=True),
     "split logits": Recipe("qwen3", TWO_BY_TWO, tied=True, options={"logits": "sharded"}),
-    "all layers kept gathered": Recipe(
-        "phi3", TWO_BY_TWO, options={"data_parallel": {"reshard_after_forward": False}}
-    ),
-    "prefetch": Recipe(
-        "phi3", TWO_BY_TWO, options={"data_parallel": {"prefetch": {"forward": 1, "backward": 1}}}
-    ),
+    "all layers kept gathered": Recipe("phi3", TWO_BY_TWO, options={"data_parallel": {"reshard_after_forward": False}}),
+    "prefetch": Recipe("phi3", TWO_BY_TWO, options={"data_parallel": {"prefetch": {"forward": 1, "backward": 1}}}),
     "offload": Recipe("phi3", TWO_BY_TWO, options={"data_parallel": {"cpu_offload": True}}),
     "ddp": Recipe("qwen3", {"dp_replicate": 4}, tied=True, options={"data_parallel": {"backend": "ddp"}}),
     "activation checkpointing": Recipe(
@@ -115,7 +111,15 @@ def refused(sizes: dict[str, int], options: dict[str, object]) -> str:
         ({"dp_shard": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "dp_shard"]),
         ({"dp_replicate": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "tp=2"]),
     ],
-    ids=["order", "unknown axis", "two of one meaning", "no shard axis", "no section", "ddp cannot shard", "ddp beside tp"],
+    ids=[
+        "order",
+        "unknown axis",
+        "two of one meaning",
+        "no shard axis",
+        "no section",
+        "ddp cannot shard",
+        "ddp beside tp",
+    ],
 )
 def test_meshes_that_are_refused(sizes, options, words):
     for text in on_ranks(4, refused, sizes, options):

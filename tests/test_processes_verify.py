@@ -9,17 +9,17 @@ import json
 
 import pytest
 import torch
+from processes import on_ranks
+from small_models import batch, small_model, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from training_runs import ADAMW
 
 import shardplan
-from processes import on_ranks
 from shardplan.cli.main import main
 from shardplan.proof.compare import TOLERANCE, relative_error
-from small_models import batch, small_model, whole
-from training_runs import ADAMW
 
 WRONG = {
     "version": "1",

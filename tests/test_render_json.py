@@ -34,9 +34,7 @@ REPORTS = {
         MeshSizes(tp=2),
         (
             VariantProof("tensor_parallel", (Comparison("loss", "loss", 1e-7, "rank 1", "equal"),), 10, 5),
-            VariantProof(
-                "sequence_parallel", (Comparison("w", "gradient", math.nan, "rank 0", "differs"),), 10, 5
-            ),
+            VariantProof("sequence_parallel", (Comparison("w", "gradient", math.nan, "rank 0", "differs"),), 10, 5),
         ),
     ),
 }
@@ -90,9 +88,7 @@ class TestSarif:
 
     @pytest.fixture
     def run(self) -> dict:
-        pages = {
-            code: Code(code, f"title of {code}", "why", good="a: b") for code in ("SP201", "SP301", "SP501")
-        }
+        pages = {code: Code(code, f"title of {code}", "why", good="a: b") for code in ("SP201", "SP301", "SP501")}
         data = json.loads(json_text(to_sarif(REPORTS["lint"], pages=pages)))
         assert data["version"] == "2.1.0" and data["$schema"].endswith("sarif-2.1.0.json")
         (run,) = data["runs"]
@@ -102,9 +98,7 @@ class TestSarif:
         driver = run["tool"]["driver"]
         assert driver["name"] == "shardplan" and driver["semanticVersion"] == __version__
         assert [rule["id"] for rule in driver["rules"]] == ["SP201", "SP301", "SP501"]
-        assert all(
-            rule["shortDescription"]["text"] and rule["fullDescription"]["text"] for rule in driver["rules"]
-        )
+        assert all(rule["shortDescription"]["text"] and rule["fullDescription"]["text"] for rule in driver["rules"])
 
     def test_results(self, run):
         rules = run["tool"]["driver"]["rules"]

@@ -116,9 +116,7 @@ def test_line_numbers_of_five_digits_widen_the_gutter():
     lines = ("",) * 12344 + ("a: b",)
     sources = SourceMap({"long.yaml": SourceFile("long.yaml", lines)})
     label = Label(Location("long.yaml", span=Span(12345, 1, 12345, 2)))
-    shown = text([Diagnostic("SP100", Severity.ERROR, "m", label, help="h")], sources, color=False).split(
-        "\n"
-    )
+    shown = text([Diagnostic("SP100", Severity.ERROR, "m", label, help="h")], sources, color=False).split("\n")
     assert shown[1:] == ["   --> long.yaml:12345:1", "12345 | a: b", "      | ^", "      = help: h"]
 
 

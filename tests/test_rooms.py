@@ -120,9 +120,7 @@ def private_torch_names(source: str) -> list[tuple[int, str]]:
             inner = inner.value
         if parts and isinstance(inner, ast.Name) and inner.id in bound:
             found.add((node.lineno, ".".join([bound[inner.id], *reversed(parts)])))
-    return sorted(
-        (line, name) for line, name in found if name.partition(".")[0] == "torch" and _is_private(name)
-    )
+    return sorted((line, name) for line, name in found if name.partition(".")[0] == "torch" and _is_private(name))
 
 
 def _is_private(name: str) -> bool:
@@ -202,7 +200,5 @@ def test_the_private_name_test_can_fail(source):
 
 
 def test_the_private_name_test_lets_pass_what_is_public():
-    source = (
-        "import torch\nfrom torch import nn\ntorch.__version__\nnn.Module\nself._thing\nfrom ._own import _x"
-    )
+    source = "import torch\nfrom torch import nn\ntorch.__version__\nnn.Module\nself._thing\nfrom ._own import _x"
     assert private_torch_names(source) == []

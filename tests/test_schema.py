@@ -87,8 +87,40 @@ def test_there_are_cases_of_both_kinds() -> None:
 
 
 WHOLE = content(ROOT / CASES / "ok" / "SP1-whole.yaml")
-ODD = (None, True, 0, 1, 2.0, 2.5, -1, "", "1", "none", "colwise", "packed_colwise", "gather", "a b", "x", [], [1], {}, {"style": "none"})
-WORDS = ("style", "output", "grad", "packed", "argument", "read_outside", "seq_dim", "divides", "optional", "units", "x.y")
+ODD = (
+    None,
+    True,
+    0,
+    1,
+    2.0,
+    2.5,
+    -1,
+    "",
+    "1",
+    "none",
+    "colwise",
+    "packed_colwise",
+    "gather",
+    "a b",
+    "x",
+    [],
+    [1],
+    {},
+    {"style": "none"},
+)
+WORDS = (
+    "style",
+    "output",
+    "grad",
+    "packed",
+    "argument",
+    "read_outside",
+    "seq_dim",
+    "divides",
+    "optional",
+    "units",
+    "x.y",
+)
 
 
 def places(data: object, path: tuple = ()) -> list[tuple]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from shardplan.parse import parse_plan
 from tests.soundness.__main__ import rows
 from tests.soundness.edits import edits, written_out
 from tests.soundness.judge import judge, parse, subject
 from tests.soundness.table import Row, table
-
-from shardplan.parse import parse_plan
 
 SAMPLED = ("llama", "qwen3", "gpt2", "phi3", "mixtral")
 

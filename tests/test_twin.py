@@ -77,9 +77,7 @@ def test_structure(name):
     assert set(small.modules) <= set(original.tree.modules)
     for module in small.modules.values():
         assert module.kind == original.tree.modules[module.name].kind
-        assert [p.name for p in module.parameters] == [
-            p.name for p in original.tree.modules[module.name].parameters
-        ]
+        assert [p.name for p in module.parameters] == [p.name for p in original.tree.modules[module.name].parameters]
     assert sum(p.numel for _, p in small.parameters.values()) < 500_000
     assert small.trains
     for module in small.modules.values():
@@ -95,9 +93,7 @@ def test_a_step(name):
         loss, gradients = step(twin, kind=kind)
         assert 0 < loss < 20
         missing = {n for n, g in gradients.items() if g is None}
-        assert not missing or (
-            kind == "text" and all(".vision_tower." in n or "projector" in n for n in missing)
-        )
+        assert not missing or (kind == "text" and all(".vision_tower." in n or "projector" in n for n in missing))
         largest = max(g.abs().max() for g in gradients.values() if g is not None)
         for parameter, gradient in gradients.items():
             if gradient is not None:
@@ -114,9 +110,7 @@ def test_layer_kinds_are_kept_once():
     assert make_twin(found("llama-3.1-405b"), tp=2).layers == (0, 1)
     mixed = found("qwen3-30b-a3b", decoder_sparse_step=3)
     twin = make_twin(mixed, tp=2)
-    classes = [
-        tree_of(twin.build()).modules[f"model.layers.{i}.mlp"].class_name for i in range(len(twin.layers))
-    ]
+    classes = [tree_of(twin.build()).modules[f"model.layers.{i}.mlp"].class_name for i in range(len(twin.layers))]
     assert classes == ["Qwen3MoeMLP", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"]
 
 
@@ -129,9 +123,7 @@ def test_dense_layers_named_by_index():
 def test_layers_that_differ_in_heads():
     large = transformers.AutoConfig.for_model("laguna")
     config = type(large)(num_hidden_layers=4, num_attention_heads_per_layer=[48, 72, 48, 72])
-    twin = make_twin(
-        found_from_config(config), tp=2
-    )  # the first layer's feed-forward is dense, the others' sparse
+    twin = make_twin(found_from_config(config), tp=2)  # the first layer's feed-forward is dense, the others' sparse
     assert twin.layers == (0, 1, 2)
     assert twin.config.num_attention_heads_per_layer == [8, 12, 8]
 
@@ -257,9 +249,7 @@ def test_other_heads(architecture):
 
 def test_from_a_module():
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3)
-    )
+    model = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))
     by_module = make_twin(model, tp=2)
     by_config = make_twin(found_from_config(model.config), tp=2)
     assert step(by_module)[0] == step(by_config)[0]
@@ -333,9 +323,7 @@ def test_own_modules_that_cannot():
 
 
 def test_a_model_that_changes_its_layers_is_refused():
-    model = transformers.LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2)
-    )
+    model = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2))
     for layer in model.model.layers:
         layer.mlp.extra = nn.Linear(2, 2)
     diagnostic = refusal(model)
@@ -359,7 +347,5 @@ def test_a_found_module_is_copied_from_the_module():
         assert picture.embed.weight.requires_grad == module.embed.weight.requires_grad
         built = make_twin(found_module, tp=2).build()
         assert torch.equal(built.head.weight, make_twin(module, tp=2).build().head.weight)
-    large = transformers.LlamaForCausalLM(
-        LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3)
-    )
+    large = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))
     assert len(make_twin(find_any(large), tp=2).layers) == 2

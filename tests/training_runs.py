@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from processes import on_ranks
+from small_models import batch, small_model, whole, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 import shardplan
-from processes import on_ranks
 from shardplan.proof.compare import TOLERANCE, relative_error
-from small_models import batch, small_model, whole, whole_state
 
 STEPS, MICRO_BATCHES, MAX_NORM = 3, 2, 0.5
 # With an `eps` like the clipped gradients, a step depends on their size; with a tiny one, AdamW would hide a gradient
@@ -72,9 +72,7 @@ def share_of(mesh: Any) -> int:
     return index
 
 
-def train(
-    recipe: Recipe, model: nn.Module, called: nn.Module, parts_of: Callable[[int, int], list[Tensor]]
-) -> Run:
+def train(recipe: Recipe, model: nn.Module, called: nn.Module, parts_of: Callable[[int, int], list[Tensor]]) -> Run:
     """Some steps of a model, called through a wrapper or itself; `parts_of(step, micro)` gives the micro-batches whose
     mean loss counts."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)

@@ -77,9 +77,7 @@ def attention(
 ) -> None:
     """Separate q, k, v and o projections; each head has `head_dim` features."""
     groups = heads // kv_heads
-    b.add(
-        name, class_name, layer_idx=0, head_dim=head_dim, num_key_value_groups=groups, attention_dropout=0.0
-    )
+    b.add(name, class_name, layer_idx=0, head_dim=head_dim, num_key_value_groups=groups, attention_dropout=0.0)
     b.linear(f"{name}.q_proj", heads * head_dim, hidden)
     b.linear(f"{name}.k_proj", kv_heads * head_dim, hidden)
     b.linear(f"{name}.v_proj", kv_heads * head_dim, hidden)

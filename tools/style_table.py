@@ -38,7 +38,9 @@ def _row(style: Style) -> str:
 
 def _fits(style: Style) -> str:
     kinds = {"linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding"}
-    modules = "any module" if style.kinds is None else ", ".join(kinds[kind] for kind in sorted(style.kinds, reverse=True))
+    modules = (
+        "any module" if style.kinds is None else ", ".join(kinds[kind] for kind in sorted(style.kinds, reverse=True))
+    )
     return modules + (", single parameters" if style.on_parameters else "")
 
 

@@ -75,7 +75,6 @@ class Applied:
                 "apply_plan replaces parameters, so make the optimizer after it"
             )
 
-
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
         """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a
         checkpoint can be read at another tp; and its load_state_dict take whole tensors and those of other meshes.

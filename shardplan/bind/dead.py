@@ -64,9 +64,7 @@ def dead(
     keys = [named(close)] if together else close
     near = " or ".join(f"`{key}`" for key in keys)
     if inherited:
-        help = f"remove the inherited rule with `{glob.pattern}: none`" + (
-            f"; this model has {near}" if near else ""
-        )
+        help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")
     else:
         help = f"write {near}" if near else "remove it"
         help += "" if modules_only else ", or say `optional: true` if only some models have it"

@@ -58,9 +58,7 @@ class _Place:
         self.after: dict[str, _Place | None] = {}
         # The only segments that lead on, or None where a pattern may let others through.
         free = any(state.loops or state.patterns for state in states)
-        self.literals = (
-            None if free else tuple(dict.fromkeys(text for state in states for text in state.literals))
-        )
+        self.literals = None if free else tuple(dict.fromkeys(text for state in states for text in state.literals))
 
 
 class _Walk:

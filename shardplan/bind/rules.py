@@ -153,9 +153,7 @@ def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator
             if not reached and not rule.optional and not restated:
                 lenient = layer.plan.lenient_dead_rules
                 inherited = layer.plan is not plan
-                yield dead(
-                    names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited
-                )
+                yield dead(names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited)
             if reached.modules and reached.parameters:
                 yield _both(rule, reached)
         yield from _clashes(layer)
@@ -225,9 +223,7 @@ def _other_options(one: Rule, other: Rule) -> Iterator[str]:
 def _says(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
         return f"says `{rule.style}`"
-    return "says " + ", ".join(
-        f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other)
-    )
+    return "says " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
 
 
 def _written(value: object) -> str:

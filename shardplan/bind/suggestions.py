@@ -11,13 +11,9 @@ from shardplan.core.globs import Glob, Segment
 MOST = 3  # suggestions, and alternatives of the key that are looked at
 LONGEST = 60  # characters of a segment, and segments of a key: what is longer is not compared
 SIMILAR = 0.6  # of two segments, as difflib measures it; below they are different words
-MISSING = (
-    0.3  # the price of a segment that the key leaves out (a short name); that of a misspelled one: how unlike
-)
+MISSING = 0.3  # the price of a segment that the key leaves out (a short name); that of a misspelled one: how unlike
 SURPLUS = 0.6  # the price of a segment that the name does not have
-FARTHEST = (
-    1.25  # the price up to which a name is suggested: four segments left out, or three words misspelled
-)
+FARTHEST = 1.25  # the price up to which a name is suggested: four segments left out, or three words misspelled
 
 
 def suggestions(glob: Glob, names: Sequence[str]) -> tuple[str, ...]:
@@ -31,9 +27,7 @@ def suggestions(glob: Glob, names: Sequence[str]) -> tuple[str, ...]:
     alternatives = glob.alternatives[:MOST]
     for alternative in alternatives:
         if len(alternative) <= LONGEST:
-            priced = sorted(
-                (price, name) for name in names if (price := _price(alternative, name)) is not None
-            )
+            priced = sorted((price, name) for name in names if (price := _price(alternative, name)) is not None)
             found.update((name, None) for price, name in priced if price == priced[0][0])
     return tuple(found)[:MOST]
 

@@ -178,9 +178,7 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
 
 
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
-    seen = {
-        r.count for r in facts.requirements if r.kind not in DECLARED
-    }  # these counts are reported with the splits
+    seen = {r.count for r in facts.requirements if r.kind not in DECLARED}  # these counts are reported with the splits
     for requirement in facts.requirements:
         if requirement.kind in DECLARED and requirement.count % tp and requirement.count not in seen:
             code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")

@@ -195,9 +195,7 @@ def _no_size(facts: Facts) -> Diagnostic:
     else:
         help = "split less: leave whole the blocks whose numbers have no divisor in common with the others"
     counts = [f"{what} {count}" for what, count in groups]
-    shown = (
-        counts if len(counts) <= MOST_COUNTS else [*counts[:MOST_COUNTS], f"{len(counts) - MOST_COUNTS} more"]
-    )
+    shown = counts if len(counts) <= MOST_COUNTS else [*counts[:MOST_COUNTS], f"{len(counts) - MOST_COUNTS} more"]
     return Diagnostic(
         code=NO_SIZE.code,
         severity=Severity.ERROR,

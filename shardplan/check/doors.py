@@ -113,9 +113,7 @@ def _argument(facts: Facts, door: Assignment) -> str | None:
     return "*" if facts.style(door).argument == "floats" else door.rule.argument
 
 
-def _handed_within(
-    region: list[tuple[str, tuple[Layout, ...]]], door: str, takes: tuple[Layout, ...]
-) -> bool:
+def _handed_within(region: list[tuple[str, tuple[Layout, ...]]], door: str, takes: tuple[Layout, ...]) -> bool:
     """Whether a rule of the region, outside the door itself, hands on what the door takes."""
     within = (handed for name, handed in region if name != door and not name.startswith(f"{door}."))
     return any(layout in takes for handed in within for layout in handed)

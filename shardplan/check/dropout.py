@@ -47,9 +47,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         return
     values = {p for found in active.values() for p in found.values()}
     fields = {name: p for name, p in _probabilities("other", tree.numbers).items() if p in values}
-    attributes = [
-        name if attribute == "p" else f"{name}.{attribute}" for name in active for attribute in active[name]
-    ]
+    attributes = [name if attribute == "p" else f"{name}.{attribute}" for name in active for attribute in active[name]]
     yield Diagnostic(
         code=DROPOUT.code,
         severity=Severity.ERROR,

@@ -68,12 +68,8 @@ MATMUL = ("linear", "conv1d")
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for all that stands beside what the same rules split."""
     tree = facts.resolved.tree
-    own: dict[str, dict[str, Rule]] = defaultdict(
-        dict
-    )  # by module: its parameters that are split, and their rules
-    split: dict[str, dict[str, Rule]] = defaultdict(
-        dict
-    )  # by parent: its matrices that are split, and their rules
+    own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
+    split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
     for held in facts.splits:
         if stays_split(held):
             for name in held.names:
@@ -112,11 +108,7 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     """
     modules = facts.resolved.tree.modules
     weights = {name: facts.held.get(f"{name}.weight") for name in siblings}
-    split = [
-        _widths(modules[name])
-        for name, held in weights.items()
-        if held is not None and held.how.shard == "out"
-    ]
+    split = [_widths(modules[name]) for name, held in weights.items() if held is not None and held.how.shard == "out"]
     own = _widths(module)
     if own is None:
         return False

@@ -41,9 +41,7 @@ def packed_parts(resolved: ResolvedPlan, held: Held) -> tuple[int, ...] | str:
         if isinstance(part, str):
             return part
     if sum(parts) != held.size:
-        return (
-            f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {held.size} features"
-        )
+        return f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {held.size} features"
     return tuple(parts)
 
 

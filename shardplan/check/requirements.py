@@ -62,10 +62,7 @@ def requirements(facts: Facts) -> Iterator[Requirement]:
     """All requirements, in the tree's order: those of the splits, then the declared ones."""
     numbers = facts.resolved.tree.numbers
     pieces = [
-        (held, piece)
-        for held in facts.splits
-        if not vocabulary_rows(facts, held)
-        for piece in _pieces(facts, held)
+        (held, piece) for held in facts.splits if not vocabulary_rows(facts, held) for piece in _pieces(facts, held)
     ]
     heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
     most_heads: dict[str, int] = defaultdict(int)
@@ -76,9 +73,7 @@ def requirements(facts: Facts) -> Iterator[Requirement]:
     for held, piece, heads in heads_of:
         from_output = held.how.shard == "out"
         if heads is None:
-            yield Requirement(
-                piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output
-            )
+            yield Requirement(piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output)
             continue
         fewer = heads < most_heads[held.around.name]
         what = head_words(heads, fewer, numbers) or f"the number of heads of {named(held.assigned)}"
@@ -95,9 +90,7 @@ def _declared(facts: Facts) -> Iterator[Requirement]:
         for expression in rule.divides:
             count = declared(expression, resolved.tree.numbers)
             if isinstance(count, int):
-                groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(
-                    assignment.name
-                )
+                groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
         for path in rule.divide:
             count = attribute(resolved, assignment, path)
             if isinstance(count, int):

@@ -113,11 +113,7 @@ def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) 
     tree = facts.resolved.tree
     first = block(slices[0].name)
     in_list = first.rpartition(".")[2].isdecimal()
-    line = (
-        f"`{tree.address(first)}: split_seq_input`"
-        if in_list
-        else "a `split_seq_input` rule for the first block"
-    )
+    line = f"`{tree.address(first)}: split_seq_input`" if in_list else "a `split_seq_input` rule for the first block"
     return Diagnostic(
         code=NO_ENTRANCE.code,
         severity=Severity.ERROR,

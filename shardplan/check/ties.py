@@ -108,9 +108,7 @@ def _place(facts: Facts, name: str) -> Place:
 
 def _held(facts: Facts, places: dict[str, Place]) -> Diagnostic:
     rules = {name: facts.held[name].rule for name in places if name in facts.held}
-    first = next(
-        name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules
-    )
+    first = next(name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules)
     return Diagnostic(
         code=HELD.code,
         severity=Severity.ERROR,
@@ -139,9 +137,7 @@ def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> s
     ]
     rows = any(place.dim == 0 for place in places.values())
     return (
-        f"add or change {' and '.join(lines)}"
-        if rows and lines
-        else "keep all of them whole, or split all along dim 0"
+        f"add or change {' and '.join(lines)}" if rows and lines else "keep all of them whole, or split all along dim 0"
     )
 
 

@@ -38,12 +38,7 @@ def head_words(count: int, key_value: bool, numbers: Mapping[str, int | float]) 
 def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, int | float]) -> str | None:
     """The number that says how wide this dimension is: one of the modules around that the config has too, else the
     only width in the config that agrees, else one of the modules around."""
-    own = [
-        name
-        for module in near
-        for name, value in module.numbers.items()
-        if is_count(value) and value == count
-    ]
+    own = [name for module in near for name, value in module.numbers.items() if is_count(value) and value == count]
     shared = [name for name in own if numbers.get(name) == count]
     if shared:
         return shared[0]

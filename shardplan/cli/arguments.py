@@ -10,9 +10,7 @@ from shardplan import __version__
 
 Parser = argparse.ArgumentParser
 
-DESCRIPTION = (
-    "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
-)
+DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 MODEL_HELP = (
     "a folder or config.json in Hugging Face form, a hub id (from the local cache), a Hugging Face model "
     "type (its default configuration), or module:callable returning an nn.Module"
@@ -72,15 +70,9 @@ def _validate(parser: Parser) -> None:
     _model_and_plan(parser)
     _mesh(parser, tp_required=False)
     _dp_shard(parser)
-    parser.add_argument(
-        "--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)"
-    )
-    parser.add_argument(
-        "--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context"
-    )
-    parser.add_argument(
-        "--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for"
-    )
+    parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
+    parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
+    parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
     _model_options(parser)
     _findings_output(parser)
 
@@ -93,9 +85,7 @@ def _verify(parser: Parser) -> None:
         "--processes", action="store_true", help="real gloo processes instead of a simulation in one process"
     )
     _model_options(parser)
-    parser.add_argument(
-        "--all", action="store_true", help="one line for every tensor, repeated layers not folded"
-    )
+    parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
@@ -103,9 +93,7 @@ def _show(parser: Parser) -> None:
     _model_and_plan(parser)
     _mesh(parser, tp_required=True)
     _model_options(parser)
-    parser.add_argument(
-        "--all", action="store_true", help="one line for every module, repeated layers not folded"
-    )
+    parser.add_argument("--all", action="store_true", help="one line for every module, repeated layers not folded")
 
 
 def _lint(parser: Parser) -> None:
@@ -122,15 +110,11 @@ def _explain(parser: Parser) -> None:
 
 
 def _schema(parser: Parser) -> None:
-    parser.add_argument(
-        "--report", action="store_true", help="the schema of what --json prints, instead of a plan's"
-    )
+    parser.add_argument("--report", action="store_true", help="the schema of what --json prints, instead of a plan's")
 
 
 def _debug(parser: Parser, *, default: object) -> None:
-    parser.add_argument(
-        "--debug", action="store_true", default=default, help="show the trace of an internal error"
-    )
+    parser.add_argument("--debug", action="store_true", default=default, help="show the trace of an internal error")
 
 
 def _model_and_plan(parser: Parser) -> None:

@@ -44,9 +44,7 @@ def _table(parser: argparse.ArgumentParser) -> str:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    return (
-        not isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)) and action.dest != "debug"
-    )
+    return not isinstance(action, (argparse._SubParsersAction, argparse._HelpAction)) and action.dest != "debug"
 
 
 def _spelling(action: argparse.Action) -> str:

@@ -17,8 +17,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
-    """The findings about MODEL and PLAN, those about layouts only where wanted. What the model's own code prints goes to stderr: stdout is the
-    report's."""
+    """The findings about MODEL and PLAN, those about layouts only where wanted.
+
+    What the model's own code prints goes to stderr: stdout is the report's.
+    """
     said = vars(args)
     options = {name: said[name] for name in OPTIONS if name in said}
     progress(f"reading {args.model}")

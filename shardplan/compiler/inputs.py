@@ -34,9 +34,7 @@ def find_model(
     return found, found.diagnostics
 
 
-def read_plan(
-    plan: AnyPlan, found: FoundModel | None
-) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
+def read_plan(plan: AnyPlan, found: FoundModel | None) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
     """The plan and its text, or None and why not. What depends on a model that was not found has no findings."""
     from shardplan.parse import parse_plan
 

@@ -63,7 +63,5 @@ def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
             f'logits="sharded": no module of the model has the style {HEADS["replicated"]} or {HEADS["sharded"]} '
             f"in plan {resolved.plan.name!r}"
         )
-    changed: dict[str, Assignment] = {
-        a.name: replace(a, rule=replace(a.rule, style=HEADS[logits])) for a in heads
-    }
+    changed: dict[str, Assignment] = {a.name: replace(a, rule=replace(a.rule, style=HEADS[logits])) for a in heads}
     return replace(resolved, assignments={**resolved.assignments, **changed})

@@ -137,9 +137,7 @@ def _whole(name: str, value: int | float) -> int:
     return int(value)
 
 
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>[0-9]+)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)|(?P<sign>//|[-+*()]))", re.ASCII
-)
+_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)|(?P<sign>//|[-+*()]))", re.ASCII)
 _BLANK = re.compile(r"\s*")
 _SUMS = ("+", "-")
 _PRODUCTS = ("*", "//")
@@ -199,9 +197,7 @@ class _Reader:
                 raise ExpressionError(f"a number may have at most {MAX_DIGITS} digits", token.start, end)
             return Number(int(token.text))
         if depth == MAX_NESTING:
-            raise ExpressionError(
-                f"parentheses are nested more than {MAX_NESTING} deep", token.start, token.start + 1
-            )
+            raise ExpressionError(f"parentheses are nested more than {MAX_NESTING} deep", token.start, token.start + 1)
         inner = self._sum(depth + 1)
         if self.ahead.text != ")":
             raise self._wrong("an operator or `)`")

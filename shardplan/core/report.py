@@ -18,7 +18,6 @@ def variant_name(sequence_parallel: bool) -> Variant:
     return "sequence_parallel" if sequence_parallel else "tensor_parallel"
 
 
-
 def count_text(diagnostics: Iterable[Diagnostic]) -> str:
     """ "2 errors, 1 warning"; "no findings" where there are none."""
     counts = Counter(d.severity for d in diagnostics)
@@ -47,9 +46,7 @@ def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return tuple(replace(d, severity=Severity.ERROR) for d in diagnostics)
 
 
-def of_both_variants(
-    without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]
-) -> tuple[Diagnostic, ...]:
+def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """The findings of a plan without and with its sequence-parallel overlay, each once: what both say of
     different lines names both, and what only one says tells which, where its line does not."""
     tensor, sequence = ({_said(d): d for d in diagnostics} for diagnostics in (without, with_overlay))

@@ -13,10 +13,10 @@ from shardplan.core.tree import ancestors
 from shardplan.twin import Twin
 
 from .finding import Finding
+from .prover import Proof
 from .reads import SharedRead
 from .repairs import OURS, Repair, general, repairs, together
 from .run import Workbench, prove
-from .types import Proof
 from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -50,7 +50,9 @@ class LayoutReport:
         return not self.diagnostics
 
 
-def check_layout(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench], *, help: bool = True) -> LayoutReport:
+def check_layout(
+    resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench], *, help: bool = True
+) -> LayoutReport:
     """Prove that every activation and every gradient of a plan has the layout that its readers assume.
 
     Args:
@@ -131,9 +133,7 @@ def _revised(changes: Sequence[Repair | None], repair: Repair | None) -> int | N
     return next((i for i, one in enumerate(changes) if one is not None and one.names == repair.names), None)
 
 
-def merged(
-    diagnostics: list[Diagnostic], repairs: list[Repair | None]
-) -> tuple[list[Diagnostic], list[Repair | None]]:
+def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple[list[Diagnostic], list[Repair | None]]:
     """One diagnostic for the same mistake at modules side by side (`{q,k}_norm`)."""
     kept: list[Diagnostic] = []
     changes: list[Repair | None] = []

@@ -45,7 +45,9 @@ class Operand:
     origins: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.parameter or (self.origins or (self.maker,))[0] or 'the model'}: {self.layout} {list(self.shape)}"
+        return (
+            f"{self.parameter or (self.origins or (self.maker,))[0] or 'the model'}: {self.layout} {list(self.shape)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,8 +62,8 @@ class ModelLayouts:
     def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 
-        The arrivals and reads are those of the model's modules. What keeps the check from running at all is a warning: a plan is
-        not wrong because its model cannot be copied.
+        The arrivals and reads are those of the model's modules. What keeps the check from running at all is a warning: a
+        plan is not wrong because its model cannot be copied.
         """
         try:
             benches = self.benches
@@ -108,9 +108,7 @@ def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str
     return {name: next(iter(found)) for name in tree.modules if len(found := known.get(general(name), set())) == 1}
 
 
-def modules_of(
-    tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]
-) -> tuple[str, ...]:
+def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
     """The modules or parameters of a model that those of its small copy stand for: every layer where all kinds of layers
     are among them, else the layers that were copied."""
     here, there = ({*one.modules, *one.parameters} for one in (tree, small))

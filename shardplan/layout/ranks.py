@@ -16,7 +16,8 @@ from shardplan.core.layout import Layout
 from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.attributes import divide_attributes
 from shardplan.torchlib.packing import pack
-from shardplan.twin.trace import Recorder, Trace, argument_names
+from shardplan.twin.recorder import Recorder, argument_names
+from shardplan.twin.trace import Trace
 
 from .boundaries import Boundary
 from .spread import chunk

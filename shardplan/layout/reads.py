@@ -50,7 +50,12 @@ def _door(run: Trace, number: int, readers: list[str], taken: set[str]) -> Share
     while True:
         for module in common:
             door = _argument(reading.get(number, []), module, number)
-            if door is not None and module and module not in taken and _alone(run, reading, number, module, readers, passed):
+            if (
+                door is not None
+                and module
+                and module not in taken
+                and _alone(run, reading, number, module, readers, passed)
+            ):
                 return SharedRead(module, door, tuple(dict.fromkeys(readers)))
         before = producers.get(number)
         if before is None or before.place[2] == "atom":

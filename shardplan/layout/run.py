@@ -10,12 +10,13 @@ from torch import nn
 from shardplan.core.layout import I, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
-from shardplan.twin.trace import record
+from shardplan.twin.recorder import record
 
 from .boundaries import boundaries
-from .types import Proof, Prover
+from .origins import Origins
+from .prover import Proof, Prover
 from .ranks import run_rank
-from .spread import Spread
+from .spreads import Spreads
 
 ATOMS = ("linear", "conv1d", "embedding")  # one multiplication or look-up; what they do inside is one operation
 
@@ -45,12 +46,12 @@ def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
     runs = [
         run_rank(bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks, rank) for rank in range(ranks)
     ]
-    spreads: dict[tuple[int, int], Spread | None] = {}
+    spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0])
     open_ones = [name for name, boundary in bound.items() if boundary.open_gradient]
     best: Proof | None = None
     for layout in (R, I) if open_ones else (R,):
         gathers = dict.fromkeys(open_ones, layout)
-        proof = Prover(bench.model, bound, bench.reference, runs, gathers, spreads).prove()
+        proof = Prover(bench.model, bound, spreads, origins, gathers).prove()
         if best is None or len(proof.findings) < len(best.findings):
             best = proof
         if not best.findings:

@@ -39,7 +39,8 @@ def _partial(f: Finding) -> str:
     where = general(f.module) or "the model"
     if f.subject == f.module:
         return f"a gradient inside {where} would be a partial sum, and is taken as complete"
-    return f"the gradient of what {general(f.subject) or 'the model'} hands to {where} would be a partial sum, and is taken as complete"
+    handed = f"what {general(f.subject) or 'the model'} hands to {where}"
+    return f"the gradient of {handed} would be a partial sum, and is taken as complete"
 
 
 def _crash(f: Finding) -> str:
@@ -51,31 +52,47 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "partial": (codes.PARTIAL, _partial),
     "complete": (
         codes.COMPLETE,
-        lambda f: f"the gradient of {general(f.subject)} is complete, but declared a partial sum: it would be tp times too large",
+        lambda f: (
+            f"the gradient of {general(f.subject)} is complete, but declared a partial sum: it would be tp times too large"
+        ),
     ),
     "meeting": (
         codes.MEETING,
-        lambda f: f"in {general(f.module) or 'the model'} a value with a complete gradient meets one with a partial gradient",
+        lambda f: (
+            f"in {general(f.module) or 'the model'} a value with a complete gradient meets one with a partial gradient"
+        ),
     ),
     "arrival": (
         codes.MISFIT,
-        lambda f: f"what arrives at {general(f.subject)} is {layout_words(f.arrived)}; its style takes {layout_words(f.wanted)}",
+        lambda f: (
+            f"what arrives at {general(f.subject)} is {layout_words(f.arrived)}; its style takes {layout_words(f.wanted)}"
+        ),
     ),
     "result": (
         codes.MISFIT,
-        lambda f: f"what {general(f.subject)} computes is {layout_words(f.arrived)}; its rule says {layout_words(f.wanted)}",
+        lambda f: (
+            f"what {general(f.subject)} computes is {layout_words(f.arrived)}; its rule says {layout_words(f.wanted)}"
+        ),
     ),
     "sum": (
         codes.SUM,
-        lambda f: f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} acts on a partial sum, and its results do not add up",
+        lambda f: (
+            f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} acts on a partial sum, "
+            "and its results do not add up"
+        ),
     ),
     "slices": (
         codes.SLICES,
-        lambda f: f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} gives no slice of the whole result",
+        lambda f: (
+            f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} gives no slice of the whole result"
+        ),
     ),
     "output": (
         codes.OUTPUT,
-        lambda f: f"the model's {f.subject if not f.subject.isdigit() else 'result'} would be {layout_words(f.arrived)}; callers read it {layout_words(f.wanted)}",
+        lambda f: (
+            f"the model's {f.subject if not f.subject.isdigit() else 'result'} would be {layout_words(f.arrived)}; "
+            f"callers read it {layout_words(f.wanted)}"
+        ),
     ),
     "untyped": (
         codes.UNTYPED,
@@ -83,7 +100,9 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     ),
     "outside": (
         codes.OUTSIDE,
-        lambda f: f"{general(f.subject)} is read by the code of {general(f.module) or 'the model'}, where it is a DTensor",
+        lambda f: (
+            f"{general(f.subject)} is read by the code of {general(f.module) or 'the model'}, where it is a DTensor"
+        ),
     ),
     "crash": (codes.CRASH, _crash),
 }

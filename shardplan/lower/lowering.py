@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.core.layout import SEQ, I, Layout, P, R, V
+from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, OutputMove
 from shardplan.core.tree import ModuleInfo, ancestors, block
@@ -145,4 +145,3 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
         base = programs.get(home) or ModuleProgram(home)
         programs[home] = replace(base, group=tuple(members))
     return {name: programs[name] for name in plan.tree.modules if name in programs}
-

@@ -19,7 +19,9 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
     shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program))
     names = [n for n in program.resolved.tree.modules if any(n in modules for modules in variants.values())]
     styles = {
-        name: ModuleStyle({mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}, shared)
+        name: ModuleStyle(
+            {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}, shared
+        )
         for name in names
     }
     return styles, shared

@@ -55,9 +55,7 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
         )
     by_type = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
     if by_type is None:
-        raise refuse(
-            CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file
-        )
+        raise refuse(CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file)
     cls = by_type[0] if isinstance(by_type, tuple) else by_type
     # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
     given = config if _takes(cls, config) else text_config(config)

@@ -14,8 +14,7 @@ NO_PATH = Code(
 NOT_JSON = Code(
     "SP502",
     "a model configuration that cannot be read",
-    "The file is not a JSON object in UTF-8, is nested too deeply, or is larger than any model "
-    "configuration.",
+    "The file is not a JSON object in UTF-8, is nested too deeply, or is larger than any model configuration.",
     bad='{"model_type": "llama",',
     good='{"model_type": "llama"}',
 )

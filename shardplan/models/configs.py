@@ -25,9 +25,7 @@ LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
 EXPERTS = re.compile(r"(^|_)experts$|^expert_num$")
 
 
-def config_of_file(
-    file: ConfigFile, settings: Mapping[str, Setting], *, trust_remote_code: bool
-) -> PreTrainedConfig:
+def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_remote_code: bool) -> PreTrainedConfig:
     """The configuration in a file, with the user's settings.
 
     Raises:
@@ -74,9 +72,7 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
     return _checked(CONFIG_MAPPING[model_type], {}, settings, model_type, None)
 
 
-def _checked(
-    make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None
-) -> Any:
+def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None) -> Any:
     try:
         with offline():
             config = make()

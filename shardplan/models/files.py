@@ -110,9 +110,7 @@ def _parse(path: Path, shown: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(NOT_JSON, f"{shown} cannot be read: {error}", file=shown) from None
     if text is None:
-        raise refuse(
-            NOT_JSON, f"{shown} is {size} bytes long, more than the {MAX_BYTES} that are read", file=shown
-        )
+        raise refuse(NOT_JSON, f"{shown} is {size} bytes long, more than the {MAX_BYTES} that are read", file=shown)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -120,9 +118,7 @@ def _parse(path: Path, shown: str) -> Any:
         what = error.msg[:1].lower() + error.msg[1:]
         raise refuse(NOT_JSON, f"{shown} is not JSON: {what} at {where}", file=shown) from None
     except (RecursionError, ValueError):  # nested too deeply; a number of more digits than Python reads
-        raise refuse(
-            NOT_JSON, f"{shown} is nested too deeply or holds a number too long", file=shown
-        ) from None
+        raise refuse(NOT_JSON, f"{shown} is nested too deeply or holds a number too long", file=shown) from None
 
 
 def _own_code(data: dict[str, Any]) -> list[str]:

@@ -96,9 +96,7 @@ def find_model(
     return found_from_config(config, word, file.shown)
 
 
-def found_from_config(
-    config: PreTrainedConfig, name: str | None = None, file: str | None = None
-) -> FoundModel:
+def found_from_config(config: PreTrainedConfig, name: str | None = None, file: str | None = None) -> FoundModel:
     """The model of a configuration object.
 
     Args:
@@ -152,9 +150,7 @@ def _remote_builder(config: PreTrainedConfig, shown: str) -> Builder:
 
     def build(device: str, dtype: torch.dtype) -> nn.Module:
         own = copy.deepcopy(config)
-        return _guarded(
-            lambda: auto.from_config(own, trust_remote_code=True, dtype=dtype), device, shown, shown
-        )
+        return _guarded(lambda: auto.from_config(own, trust_remote_code=True, dtype=dtype), device, shown, shown)
 
     return build
 
@@ -166,6 +162,4 @@ def _guarded(make: Callable[[], nn.Module], device: str, shown: str, file: str |
     except PlanError:
         raise
     except Exception as error:  # modelling code raises whatever an impossible configuration leads to
-        raise refuse(
-            CANNOT_BUILD, f"building the model of {shown} fails", notes=(reason(error),), file=file
-        ) from error
+        raise refuse(CANNOT_BUILD, f"building the model of {shown} fails", notes=(reason(error),), file=file) from error

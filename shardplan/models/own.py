@@ -38,9 +38,7 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
         found = attrgetter(name)(module)
     except AttributeError:
         public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise refuse(
-            NO_CALLABLE, f"the module {module_name} has no {name}", help=did_you_mean(name, public)
-        ) from None
+        raise refuse(NO_CALLABLE, f"the module {module_name} has no {name}", help=did_you_mean(name, public)) from None
     if not callable(found):
         raise refuse(NO_CALLABLE, f"{word} is a {type(found).__name__}, not a callable")
     return found

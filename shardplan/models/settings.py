@@ -34,9 +34,7 @@ def parse_setting(text: str) -> tuple[str, Setting]:
     except ValueError:
         parsed = [value]
     if isinstance(parsed, (list, dict)):
-        raise ValueError(
-            f"the value of {name.strip()} must be a number, true, false, null or a quoted string: {value}"
-        )
+        raise ValueError(f"the value of {name.strip()} must be a number, true, false, null or a quoted string: {value}")
     return name.strip(), parsed
 
 

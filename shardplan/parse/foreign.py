@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from shardplan.core.sources import SourceFile
 
-from .parsing import Parsed, compile_document
 from .parents import Origin
+from .parsing import Parsed, compile_document
 from .python_reader import read_python
 
 HF = "<hf>"

@@ -139,7 +139,9 @@ class _Reader:
         following = next(self.tokens)
         if following.kind == "sign" and following.text == closing:
             refuse(
-                self.file, f"not valid JSON: a comma before `{closing}`", self._span(token.start, token.end),
+                self.file,
+                f"not valid JSON: a comma before `{closing}`",
+                self._span(token.start, token.end),
                 help="remove the comma",
             )
         return following
@@ -148,8 +150,10 @@ class _Reader:
         text = json.loads(token.text)
         if _SURROGATE.search(text):
             refuse(
-                self.file, "not valid JSON: half of a surrogate pair is no character",
-                self._span(token.start, token.end), help="write the character itself",
+                self.file,
+                "not valid JSON: half of a surrogate pair is no character",
+                self._span(token.start, token.end),
+                help="write the character itself",
             )
         return text
 

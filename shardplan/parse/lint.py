@@ -104,8 +104,12 @@ def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
         if rule.override and position == 0:
             path = (*rule.location.path, "override")
             findings.add(
-                NO_EFFECT, "`override` has no effect on the first rule of a section", path, "key",
-                help="remove it", severity=Severity.WARNING,
+                NO_EFFECT,
+                "`override` has no effect on the first rule of a section",
+                path,
+                "key",
+                help="remove it",
+                severity=Severity.WARNING,
             )
         met: dict[str, str] = {}  # pattern of an earlier rule -> the first alternative that both have
         for text in texts:

@@ -60,8 +60,7 @@ ExpressionText = Annotated[
     Field(
         min_length=1,
         max_length=expressions.MAX_LENGTH,
-        description="An expression over the numbers of the model's configuration, with + - * // and "
-        "parentheses.",
+        description="An expression over the numbers of the model's configuration, with + - * // and parentheses.",
         examples=["num_key_value_heads * (hidden_size // num_attention_heads)"],
     ),
 ]
@@ -70,9 +69,7 @@ StyleName = TypeAliasType("StyleName", Annotated[str, WithJsonSchema(style_schem
 Dtype = Literal["bfloat16", "float16", "float32"]
 
 PartCount = Annotated[int, Field(ge=2, description="The number of parts, all of one size.")]
-PartSize = either(
-    (int, Annotated[int, Field(ge=1)], "a whole number"), (str, ExpressionText, "an expression")
-)
+PartSize = either((int, Annotated[int, Field(ge=1)], "a whole number"), (str, ExpressionText, "an expression"))
 PartSizes = Annotated[list[PartSize], Field(min_length=2, description="The sizes of the parts.")]
 Packed = either((int, PartCount, "a whole number"), (list, PartSizes, "a list of sizes"))
 Expressions = either(
@@ -167,21 +164,15 @@ class RuleOptions(_Model):
 
 Entry = TypeAliasType(
     "Entry",
-    either(
-        (str, StyleName, "the name of a style"), (dict, RuleOptions, "a mapping with a style and its options")
-    ),
+    either((str, StyleName, "the name of a style"), (dict, RuleOptions, "a mapping with a style and its options")),
 )
 
 
 class MixedPrecisionFields(_Model):
     """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
 
-    param: Dtype = Field(
-        default=None, description="The dtype in which layers compute.", examples=["bfloat16"]
-    )
-    reduce: Dtype = Field(
-        default=None, description="The dtype in which gradients are added up.", examples=["float32"]
-    )
+    param: Dtype = Field(default=None, description="The dtype in which layers compute.", examples=["bfloat16"])
+    reduce: Dtype = Field(default=None, description="The dtype in which gradients are added up.", examples=["float32"])
     output: Dtype = Field(default=None, description="The dtype of the model's output.", examples=["float32"])
     cast_forward_inputs: bool = Field(
         default=_default(MixedPrecision, "cast_forward_inputs"),
@@ -193,12 +184,8 @@ class MixedPrecisionFields(_Model):
 class PrefetchFields(_Model):
     """How many units to gather ahead of the one that computes."""
 
-    forward: int = Field(
-        default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1]
-    )
-    backward: int = Field(
-        default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2]
-    )
+    forward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1])
+    backward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2])
 
 
 class DataParallelFields(_Model):
@@ -229,8 +216,7 @@ class DataParallelFields(_Model):
     )
     cpu_offload: CpuOffload = Field(
         default=_default(DataParallel, "cpu_offload"),
-        description="Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned "
-        "memory.",
+        description="Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned memory.",
         examples=["pinned"],
     )
     prefetch: PrefetchFields = Field(
@@ -270,7 +256,8 @@ class CompileFields(_Model):
     )
     backend: str = Field(
         default=_default(Compile, "backend"),
-        min_length=1, max_length=200,
+        min_length=1,
+        max_length=200,
         description="torch.compile's backend.",
         examples=["inductor"],
     )
@@ -292,8 +279,7 @@ class PlanDocument(_Model):
     )
     models: list[Annotated[str, Field(pattern=WORD, max_length=100)]] = Field(
         default=[],
-        description="The models that the plan is for: Hugging Face model types (`config.model_type`) or "
-        "class names.",
+        description="The models that the plan is for: Hugging Face model types (`config.model_type`) or class names.",
         examples=[["llama", "LlamaForCausalLM"]],
     )
     extends: Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)] = Field(

@@ -58,9 +58,7 @@ class Unreadable(Exception):
         self.diagnostic = diagnostic
 
 
-def refuse(
-    file: str, message: str, span: Span | None, *, help: str | None = None, code: Code = SYNTAX
-) -> NoReturn:
+def refuse(file: str, message: str, span: Span | None, *, help: str | None = None, code: Code = SYNTAX) -> NoReturn:
     """Ends the reading of a text with one finding."""
     primary = Label(Location(file, span=span))
     raise Unreadable(Diagnostic(code.code, Severity.ERROR, message, primary, help=help))

@@ -26,8 +26,7 @@ from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nod
 _NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _QUOTE = "put quotes around a pattern that begins with `*`, `{`, `[`, `?`, `!` or `&`"
 _HELP = {
-    "mapping values are not allowed in this context": "put quotes around text that holds `: `, or mend the "
-    "indentation",
+    "mapping values are not allowed in this context": "put quotes around text that holds `: `, or mend the indentation",
     "did not find expected alphabetic or numeric character": _QUOTE,
     "did not find expected key": f"mend the indentation; {_QUOTE}",
     "did not find expected ',' or '}'": _QUOTE,
@@ -110,7 +109,9 @@ class _Composer:
         if event.version not in (None, (1, 2)):
             version = ".".join(map(str, event.version))
             refuse(
-                self.file, f"the file declares YAML {version}, plans are YAML 1.2", self._span(event),
+                self.file,
+                f"the file declares YAML {version}, plans are YAML 1.2",
+                self._span(event),
                 help="remove the `%YAML` line",
             )
 
@@ -218,7 +219,9 @@ class _Composer:
     def _key(self, key: str, span: Span, *, plain: bool) -> None:
         if plain and key == "<<":
             refuse(
-                self.file, "`<<` merges mappings in YAML 1.1 only; plans are YAML 1.2", span,
+                self.file,
+                "`<<` merges mappings in YAML 1.1 only; plans are YAML 1.2",
+                span,
                 help="write the entries out, or put them in a plan of their own and extend it",
             )
         self.stack[-1].key = (key, span)

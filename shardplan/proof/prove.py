@@ -120,9 +120,7 @@ class TwinCase:
         return Case(small.twin.build, lambda seed: small.twin.inputs(seed, kind), program, self.sizes, dtype)
 
 
-def _run(
-    case: TwinCase, program: Program, twin: Twin, processes: bool, dtype: torch.dtype
-) -> tuple[Comparison, ...]:
+def _run(case: TwinCase, program: Program, twin: Twin, processes: bool, dtype: torch.dtype) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them."""
     runs = []
     for kind in twin.kinds:

@@ -70,9 +70,7 @@ def whole_values(value: Tensor, packed: ParameterProgram | None = None) -> Ranke
     return [("all ranks", whole)]
 
 
-def simulate(
-    model: nn.Module, inputs: Mapping[str, Any], program: Program, reference: Step
-) -> tuple[Comparison, ...]:
+def simulate(model: nn.Module, inputs: Mapping[str, Any], program: Program, reference: Step) -> tuple[Comparison, ...]:
     """Apply a program to a model on the CPU, run a step on every rank, and compare it with the unsharded one.
 
     Args:
@@ -81,9 +79,7 @@ def simulate(
     return simulate_step(model, inputs, program, lambda *results: compare_step(reference, *results))
 
 
-def simulate_step(
-    model: nn.Module, inputs: Mapping[str, Any], program: Program, then: Callable[..., Any]
-) -> Any:
+def simulate_step(model: nn.Module, inputs: Mapping[str, Any], program: Program, then: Callable[..., Any]) -> Any:
     """As `simulate`, handing (loss, logits, gradients) of all ranks to `then`."""
     tp = program.resolved.sizes.tp
     with simulated_mesh(tp) as mesh:

@@ -41,7 +41,9 @@ def outcome(output: Any) -> tuple[Tensor, Tensor]:
         parts = [parts] if isinstance(parts, Tensor) else parts if isinstance(parts, Iterable) else []
         logits = next((part for part in parts if isinstance(part, Tensor) and part.is_floating_point()), None)
     if logits is None:
-        raise ValueError(f"the model returned {type(output).__name__} without a floating-point tensor: nothing to compare")
+        raise ValueError(
+            f"the model returned {type(output).__name__} without a floating-point tensor: nothing to compare"
+        )
     if loss is None:
         whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
         loss = whole.square().mean()

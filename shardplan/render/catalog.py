@@ -39,9 +39,7 @@ def catalog() -> dict[str, Code]:
 def page(code: Code) -> str:
     """The page of one code as Markdown, without a heading mark."""
     parts = [f"{code.code}: {code.title}", dedent(code.text).strip()]
-    parts += [
-        f"{word}:\n\n{fenced(text)}" for word, text in (("Wrong", code.bad), ("Right", code.good)) if text
-    ]
+    parts += [f"{word}:\n\n{fenced(text)}" for word, text in (("Wrong", code.bad), ("Right", code.good)) if text]
     return "\n\n".join(parts)
 
 

@@ -98,9 +98,7 @@ def _verification(report: VerifyReport) -> VerificationReport:
 
 
 def _proof(proof: VariantProof) -> ProofRecord:
-    return ProofRecord(
-        proof.variant, proof.ok, proof.parameters, proof.sharded, tuple(map(_comparison, proof.rows))
-    )
+    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, tuple(map(_comparison, proof.rows)))
 
 
 def _comparison(row: Comparison) -> ComparisonRecord:

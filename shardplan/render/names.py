@@ -29,9 +29,7 @@ def brace_names(names: Iterable[str]) -> tuple[str, ...]:
     for name in dict.fromkeys(names):
         prefix, dot, last = name.rpartition(".")
         groups.setdefault(prefix + dot, []).append(last)
-    return tuple(
-        prefix + (last[0] if len(last) == 1 else f"{{{','.join(last)}}}") for prefix, last in groups.items()
-    )
+    return tuple(prefix + (last[0] if len(last) == 1 else f"{{{','.join(last)}}}") for prefix, last in groups.items())
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -93,12 +93,8 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
         yield Row(
             name=module.name,
             styles=tuple(dict.fromkeys(rule.style for rule in rules)),
-            lines=tuple(
-                dict.fromkeys(place_text(rule.location, sources).rpartition(":")[0] for rule in rules)
-            ),
-            parameters=tuple(
-                _held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters
-            ),
+            lines=tuple(dict.fromkeys(place_text(rule.location, sources).rpartition(":")[0] for rule in rules)),
+            parameters=tuple(_held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters),
             moves=tuple(_moves(module)),
         )
 

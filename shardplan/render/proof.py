@@ -69,9 +69,7 @@ def _table(rows: Iterable[Comparison], paint: Paint) -> list[str]:
     lines = []
     for i, (name, error, where, verdict) in enumerate(cells):
         role = "strong" if i == 0 else VERDICTS[verdict.split()[0]]
-        lines.append(
-            f"  {name:<{widths[0]}}  {error:>{widths[1]}}  {where:<{widths[2]}}  {paint(role, verdict)}"
-        )
+        lines.append(f"  {name:<{widths[0]}}  {error:>{widths[1]}}  {where:<{widths[2]}}  {paint(role, verdict)}")
     return lines
 
 
@@ -85,6 +83,4 @@ def _verdict(report: VerifyReport, paint: Paint) -> str:
         return paint("good", f"proven: {report.plan} computes what {report.model} computes")
     if any(row.verdict == "differs" for row in report.rows):
         return paint("error", f"refuted: {report.plan} does not compute what {report.model} computes")
-    return paint(
-        "error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared"
-    )
+    return paint("error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared")

@@ -66,9 +66,7 @@ class FindingsReport:
     model: Annotated[str | None, "null where plans were read without a model"]
     mesh: Mesh | None
     checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
-    variants: Annotated[
-        tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"
-    ]
+    variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
     allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that the model allows with this plan"]
     count: Count
     findings: tuple[Finding, ...]
@@ -84,9 +82,7 @@ class ComparisonRecord:
         float | None, "largest difference over largest reference value, the worst rank's; null: not a number"
     ]
     where: Annotated[str, "the rank of the worst error"]
-    verdict: Annotated[
-        Literal["equal", "differs", "unproven"], "unproven: the reference is too small to say anything"
-    ]
+    verdict: Annotated[Literal["equal", "differs", "unproven"], "unproven: the reference is too small to say anything"]
     dtype: Annotated[str, "the precision in which the verdict was reached"]
 
 

@@ -17,9 +17,7 @@ from .catalog import catalog, fenced
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def to_sarif(
-    report: Report, *, root: Path | None = None, pages: Mapping[str, Code] | None = None
-) -> dict[str, Any]:
+def to_sarif(report: Report, *, root: Path | None = None, pages: Mapping[str, Code] | None = None) -> dict[str, Any]:
     """The report as one SARIF run.
 
     Args:

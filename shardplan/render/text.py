@@ -64,9 +64,7 @@ def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Labe
     here, elsewhere = [diagnostic.primary], []
     for label in diagnostic.related:
         same = label.location.file == diagnostic.primary.location.file
-        shown = (
-            sources.span(label.location) is not None and sources.span(diagnostic.primary.location) is not None
-        )
+        shown = sources.span(label.location) is not None and sources.span(diagnostic.primary.location) is not None
         (here if same and shown else elsewhere).append(label)
     return here, elsewhere
 
@@ -121,9 +119,7 @@ def place_text(location: Location, sources: SourceMap) -> str:
 def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
     """The modules concerned, folded, unless the finding names its only one already."""
     said = (diagnostic.message, *diagnostic.notes)
-    if not diagnostic.modules or (
-        len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)
-    ):
+    if not diagnostic.modules or (len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)):
         return ()
     folded = brace_names(fold_names(diagnostic.modules))
     names = ", ".join(folded[:MOST_NAMES])

@@ -6,9 +6,7 @@ from .record import ParameterStyle, Style, feature_dim
 NONE = "none"  # not a style: a child plan's way to remove an inherited rule
 
 STYLES: dict[str, Style] = {
-    style.name: style
-    for table in (linear, embedding, whole, doors, experts)
-    for style in table.STYLES
+    style.name: style for table in (linear, embedding, whole, doors, experts) for style in table.STYLES
 }
 ALIASES: dict[str, str] = {alias: style.name for style in STYLES.values() for alias in style.aliases}
 

@@ -6,6 +6,7 @@ from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo, ParameterInfo
+
 from . import STYLES, ParameterStyle, feature_dim
 from .record import WHOLE
 

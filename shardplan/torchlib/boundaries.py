@@ -41,6 +41,7 @@ class Enter:
             return move(x, self.mesh, src, boundary.dst)
 
         if boundary.argument == "*":
+
             def each(x: Any) -> Any:
                 return moved(x) if isinstance(x, Tensor) and x.is_floating_point() else x
 

@@ -19,9 +19,7 @@ from .regime import Regime
 Gradient = Literal["shard", "complete", "partial"]
 
 
-def distribute(
-    module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None
-) -> None:
+def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replace a parameter of the module by a DTensor Parameter; frozen stays frozen.
 
     Args:

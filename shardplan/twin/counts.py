@@ -47,9 +47,7 @@ def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[i
     for value in sorted({v for v in values if v > 0}):
         divisors = [small[other] for other in small if value % other == 0]
         begin = min(value, 2 * tp) if value % tp == 0 else min(value, at_least)
-        small[value] = like(
-            value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1
-        )
+        small[value] = like(value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1)
         floor = small[value] + 1
     return small
 
@@ -97,7 +95,5 @@ def small_widths(values: Iterable[int], hidden: tuple[int, int], tp: int) -> dic
         ratio = min(max(value / large, lowest), highest)
         wanted = max(8, round(small * ratio))
         step = 4 if value % 4 == 0 else 1
-        result[value] = like(
-            value, tp, at_least=min(wanted, value), multiple_of=step, avoid=set(result.values())
-        )
+        result[value] = like(value, tp, at_least=min(wanted, value), multiple_of=step, avoid=set(result.values()))
     return result

@@ -56,9 +56,7 @@ def text_inputs(
     rows = int(getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
     allowed = torch.tensor([i for i in range(rows) if i not in special])
     wanted = BATCH * seq_len
-    draws = [
-        allowed[torch.randperm(len(allowed), generator=generator)] for _ in range(-(-wanted // len(allowed)))
-    ]
+    draws = [allowed[torch.randperm(len(allowed), generator=generator)] for _ in range(-(-wanted // len(allowed)))]
     ids = torch.cat(draws)[:wanted].reshape(BATCH, seq_len)
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < rows:

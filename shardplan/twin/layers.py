@@ -53,9 +53,7 @@ def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple
     Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every
     list of the configuration that has one entry per layer.
     """
-    signatures = [
-        (structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))
-    ]
+    signatures = [(structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))]
     seen = Counter[Any]()
     first, twice = [], []
     for i, signature in enumerate(signatures):
@@ -107,9 +105,7 @@ def _structures(tree: ModuleTree, count: int) -> list[Signature]:
         for name, _, _, numbers in layer:
             for key, value in numbers:
                 values[name, key].add(value)
-    serial = {
-        key for key, seen in values.items() if len(seen) > SERIAL or re.search("(idx|index|_id)$", key[1])
-    }
+    serial = {key for key, seen in values.items() if len(seen) > SERIAL or re.search("(idx|index|_id)$", key[1])}
     return [
         tuple(
             (name, cls, parameters, tuple((k, v) for k, v in numbers if (name, k) not in serial))
@@ -119,9 +115,7 @@ def _structures(tree: ModuleTree, count: int) -> list[Signature]:
     ]
 
 
-def _layer(
-    tree: ModuleTree, listings: Listings, index: int
-) -> list[tuple[str, str, tuple[Any, ...], tuple[Any, ...]]]:
+def _layer(tree: ModuleTree, listings: Listings, index: int) -> list[tuple[str, str, tuple[Any, ...], tuple[Any, ...]]]:
     """The modules of one layer, over all listings: relative name, class, parameters, integers."""
     result = []
     for listing, children in listings:

@@ -23,9 +23,7 @@ LARGEST = 20_000_000  # parameters of a small model, and of a module that is cop
 Inputs = Callable[[int], Mapping[str, Any]]
 
 
-def module_maker(
-    model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype
-) -> Callable[[], nn.Module]:
+def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
     """What builds copies of a module on the CPU, all with the same random weights, in training mode without
     dropout.
 
@@ -33,9 +31,7 @@ def module_maker(
         PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers whose
             values nothing tells.
     """
-    size = sum(
-        p.numel() for p in (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
-    )
+    size = sum(p.numel() for p in (model.build("meta") if isinstance(model, FoundModel) else model).parameters())
     if size > LARGEST:
         raise refuse(
             TOO_LARGE,

@@ -66,9 +66,7 @@ def scale_of(config: PreTrainedConfig, whole: PreTrainedConfig, tp: int, seq_len
     def keeps_product(small: Mapping[int, int]) -> bool:
         if hidden is None or main_heads not in heads or main_dim not in small:
             return True
-        return main_heads * main_dim != hidden or same_relation(
-            heads[main_heads] * small[main_dim], hidden, tp
-        )
+        return main_heads * main_dim != hidden or same_relation(heads[main_heads] * small[main_dim], hidden, tp)
 
     head_dims = small_head_dims(dims, [(main_dim, part) for part in _rotary_parts(config)], keeps_product)
     small_hidden = _small_hidden(hidden, main_heads, main_dim, heads, head_dims, tp)
@@ -144,9 +142,7 @@ def _numbers(config: PreTrainedConfig, *, nested: bool = False) -> Iterator[tupl
 
 def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     """Fields that single layers override, by the layer's index."""
-    return (
-        config.to_dict().get("per_layer_config") or {} if getattr(config, "is_heterogeneous", False) else {}
-    )
+    return config.to_dict().get("per_layer_config") or {} if getattr(config, "is_heterogeneous", False) else {}
 
 
 def hidden_size(config: PreTrainedConfig) -> int | None:

@@ -52,17 +52,11 @@ def small_config(
 
 def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a configuration and of those nested in it, made small."""
-    data = {
-        key: value
-        for key, value in config.to_dict().items()
-        if key not in ("transformers_version", "model_type")
-    }
+    data = {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "model_type")}
     for name, value in vars(config).items():
         if not isinstance(value, PreTrainedConfig):
             continue
-        has_own_model = (
-            value is not text and hidden_size(value) is not None and hidden_size(value) != scale.hidden
-        )
+        has_own_model = value is not text and hidden_size(value) is not None and hidden_size(value) != scale.hidden
         kept = Kept(2, (0, 1))
         inner = scale_of(value, value, scale.tp, scale.seq_len, kept) if has_own_model else scale
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}

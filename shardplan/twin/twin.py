@@ -66,13 +66,9 @@ class Twin:
         try:
             yield
         except Exception as error:  # whatever the modelling code raises
-            raise refuse(
-                NOT_RUNNING, f"the small copy of {self.name} does not run", notes=(reason(error),)
-            ) from error
+            raise refuse(NOT_RUNNING, f"the small copy of {self.name} does not run", notes=(reason(error),)) from error
 
-    def inputs(
-        self, seed: int = 0, kind: str | None = None, padding: Padding | None = None
-    ) -> dict[str, Any]:
+    def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
         """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].
 
         Args:
@@ -85,9 +81,7 @@ class Twin:
         """
         kind = self.kinds[0] if kind is None else kind
         if kind not in self.kinds:
-            raise ValueError(
-                f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}"
-            )
+            raise ValueError(f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}")
         return self.feeder(kind, seed, padding)
 
 
@@ -139,15 +133,11 @@ def make_twin(
             raise ValueError(f"{name} has no transformers configuration to change")
         return _module_twin(model, name, tp, seed, dtype, inputs)
     if inputs is not None:
-        raise ValueError(
-            f"the inputs of {name} follow from its configuration; `inputs` is for modules without one"
-        )
+        raise ValueError(f"the inputs of {name} follow from its configuration; `inputs` is for modules without one")
     small, kept = _small(config, cls, tree, name, tp=tp, tied=tied)
     maker = _maker(cls, small, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(maker()).tied) != tied:
-        raise ValueError(
-            f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie"
-        )
+        raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
     seq_len, labels = sequence_length(tp), labels_of(cls)
     feeders = {"text": text_inputs, "image": image_inputs}
     kinds = ("text", "image") if takes_images(small) else ("text",)
@@ -226,9 +216,7 @@ def _small(
             if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
                 text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
             made = tree_of(_construct(cls, small, "meta", 0))
-        except (
-            Exception
-        ) as error:  # what the configuration and the modelling code raise on numbers they do not like
+        except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
             failures.append(reason(error))
             continue
         size = sum(parameter.numel for _, parameter in made.parameters.values())
@@ -237,9 +225,7 @@ def _small(
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
             return small, kept
-        failures.append(
-            f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}"
-        )
+        failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
     raise refuse(
         NO_TWIN,
         f"no small copy of {name} can be made for tp={tp}",

@@ -51,9 +51,7 @@ def main(argv: list[str]) -> int:
         for word in args.plans or builtin_plans():
             plan, _, name = word.partition("=")
             model = subject(name or parse_plan(plan).plan.models[0], tp)
-            for row in rows(
-                plan, model, sample=args.sample, seed=args.seed, help=not args.no_help, kinds=args.kinds
-            ):
+            for row in rows(plan, model, sample=args.sample, seed=args.seed, help=not args.no_help, kinds=args.kinds):
                 judged.append(row)
                 if row.disagrees:
                     print(row.text, flush=True)

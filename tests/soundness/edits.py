@@ -131,13 +131,22 @@ def _of_rule(document: Document, section: str, pattern: str, rule: Mapping[str, 
     for style in fitting(kind, overlay=section == "sequence_parallel"):
         if style != rule["style"]:
             kept = {k: v for k, v in rule.items() if k in _allowed(style)}
-            yield _edit(document, section, "swapped", f"{pattern}: {style} for {rule['style']}", pattern, {**kept, "style": style})
+            yield _edit(
+                document,
+                section,
+                "swapped",
+                f"{pattern}: {style} for {rule['style']}",
+                pattern,
+                {**kept, "style": style},
+            )
     for option, values in _options(rule).items():
         for value in values:
             changed = {k: v for k, v in rule.items() if k != option}
             if value is not None:
                 changed[option] = value
-            yield _edit(document, section, option, f"{pattern}: {option}={value} for {rule.get(option)}", pattern, changed)
+            yield _edit(
+                document, section, option, f"{pattern}: {option}={value} for {rule.get(option)}", pattern, changed
+            )
 
 
 def _allowed(style: str) -> set[str]:
@@ -167,9 +176,7 @@ def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
     return result
 
 
-def _edit(
-    document: Document, section: str, kind: str, what: str, pattern: str, rule: Mapping[str, Any] | None
-) -> Edit:
+def _edit(document: Document, section: str, kind: str, what: str, pattern: str, rule: Mapping[str, Any] | None) -> Edit:
     sections = {name: dict(rules) for name, rules in document.sections.items()}
     if rule is None:
         del sections[section][pattern]

@@ -14,7 +14,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from shardplan.core.diagnostics import PlanError  # noqa: E402
-from shardplan.models import find_model, hf_tp_plan  # noqa: E402
+from shardplan.models import hf_tp_plan  # noqa: E402
 from shardplan.parse import parse_plan  # noqa: E402
 
 from .judge import Verdict, judge, subject  # noqa: E402

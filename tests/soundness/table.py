@@ -97,7 +97,10 @@ def table(rows: Iterable[Row]) -> str:
         )
         lines.append(f"| {kind or '**all**'} | " + " | ".join(map(str, numbers)) + " |")
     by = Counter(row.verdict for row in rows if row.truth != "right")
-    lines += ["", f"Of the wrong plans the structural checks refuse {by['structure']}, the layout check {by['layout']}."]
+    lines += [
+        "",
+        f"Of the wrong plans the structural checks refuse {by['structure']}, the layout check {by['layout']}.",
+    ]
     held = sum(row.only_structure for row in rows)
     lines.append(f"{held} more compute the right numbers, and are refused by a structural check for another reason.")
     named = Counter(row.named for row in rows if row.named)

@@ -1,0 +1,55 @@
+"""What a value of a run was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+
+from shardplan.twin.trace import Event, Trace
+
+
+class Origins:
+    """Looks back along one run."""
+
+    def __init__(self, run: Trace):
+        self.run = run
+
+    @cached_property
+    def _producers(self) -> Mapping[int, Event]:
+        producers: dict[int, Event] = {}
+        for event in self.run.events:
+            for number in event.outputs:
+                if number not in event.inputs:
+                    producers.setdefault(number, event)
+        return producers
+
+    def modules(self, number: int) -> tuple[str, ...]:
+        """The modules with parameters or a boundary that a value comes from, the nearest first: back to the first
+        multiplication, look-up or move on each way."""
+        found: dict[str, None] = {}
+        seen, queue = {number}, [number]
+        for current in queue:
+            if current in self.run.parameters:
+                found[self.run.parameters[current].rpartition(".")[0]] = None
+                continue
+            event = self._producers.get(current)
+            if event is None:
+                continue
+            if event.kind in ("enter", "leave") or event.place[2] == "atom":
+                found[event.module] = None
+                continue
+            for other in event.inputs:
+                if other not in seen and self.run.requires_grad[other]:
+                    seen.add(other)
+                    queue.append(other)
+        return tuple(found)
+
+    def parameters(self, number: int) -> tuple[int, ...]:
+        """The parameters that a value is made of, if it is made of nothing else that is differentiable."""
+        if number in self.run.parameters:
+            return (number,)
+        event = self._producers.get(number)
+        if event is None or event.kind not in ("op", "read"):
+            return ()
+        sources = [self.parameters(i) for i in dict.fromkeys(event.inputs) if self.run.requires_grad[i]]
+        return tuple(n for source in sources for n in source) if all(sources) else ()

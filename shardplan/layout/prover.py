@@ -1,0 +1,420 @@
+"""The types of all values of a run, and where they do not fit.
+
+How a value is spread over the ranks (whole, split, a sum) is told by comparing what each rank has with what the
+unsharded model has at the same place. Whether the gradient of a whole value is complete (I) or a partial sum (R)
+follows from how it is read, as the chain rule has it, operation by operation:
+
+| result | a whole operand's gradient on this rank |
+|---|---|
+| split | is this rank's slice's share: a partial sum |
+| sum | is this rank's summand's share: a partial sum |
+| whole | is complete where the result's is, and a partial sum where the result's is |
+
+So a result that is split or a sum wants R of its whole operands, and a whole result wants all of one type, which it
+has too. Nothing depends on which operation it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from shardplan.core.layout import I, Layout, R
+from shardplan.core.tree import ancestors, block
+from shardplan.torchlib.packing import packed_order
+from shardplan.twin.recorder import argument_names
+from shardplan.twin.trace import Event
+
+from .boundaries import Boundary
+from .finding import Finding, Kind, Operand
+from .origins import Origins
+from .reads import SharedRead, shared_reads
+from .spread import SUM, WHOLE, Spread
+from .spreads import Spreads
+from .types import FREE, LAYOUTS, Type, declared, same_order
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was found.
+
+    Args:
+        findings: in the order of the run.
+        arrivals: what arrives at each module that takes I or R; at one that gathers its output, what it hands on.
+        reads: values that several modules move I -> R, each on its own.
+        operations: how many operations were typed.
+    """
+
+    findings: tuple[Finding, ...]
+    arrivals: Mapping[str, Layout]
+    reads: tuple[SharedRead, ...]
+    operations: int
+
+
+class Prover:
+    """Types one run.
+
+    Args:
+        model: the unsharded model.
+        plan: the boundary of each module.
+        spreads: of the run of every rank.
+        origins: of the first rank's run.
+        gathers: what modules with an open gradient hand on; R where not said.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, Boundary],
+        spreads: Spreads,
+        origins: Origins,
+        gathers: Mapping[str, Layout],
+    ):
+        self.model, self.plan, self.spreads, self.origins, self.gathers = model, plan, spreads, origins, gathers
+        self.runs, self.run = spreads.runs, origins.run
+        self.types: dict[int, Type] = {}
+        self.maker: dict[int, str] = {}
+        self.doubtful: set[int] = set()
+        self.reported: set[tuple[Kind, str]] = set()
+        self.findings: list[Finding] = []
+        self.arrivals: dict[str, Layout] = {}
+        self.operations = 0
+        self.entering: list[tuple[int, str]] = []  # (value, module): an I that a module moves to R
+
+    def prove(self) -> Proof:
+        self._parameters()
+        for event in self.run.events:
+            getattr(self, f"_{event.kind}")(event)
+        for run in self.runs[1:]:
+            if run.crash is not None and self.run.crash is None:
+                self._crash(run.crash, other_rank=True)
+        taken = (name for name, boundary in self.plan.items() if boundary.assignment is not None)
+        reads = shared_reads(self.run, self.entering, taken)
+        return Proof(tuple(self.findings), self.arrivals, reads, self.operations)
+
+    def _parameters(self) -> None:
+        owners = {f"{b.name}.{p.name}" if b.name else p.name: (b, p) for b in self.plan.values() for p in b.parameters}
+        for number, name in self.run.parameters.items():
+            _, parameter = owners[name]
+            if parameter.dim is not None:
+                order = self._packed(parameter.parts) if parameter.parts else None
+                self.types[number] = Type("V", Spread("split", parameter.dim, order))
+            else:
+                self.types[number] = Type("R" if parameter.gradient == "partial" else "I")
+            self.maker[number] = name.rpartition(".")[0]
+
+    def _packed(self, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        order = packed_order(parts, len(self.runs)).view(len(self.runs), -1)
+        return tuple(tuple(indices) for indices in order.tolist())
+
+    def type_of(self, number: int) -> Type:
+        return self.types.get(number, FREE)
+
+    def _sources(self, numbers: Iterable[int]) -> list[int]:
+        """The differentiable values among these; in place of one that was not compared, what it was made from."""
+        result: dict[int, None] = {}
+        for number in numbers:
+            if self.run.requires_grad[number]:
+                found = self.type_of(number)
+                result.update(dict.fromkeys(sorted(found.sources) if found.kind == "?" else [number]))
+        return list(result)
+
+    # Events.
+
+    def _op(self, event: Event) -> None:
+        self.operations += 1
+        for number in event.inputs:
+            if number in self.run.parameters and not self._readable(number, event.module):
+                self._find("outside", event, self.run.parameters[number], (number,), once=True)
+        sources = self._sources(event.inputs)
+        unfilled = event.writes or event.kind == "read" or any(self.type_of(i).kind == "?" for i in event.inputs)
+        for index, output in enumerate(event.outputs):
+            if output in event.inputs or output in self.types:
+                continue
+            self.maker[output] = event.module
+            if any(i in self.doubtful for i in event.inputs):
+                self.doubtful.add(output)
+            spread = self.spreads.of(event, index)
+            if not self.run.requires_grad[output]:
+                self.types[output] = (
+                    Type(LAYOUTS.get(spread.kind, "whole"), spread) if isinstance(spread, Spread) else FREE
+                )
+            elif spread == "?" or (spread is None and unfilled):
+                self.types[output] = Type("?", sources=frozenset(sources))
+            elif spread is None:
+                self._mismatch(event, sources, output)
+            else:
+                self.types[output] = self._combine(event, sources, spread, output)
+
+    def _readable(self, number: int, reader: str) -> bool:
+        """Whether a parameter is a local tensor while a module's forward runs: in its owner's, in that of the block which
+        sums its partial gradient, and in that of a module around it that owns parameters where no rule comes below."""
+        owner = self.run.parameters[number].rpartition(".")[0]
+        running = (reader, *ancestors(reader)) if reader else ("",)
+        if owner in running:
+            return True
+        if self.type_of(number).kind == "R" and block(owner) in running:
+            return True
+        return any(
+            self.plan[name].assignment is None and self.plan[name].parameters and not self._ruled_below(name)
+            for name in running
+            if owner.startswith(f"{name}." if name else "")
+        )
+
+    def _ruled_below(self, name: str) -> bool:
+        prefix = f"{name}." if name else ""
+        return any(other.startswith(prefix) and b.assignment is not None for other, b in self.plan.items() if other)
+
+    def _read(self, event: Event) -> None:
+        if not event.inputs and self.run.requires_grad[event.outputs[0]]:
+            spread = self.spreads.of(event, 0)
+            self._find("untyped", event, event.module, event.outputs)
+            self.types[event.outputs[0]] = Type("I", spread if isinstance(spread, Spread) else WHOLE)
+            return
+        self._op(event)
+
+    def _combine(self, event: Event, sources: list[int], spread: Spread, output: int) -> Type:
+        kinds = {number: self.type_of(number).kind for number in sources}
+        tails = [n for n, kind in kinds.items() if kind == "tail"]
+        if tails:
+            return self._untangle(event, sources, tails[0], spread, output)
+        if spread.kind != "whole":
+            for number, kind in kinds.items():
+                if kind == "I":
+                    self._found_partial(event, number)
+            return Type(LAYOUTS[spread.kind], spread)
+        if spread.empty and "P" in kinds.values():
+            return Type("P", SUM)
+        if spread.empty and "V" in kinds.values():
+            return FREE
+        complete = [n for n, kind in kinds.items() if kind == "I"]
+        partial = [n for n, kind in kinds.items() if kind == "R"]
+        if complete and partial:
+            return self._meeting(event, complete, partial, output)
+        return Type("I") if complete else Type("R") if partial else FREE
+
+    def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
+        """A whole result of operands of both types: if one side is parameters only, these are wrong."""
+        if all(n in self.run.parameters for n in complete):
+            for number in complete:
+                self._found_partial(event, number)
+            return Type("R")
+        if all(n in self.run.parameters for n in partial):
+            for number in partial:
+                self._find("complete", event, self.run.parameters[number], event.inputs, once=True)
+            return Type("I")
+        self._find("meeting", event, event.module, event.inputs)
+        self.doubtful.add(output)
+        return Type("R")
+
+    def _found_partial(self, event: Event, number: int) -> None:
+        others = tuple(i for i in event.inputs if i != number)
+        parameters = self.origins.parameters(number)
+        for parameter in parameters:
+            self._find("partial", event, self.run.parameters[parameter], (parameter, *others), once=True)
+        if not parameters:
+            self._find("partial", event, self.maker.get(number, event.module), (number, *others), once=True)
+
+    def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
+        """Which features of a value with an R tail an operation takes."""
+        whole, tail = self.run.values[tangled], self.type_of(tangled).tail
+        value = self.run.values[output]
+        head, rest = whole[..., :-tail], whole[..., -tail:]
+        if value.shape == rest.shape and torch.equal(value, rest):
+            return Type("R")
+        if value.shape == head.shape and torch.equal(value, head):
+            return Type("I")
+        if value.shape[-1:] == whole.shape[-1:] and spread.kind == "whole":
+            return Type("tail", tail=tail)
+        self._find("untyped", event, event.module, event.inputs)
+        return Type("I")
+
+    def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
+        kinds = {self.type_of(number).kind for number in sources}
+        split = [n for n in sources if self.type_of(n).kind == "V"]
+        if not event.module and split:  # the model's last step with its logits, before callers get them
+            arrived = self.type_of(split[0]).describe(self.run.values[split[0]].ndim)
+            self._find("output", event, "logits", split[:1], arrived=arrived, wanted="I")
+            self.doubtful.add(output)
+            self.types[output] = FREE
+            return
+        self._find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
+        self.doubtful.add(output)
+        self.types[output] = Type("P", SUM) if "P" in kinds else FREE
+
+    def _enter(self, event: Event) -> None:
+        boundary = self.plan[event.module]
+        if not boundary.takes:
+            return
+        module = self.model.get_submodule(event.module)
+        for position, name in enumerate(event.names):
+            if boundary.argument == "*":
+                chosen = self.run.values[event.inputs[position]].is_floating_point()
+            else:
+                chosen = name == (boundary.argument or argument_names(module)[0])
+            if chosen:
+                self._arrive(event, boundary, position)
+
+    def _arrive(self, event: Event, boundary: Boundary, position: int) -> None:
+        number, inside = event.inputs[position], event.outputs[position]
+        if inside != number and inside not in self._read_values:
+            return
+        ndim = self.run.values[number].ndim
+        arrived = self._resolved(event, number, position)
+        if not any(self._fits(arrived, layout, ndim, boundary) for layout in boundary.takes):
+            wanted = " or ".join(str(layout) for layout in boundary.takes)
+            self._find("arrival", event, boundary.name, (number,), arrived=arrived.describe(ndim), wanted=wanted)
+        if arrived.kind == "I" and boundary.inside == R:
+            self.entering.append((number, boundary.name))
+        if I in boundary.takes and R in boundary.takes and arrived.kind in ("I", "R"):
+            before = self.arrivals.setdefault(boundary.name, I if arrived.kind == "I" else R)
+            if before.kind != arrived.kind:
+                self._find(
+                    "arrival", event, boundary.name, (number,), arrived=arrived.kind, wanted=f"{before}, as before"
+                )
+        self.maker.setdefault(inside, boundary.name)
+        if inside != number or inside not in self.types:
+            self.types[inside] = declared(boundary.inside, self.run.values[inside].ndim)
+
+    @cached_property
+    def _read_values(self) -> frozenset[int]:
+        """The values that some differentiable result is made from, or that reach another boundary."""
+        return frozenset(
+            number
+            for event in self.run.events
+            for number in event.inputs
+            if event.kind != "op" or any(self.run.requires_grad[output] for output in event.outputs)
+        )
+
+    def _resolved(self, event: Event, number: int, position: int) -> Type:
+        """The type of what stands at a boundary; what was not compared before is compared there."""
+        found = self.type_of(number)
+        if found.kind != "?":
+            return found
+        spread = self.spreads.of(event, position, inputs=True)
+        if not isinstance(spread, Spread):
+            self._find("untyped", event, event.module, (number,))
+            self.doubtful.add(number)
+            return found
+        resolved = self._combine(event, self._sources([number]), spread, number)
+        self.types[number] = resolved
+        return resolved
+
+    def _fits(self, found: Type, layout: Layout, ndim: int, boundary: Boundary | None) -> bool:
+        if found.spread.empty or found.kind == "?":
+            return True
+        if found.kind == "whole":
+            return layout.kind in "IR" and found.spread.kind == "whole"
+        if found.kind != layout.kind:
+            return False
+        if found.kind != "V":
+            return True
+        if found.spread.dim != layout.dim % ndim:
+            return False
+        expected = self._read_order(boundary) if boundary is not None and layout.dim == -1 else None
+        return same_order(found.spread.order, expected, len(self.runs))
+
+    def _read_order(self, boundary: Boundary) -> tuple[tuple[int, ...], ...] | None:
+        """The order in which the split input features of a module's weight lie on the ranks."""
+        parts = next((p.parts for p in boundary.parameters if p.name == "weight"), ())
+        return self._packed(parts) if parts else None
+
+    def _leave(self, event: Event) -> None:
+        boundary = self.plan[event.module]
+        for position, number in enumerate(event.inputs):
+            if self.run.requires_grad[number]:
+                self._resolved(event, number, position)
+        if boundary.hands is not None and event.inputs:
+            self._hand_on(event, boundary)
+        if boundary.tail and event.outputs:
+            self.types[event.outputs[0]] = Type("tail", tail=boundary.tail)
+        for position in boundary.outside:
+            if position < len(event.inputs):
+                self._hand_outside(event, boundary, position)
+        if not event.module:
+            self._hand_over(event)
+
+    def _hand_on(self, event: Event, boundary: Boundary) -> None:
+        number, handed = event.inputs[0], event.outputs[0]
+        computed, ndim = self.type_of(number), self.run.values[number].ndim
+        if not self._fits(computed, boundary.computes, ndim, None):
+            wanted = str(boundary.computes)
+            self._find("result", event, boundary.name, (number,), arrived=computed.describe(ndim), wanted=wanted)
+        hands = boundary.hands
+        if boundary.open_gradient:
+            hands = self.arrivals[boundary.name] = self.gathers.get(boundary.name, R)
+        if handed != number:
+            self.types[handed] = declared(hands, self.run.values[handed].ndim)
+            self.maker[handed] = boundary.name
+
+    def _hand_outside(self, event: Event, boundary: Boundary, position: int) -> None:
+        found = self.type_of(event.inputs[position])
+        if found.kind not in ("R", "whole"):
+            ndim = self.run.values[event.inputs[position]].ndim
+            arrived = found.describe(ndim)
+            self._find(
+                "result", event, boundary.name, event.inputs[position : position + 1], arrived=arrived, wanted="R"
+            )
+        self.types[event.outputs[position]] = Type("I")
+        self.maker[event.outputs[position]] = boundary.name
+
+    def _hand_over(self, event: Event) -> None:
+        """The model's results: callers get a loss and logits that every rank has whole, with complete gradients."""
+        named = dict(zip(event.names, event.outputs, strict=True))
+        results = {n: named[n] for n in ("logits", "loss") if n in named} or dict(list(named.items())[:1])
+        for name, number in results.items():
+            found = self.type_of(number)
+            if self.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
+                ndim = self.run.values[number].ndim
+                self._find("output", event, name, (number,), arrived=found.describe(ndim), wanted="I")
+
+    def _crash(self, event: Event, other_rank: bool = False) -> None:
+        self._find("crash", event, event.module, event.inputs if not other_rank else (), message=event.message)
+
+    # Findings.
+
+    def _find(
+        self,
+        kind: Kind,
+        event: Event,
+        subject: str,
+        numbers: Sequence[int],
+        *,
+        arrived: str = "",
+        wanted: str = "",
+        message: str = "",
+        once: bool = False,
+    ) -> None:
+        if once and (kind, subject) in self.reported:
+            return
+        self.reported.add((kind, subject))
+        self.findings.append(
+            Finding(
+                kind,
+                event.module,
+                subject,
+                event.name if event.kind in ("op", "crash") else "",
+                event.source,
+                tuple(self._operand(number) for number in dict.fromkeys(numbers)),
+                arrived,
+                wanted,
+                message,
+                follows=any(number in self.doubtful for number in numbers),
+            )
+        )
+
+    def _operand(self, number: int) -> Operand:
+        value = self.run.values[number]
+        return Operand(
+            number,
+            self.run.parameters.get(number),
+            self.maker.get(number, ""),
+            tuple(value.shape),
+            self.type_of(number).describe(value.ndim),
+            self.run.requires_grad[number],
+            self.origins.modules(number),
+        )

@@ -1,0 +1,61 @@
+"""Comparing what every rank has with what the unsharded model has, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from torch import Tensor
+
+from shardplan.twin.trace import Event, Trace
+
+from .boundaries import Boundary
+from .spread import Spread, scale, spread_of
+
+
+class Spreads:
+    """How the values of a run are spread; each is compared once.
+
+    Args:
+        plan: the boundary of each module.
+        reference: the unsharded run.
+        runs: the run of each rank.
+    """
+
+    def __init__(self, plan: Mapping[str, Boundary], reference: Trace, runs: Sequence[Trace]):
+        self.plan, self.reference, self.runs = plan, reference, runs
+        self._known: dict[tuple[int, bool], Spread | None] = {}
+
+    def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | str | None:
+        """How a value of an event of the first rank is spread; None where the ranks' values do not make up the
+        reference, "?" where the runs are out of step."""
+        others = [run.at.get(event.place) for run in (self.reference, *self.runs)]
+        count = len(event.inputs if inputs else event.outputs)
+        for other in others:
+            if other is None or other.name != event.name or len(other.inputs if inputs else other.outputs) != count:
+                return "?"
+        numbers = [other.inputs if inputs else other.outputs for other in others]
+        key = (numbers[1][index], inputs)
+        if key not in self._known:
+            whole = self._unsharded(event, numbers[0], index)
+            locals_ = [run.values[n[index]] for run, n in zip(self.runs, numbers[1:], strict=True)]
+            found = spread_of(locals_, whole)
+            if found is None:
+                noise = max((scale(self.reference.values[i]) for i in others[0].inputs), default=0.0)
+                found = spread_of(locals_, whole, noise)
+            self._known[key] = found
+        return self._known[key]
+
+    @cached_property
+    def _whole_parameters(self) -> Mapping[str, Tensor]:
+        return {name: self.reference.values[number] for number, name in self.reference.parameters.items()}
+
+    def _unsharded(self, event: Event, values: tuple[int, ...], index: int) -> Tensor:
+        """The reference of a value; of what a module computes before a bias is added, without the bias."""
+        whole = self.reference.values[values[index]]
+        if event.place[2] in ("atom", "out") and index == 0:
+            boundary = self.plan[event.module]
+            for parameter in boundary.parameters:
+                if parameter.withheld:
+                    whole = whole - self._whole_parameters[f"{boundary.name}.{parameter.name}"]
+        return whole

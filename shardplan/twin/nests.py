@@ -1,0 +1,48 @@
+"""Tensors in what modules take and return: nests of tuples, lists and mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in a nest of tuples, lists and mappings, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+
+
+def named_results(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module's result with their keys or positions."""
+    if isinstance(value, Tensor):
+        yield "0", value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            for i, tensor in enumerate(tensors_in(item)):
+                yield (str(key) if isinstance(item, Tensor) else f"{key}.{i}"), tensor
+    elif isinstance(value, (tuple, list)):
+        for position, item in enumerate(value):
+            for i, tensor in enumerate(tensors_in(item)):
+                yield (str(position) if isinstance(item, Tensor) else f"{position}.{i}"), tensor
+
+
+def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
+    """The same nest with some tensors exchanged, by id."""
+    if isinstance(value, Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            value[key] = replaced(item, new)
+        return value
+    if isinstance(value, (tuple, list)):
+        items = [replaced(item, new) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
