@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from shardplan.compiler.inputs import AnyPlan, find_model, model_name, plan_name, read_plan
+from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, plan_name, read_plan
 from shardplan.compiler.variants import (
     Variants,
     any_error,
@@ -68,6 +68,7 @@ def validate(
     seq_len: int | None = None,
     strict: bool = False,
     layouts: bool = True,
+    inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
@@ -84,6 +85,8 @@ def validate(
         strict: warnings are errors.
         layouts: prove the layouts of activations and gradients too, where the structure is right; without it the check
             is done sooner and says less.
+        inputs: what to call a module of your own with, for the layouts: a function from a seed to keyword arguments of
+            its `forward`, or `module:callable`. Without it token ids are tried.
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
 
@@ -94,15 +97,17 @@ def validate(
     from shardplan.layout import ModelLayouts
 
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate, cp=cp)
-    found, about_model = find_model(model, settings or {}, trust_remote_code)
+    source = ModelSource(model, settings or {}, trust_remote_code, inputs)
+    found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
     findings = [*about_model, *about_plan]
-    report = Report(sources=sources, plans=(plan_name(plan),), model=model_name(model), sizes=sizes)
+    report = Report(sources=sources, plans=(plan_name(plan),), model=source.name, sizes=sizes)
     if found is not None and read is not None:
         report, variants = _check(report, read, found, sequence_parallel, seq_len)
         if layouts and (report.checked_tp or 1) > 1 and not variants.any_error:
             variants = prove_layouts(variants, read, ModelLayouts(found, report.checked_tp))
         findings += variants.together
+        report = replace(report, secondary=ordered(variants.secondary, sources))
     findings = ordered(findings, sources)
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
 
@@ -133,6 +138,7 @@ def compile_plan(
     compile: Override = None,
     seq_len: int | None = None,
     strict: bool = False,
+    inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Program:
@@ -147,13 +153,14 @@ def compile_plan(
             leaves the section out, True takes its defaults (on the data-parallel units), None is as the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
+        inputs, settings, trust_remote_code: as for `validate`.
 
     Raises:
         PlanError: all that `validate` can tell.
         TypeError, ValueError: a wrong argument.
     """
     return _compile(
-        model,
+        ModelSource(model, settings or {}, trust_remote_code, inputs),
         _sizes(mesh),
         plan,
         sequence_parallel=sequence_parallel,
@@ -165,8 +172,6 @@ def compile_plan(
         },
         seq_len=seq_len,
         strict=strict,
-        settings=settings or {},
-        trust_remote_code=trust_remote_code,
     )[0]
 
 
@@ -182,6 +187,7 @@ def apply_plan(
     compile: Override = None,
     seq_len: int | None = None,
     strict: bool = False,
+    inputs: AnyInputs | None = None,
     axes: Mapping[str, str] | None = None,
     check_inputs: bool = False,
     src_data_rank: int | None = 0,
@@ -195,8 +201,8 @@ def apply_plan(
         model: on the meta device, the CPU or a CUDA device, not sharded yet.
         mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
             understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
-        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, seq_len, strict: as for
-            `compile_plan`.
+        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, seq_len, strict, inputs: as
+            for `compile_plan`.
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
@@ -214,7 +220,7 @@ def apply_plan(
     plan_mesh = read_mesh(mesh, axes)
     with same_on_all_ranks(mesh) as say:
         program, warnings = _compile(
-            model,
+            ModelSource(model, inputs=inputs),
             plan_mesh.sizes,
             plan,
             sequence_parallel=sequence_parallel,
@@ -245,6 +251,7 @@ def verify(
     sequence_parallel: bool | None = None,
     logits: Logits = "plan",
     processes: bool = False,
+    inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
@@ -258,25 +265,26 @@ def verify(
         sequence_parallel: with or without the overlay; None proves both where the plan has one.
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
             above 1.
+        inputs, settings, trust_remote_code: as for `validate`.
         progress: is told what is being done.
 
     Raises:
         PlanError: the plan has errors.
         ValueError: data parallelism without `processes`, or a process group exists already.
     """
-    from shardplan.proof.prove import Source, prove
+    from shardplan.proof.prove import prove
 
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     if sizes.world_size > tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    found, about_model = find_model(model, settings or {}, trust_remote_code)
+    source = ModelSource(model, dict(settings or {}), trust_remote_code, inputs)
+    found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
     _raise_errors((*about_model, *about_plan), sources, strict=False)
     wanted = wanted_variants(read, sequence_parallel)
     variants = check_variants(bind_variants(read, found.tree, sizes, wanted))
     about_both = variants.together
     _raise_errors((*about_model, *about_plan, *about_both), sources, strict=False)
-    source = Source(model, dict(settings or {}), trust_remote_code)
     return prove(source, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
 
 
@@ -292,7 +300,7 @@ def applied(model: nn.Module) -> Applied:
 
 
 def _compile(
-    model: AnyModel,
+    source: ModelSource,
     sizes: MeshSizes,
     plan: AnyPlan,
     *,
@@ -301,8 +309,6 @@ def _compile(
     sections: Mapping[str, Override],
     seq_len: int | None,
     strict: bool,
-    settings: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
 ) -> tuple[Program, tuple[Diagnostic, ...]]:
     """The program, and the warnings met on the way."""
     from shardplan.compiler.overrides import overriding_document, with_parent
@@ -310,7 +316,7 @@ def _compile(
     from shardplan.layout import ModelLayouts
     from shardplan.parse import parse_plan
 
-    found, about_model = find_model(model, settings or {}, trust_remote_code)
+    found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
     findings = [*about_model, *about_plan]
     if (document := overriding_document(sections)) is not None:

@@ -46,3 +46,17 @@ def bfloat16_matrices() -> nn.Module:
     for block in blocks:
         block.down.to(torch.bfloat16)
     return Stack(blocks)
+
+
+def blocks() -> nn.Module:
+    """Two blocks."""
+    return Stack([Block(), Block()])
+
+
+def features(seed: int) -> dict[str, torch.Tensor]:
+    """What to call them with: no token ids."""
+    return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+def no_features(seed: int) -> dict[str, torch.Tensor]:
+    raise FileNotFoundError("no such dataset")

@@ -118,6 +118,20 @@ def test_strict_makes_warnings_errors(capsys):
     assert "error[SP205]" in capsys.readouterr().out
 
 
+def test_what_follows_from_a_finding_is_counted_and_shown_if_wanted(capsys):
+    model = "tests/cases/models/llama-3.1-8b.json"
+    words = ["validate", model, "tests/cases/err/SP403-unreduced.yaml", "--tp", "2", "--no-sequence-parallel"]
+    assert main(words) == 1
+    short = capsys.readouterr().out
+    assert short.count("error[") == 1 and "that follow from them (--verbose)" in short
+    assert main([*words, "--verbose"]) == 1
+    long = capsys.readouterr().out
+    assert long.count("error[") > 1 and long.startswith(short.partition("\n\n1 error")[0])
+    assert main([*words, "--json"]) == 1
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["findings"]) == 1 and len(data["secondary"]) == long.count("error[") - 1
+
+
 def test_json(capsys):
     assert main(["validate", QWEN, "qwen3", "--tp", "3", "--dp-shard", "2", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)

@@ -70,6 +70,24 @@ def test_show(capsys):
     assert "model.layers.35.self_attn.q_norm" in capsys.readouterr().out
 
 
+def test_show_prints_what_the_layout_check_finds(tmp_path, capsys):
+    path = tmp_path / "wrong.yaml"
+    path.write_text(WRONG, "utf-8")
+    assert main(["show", QWEN, str(path), "--tp", "2"]) == 1
+    assert "error[SP401]" in capsys.readouterr().out
+
+
+def test_a_module_is_called_with_the_inputs_that_are_named(capsys):
+    plan = str(Path(__file__).parent / "cases" / "ok" / "own-inputs.yaml")
+    words = ["tests.case_models:blocks", plan, "--tp", "2"]
+    assert main(["verify", *words, "--inputs", "tests.case_models:features"]) == 0
+    assert "layers.0-1.up.weight" in capsys.readouterr().out
+    assert main(["verify", *words, "--inputs", "tests.case_models:features", "--processes"]) == 0
+    capsys.readouterr()
+    assert main(["verify", *words]) == 1
+    assert "error[SP522]" in capsys.readouterr().out
+
+
 def test_show_prints_the_findings_of_a_plan_that_does_not_fit(capsys):
     assert main(["show", QWEN, "qwen3", "--tp", "3"]) == 1
     assert "error[SP301]" in capsys.readouterr().out

@@ -74,6 +74,7 @@ def _validate(parser: Parser) -> None:
     parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
     _model_options(parser)
+    parser.add_argument("--verbose", action="store_true", help="also what follows from the findings")
     _findings_output(parser)
 
 
@@ -147,6 +148,11 @@ def _model_options(parser: Parser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="a number of the model's configuration to change; may be repeated",
+    )
+    parser.add_argument(
+        "--inputs",
+        metavar="MODULE:CALLABLE",
+        help="what to call a module of your own with: a function from a seed to keyword arguments of its forward",
     )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the code that the model's folder brings along"

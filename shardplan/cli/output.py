@@ -18,12 +18,12 @@ def finish(report: Report, args: argparse.Namespace) -> int:
         from shardplan.render import json_text, to_sarif
 
         write_file(args.sarif, json_text(to_sarif(report)) + "\n")
-    if args.json:
+    if getattr(args, "json", False):
         from shardplan.render import json_text, to_json
 
         print(json_text(to_json(report)))
     else:
-        print(report_text(report, color=wants_color(sys.stdout)))
+        print(report_text(report, color=wants_color(sys.stdout), verbose=getattr(args, "verbose", False)))
     return CLEAN if report.ok else FINDINGS
 
 

@@ -40,4 +40,5 @@ OPTIONS = (
     "seq_len",
     "strict",
     "trust_remote_code",
+    "inputs",
 )

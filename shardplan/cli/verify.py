@@ -6,8 +6,10 @@ import argparse
 import gc
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 
 from shardplan import api
+from shardplan.core.diagnostics import PlanError
 from shardplan.render import json_text, to_json, wants_color
 from shardplan.render.proof import proof_text
 
@@ -35,9 +37,12 @@ def run(args: argparse.Namespace) -> int:
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
                 settings=dict(args.settings),
+                inputs=args.inputs,
                 trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )
+    except PlanError as error:  # there is no small copy, or it does not run
+        return finish(replace(findings, diagnostics=error.diagnostics), args)
     finally:
         progress("")
     if args.json:

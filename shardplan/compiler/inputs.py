@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
@@ -18,17 +19,43 @@ if TYPE_CHECKING:
     from shardplan.parse import Parsed
 
     AnyModel = str | nn.Module | PreTrainedConfig
+AnyInputs = str | Callable[[int], Mapping[str, Any]]
 AnyPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
 
 
-def find_model(
-    model: AnyModel, settings: Mapping[str, Any], trust_remote_code: bool
-) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
-    """The model, or None and why not."""
-    from shardplan.models import find_any
+@dataclass(frozen=True)
+class ModelSource:
+    """What names a model, as the user gave it, so that other processes can find it too.
 
+    Args:
+        model: a word, a configuration or a module.
+        settings: numbers of the configuration to change, where it is a word.
+        trust_remote_code: run code that a model's folder brings along, where it is a word.
+        inputs: what to call a module without configuration with: `module:callable`, or the function.
+    """
+
+    model: AnyModel
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    inputs: AnyInputs | None = None
+
+    @property
+    def name(self) -> str:
+        return self.model if isinstance(self.model, str) else type(self.model).__name__
+
+    def find(self) -> FoundModel:
+        """Raises PlanError (SP501 to SP515) and TypeError."""
+        from shardplan.models import find_any
+
+        return find_any(
+            self.model, settings=self.settings, trust_remote_code=self.trust_remote_code, inputs=self.inputs
+        )
+
+
+def find_model(source: ModelSource) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
+    """The model, or None and why not."""
     try:
-        found = find_any(model, settings=settings, trust_remote_code=trust_remote_code)
+        found = source.find()
     except PlanError as error:
         return None, error.diagnostics
     return found, found.diagnostics
@@ -75,10 +102,6 @@ def _hf_plan(found: FoundModel) -> Parsed:
     from shardplan.parse import from_hf_tp_plan
 
     return from_hf_tp_plan(*hf_tp_plan(found.build()))
-
-
-def model_name(model: AnyModel) -> str:
-    return model if isinstance(model, str) else type(model).__name__
 
 
 def plan_name(plan: AnyPlan) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -37,10 +37,14 @@ class Variants:
         return any(any_error(found) for found in self.findings.values())
 
     @property
+    def secondary(self) -> tuple[Diagnostic, ...]:
+        """What follows from the findings of the layout check, by the same rule."""
+        return _together([report.secondary for report in self.layouts.values()])
+
+    @property
     def together(self) -> tuple[Diagnostic, ...]:
         """The findings of all variants, what both say once."""
-        found = list(self.findings.values())
-        return found[0] if len(found) == 1 else of_both_variants(*found)
+        return _together(list(self.findings.values()))
 
     def at(self, tp: int | None) -> Variants:
         """The same at another size of the tp axis."""
@@ -76,6 +80,10 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts) -> Va
     reports = {on: model.check(plan, sequence_parallel=on) for on in variants.resolved}
     found = {on: (*about, *reports[on].diagnostics) for on, about in variants.findings.items()}
     return Variants(variants.resolved, found, reports)
+
+
+def _together(found: Sequence[tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
+    return of_both_variants(*found) if len(found) == 2 else next(iter(found), ())
 
 
 def any_error(findings: Iterable[Diagnostic]) -> bool:

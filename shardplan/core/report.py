@@ -80,6 +80,7 @@ class Report:
 
     Args:
         diagnostics: every finding, in the order of the plan's lines.
+        secondary: what follows from the mistakes that `diagnostics` tells of.
         sources: the texts that the findings point into.
         plans: the names of the plans, as the user wrote them.
         model: the model's name, or None where plans were read without one.
@@ -91,6 +92,7 @@ class Report:
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
+    secondary: tuple[Diagnostic, ...] = ()
     sources: SourceMap = field(default_factory=SourceMap)
     plans: tuple[str, ...] = ()
     model: str | None = None

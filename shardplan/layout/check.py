@@ -21,7 +21,7 @@ from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
 AFTER = 4  # more that are tried when one mends the finding, but leaves others
-MISTAKES = 8  # more in one plan are reported without looking for changes
+ALL_TRIALS = 120  # for all mistakes of one plan; those that come later are reported without a change
 
 Key = tuple[str, ...]
 
@@ -100,10 +100,11 @@ def _explain(
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
     reported: set[Key] = set()
-    plan = resolved
+    plan, trials = resolved, ALL_TRIALS
     while groups:
         key, group = next(iter(groups.items()))
-        repair, left = _mend(plan, bench, groups) if help and len(primary) < MISTAKES else (None, {})
+        repair, left, tried = _mend(plan, bench, groups, min(trials, TRIALS)) if help else (None, {}, 0)
+        trials -= tried
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         revised = _revised(changes, repair)
         if revised is not None:
@@ -169,25 +170,27 @@ def _key(f: Finding) -> Key:
 
 
 def _mend(
-    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]]
-) -> tuple[Repair | None, dict[Key, list[Finding]]]:
-    """The change after which the first finding is gone and the fewest are left, and those."""
+    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], trials: int
+) -> tuple[Repair | None, dict[Key, list[Finding]], int]:
+    """The change after which the first finding is gone and the fewest are left, and those; and how many changes were
+    tried, at most `trials`."""
     key, group = next(iter(groups.items()))
     best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
-    last = TRIALS
-    for trial, repair in enumerate(repairs(plan, group[0])):
-        if trial > last:
+    last, tried = trials, 0
+    for repair in repairs(plan, group[0]):
+        if tried >= last:
             break
         changed = repair.apply(plan)
         if any(d.is_error for d in check_structure(changed, seq_len=None)):
             continue
+        tried += 1
         left = grouped(prove(changed, bench).findings)
         if key not in left and (best is None or len(left) < best[0]) and _better(groups, left):
             best = (len(left), repair, left)
-            last = min(last, trial + AFTER)
-        if best is not None and (not best[0] or trial >= last):
+            last = min(last, tried + AFTER)
+        if best is not None and not best[0]:
             break
-    return (best[1], best[2]) if best is not None else (None, {})
+    return (*best[1:], tried) if best is not None else (None, {}, tried)
 
 
 def _better(before: Mapping[Key, list[Finding]], after: Mapping[Key, list[Finding]]) -> bool:

@@ -56,7 +56,11 @@ class ModelLayouts:
         model = self.twin.build()
         tree = tree_of(model)
         with self.twin.running():
-            return tuple(Workbench(model, self.twin.inputs(kind=kind), tree) for kind in self.twin.kinds)
+            benches = tuple(Workbench(model, self.twin.inputs(kind=kind), tree) for kind in self.twin.kinds)
+            for bench in benches:
+                if not bench.reference.finite:
+                    raise ArithmeticError("its result is not finite")
+        return benches
 
     @outside_modes()
     def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:

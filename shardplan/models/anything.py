@@ -4,27 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from .found import FoundModel, find_model, found_from_config
+from .codes import NO_OWN_INPUTS
+from .findings import refuse
+from .found import FoundModel, Inputs, find_model, found_from_config
+from .own import find_inputs
 from .tree import tree_of
 
 
-def find_any(model: Any, *, settings: Mapping[str, Any] = {}, trust_remote_code: bool = False) -> FoundModel:
+def find_any(
+    model: Any,
+    *,
+    settings: Mapping[str, Any] = {},
+    trust_remote_code: bool = False,
+    inputs: str | Inputs | None = None,
+) -> FoundModel:
     """The model behind a word, a transformers configuration or a module.
 
     Args:
         model: as for `shardplan.validate`.
         settings, trust_remote_code: as for `find_model`, where `model` is a word.
+        inputs: what to call a module of the user's own with, a function or `module:callable`.
 
     Raises:
-        PlanError: SP501 to SP510.
+        PlanError: SP501 to SP510, SP515.
         TypeError: it is none of these.
     """
+    found = _found(model, settings, trust_remote_code)
+    if inputs is None:
+        return found
+    if found.config is not None:
+        raise refuse(
+            NO_OWN_INPUTS,
+            f"the inputs of {found.name} follow from its configuration",
+            help="leave `inputs` out: it is for modules without a configuration",
+        )
+    return replace(found, inputs=find_inputs(inputs))
+
+
+def _found(model: Any, settings: Mapping[str, Any], trust_remote_code: bool) -> FoundModel:
     if isinstance(model, str):
         return find_model(model, trust_remote_code=trust_remote_code, overrides=settings)
     if isinstance(model, PreTrainedConfig):

@@ -113,6 +113,14 @@ NO_HF_PLAN = Code(
     bad="$ shardplan validate gpt2 hf",
     good="$ shardplan validate gpt2 gpt2",
 )
+NO_OWN_INPUTS = Code(
+    "SP515",
+    "inputs for a model that needs none, or that cannot be loaded",
+    "`--inputs module:callable` says what to call a module of your own with: a function from a seed to the keyword "
+    "arguments of its `forward`. A transformers model is called with what its configuration asks for.",
+    bad="$ shardplan validate llama llama --inputs my_models:batch",
+    good="$ shardplan validate my_models:vision_tower my-plan.yaml --inputs my_models:batch",
+)
 
 CODES = (
     NO_PATH,
@@ -129,4 +137,5 @@ CODES = (
     SEVERAL_PLANS,
     UNKNOWN_CLASS,
     NO_HF_PLAN,
+    NO_OWN_INPUTS,
 )

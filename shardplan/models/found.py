@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from .words import classify
 
 AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
 Builder = Callable[[str, torch.dtype], nn.Module]
+Inputs = Callable[[int], Mapping[str, Any]]
 NO_SETTINGS: Mapping[str, Setting] = MappingProxyType({})
 
 
@@ -41,6 +43,7 @@ class FoundModel:
         builder: builds it on a device in a dtype.
         diagnostics: warnings met on the way.
         module: the user's own module, where that is what was given.
+        inputs: what to call a module without configuration with: seed -> keyword arguments of its `forward`.
     """
 
     name: str
@@ -49,6 +52,7 @@ class FoundModel:
     builder: Builder
     diagnostics: tuple[Diagnostic, ...] = ()
     module: nn.Module | None = None
+    inputs: Inputs | None = None
 
     def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
         """A fresh model: on the meta device without memory, elsewhere with the class's own random

@@ -6,12 +6,15 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
 from torch import nn
 
-from .codes import BAD_CALLABLE, NO_CALLABLE
+from shardplan.core.diagnostics import PlanError
+
+from .codes import BAD_CALLABLE, NO_CALLABLE, NO_OWN_INPUTS
 from .findings import did_you_mean, reason, refuse
 
 
@@ -42,6 +45,25 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
     if not callable(found):
         raise refuse(NO_CALLABLE, f"{word} is a {type(found).__name__}, not a callable")
     return found
+
+
+def find_inputs(inputs: str | Callable) -> Callable:
+    """The function that makes inputs: itself, or what `module:callable` names.
+
+    Raises:
+        PlanError: SP515.
+        TypeError: neither a word nor a function.
+    """
+    if callable(inputs):
+        return inputs
+    if not isinstance(inputs, str):
+        raise TypeError(f"inputs must be a function or `module:callable`, not {type(inputs).__name__}")
+    if ":" not in inputs:
+        raise refuse(NO_OWN_INPUTS, f"`{inputs}` names no function", help="write `module:callable`")
+    try:
+        return find_callable(inputs)
+    except PlanError as error:
+        raise PlanError(tuple(replace(d, code=NO_OWN_INPUTS.code) for d in error.diagnostics)) from error
 
 
 def call(function: Callable[[], nn.Module], word: str, device: str) -> nn.Module:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
+from shardplan.compiler.inputs import ModelSource
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import any_error, bind_variants, check_variants
@@ -20,26 +20,11 @@ from shardplan.core.program import ModuleProgram
 from shardplan.core.report import Comparison, VariantProof, VerifyReport, variant_name
 from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
-from shardplan.models import find_any
 from shardplan.twin import Twin
 
 from .processes import Case, run_processes
 from .simulate import simulate
 from .steps import cast, reference_step
-
-
-@dataclass(frozen=True)
-class Source:
-    """What names the model: as the user gave it, so that other processes can find it too."""
-
-    model: Any
-    settings: Mapping[str, Any]
-    trust_remote_code: bool = False
-
-    def layouts(self, tp: int) -> ModelLayouts:
-        """The small copy, with its layouts."""
-        found = find_any(self.model, settings=self.settings, trust_remote_code=self.trust_remote_code)
-        return ModelLayouts(found, tp)
 
 
 def compile_for(
@@ -60,7 +45,7 @@ def compile_for(
 
 
 def prove(
-    source: Source,
+    source: ModelSource,
     plan: PlanFile,
     sizes: MeshSizes,
     variants: Sequence[bool],
@@ -80,7 +65,7 @@ def prove(
     """
     start = time.monotonic()
     progress("building a small copy of the model")
-    small = source.layouts(sizes.tp)
+    small = ModelLayouts(source.find(), sizes.tp)
     proofs = []
     for on in variants:
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
@@ -89,7 +74,7 @@ def prove(
         rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, processes, dtype))
         proofs.append(VariantProof(variant_name(on), rows, *_counts(small.twin.build(), program.modules)))
     return VerifyReport(
-        model=source.model if isinstance(source.model, str) else type(source.model).__name__,
+        model=source.name,
         plan=plan.name,
         sizes=sizes,
         variants=tuple(proofs),
@@ -102,7 +87,7 @@ def prove(
 class TwinCase:
     """One proof, as something that other processes can be handed."""
 
-    source: Source
+    source: ModelSource
     plan: PlanFile
     sizes: MeshSizes
     sequence_parallel: bool
@@ -110,7 +95,7 @@ class TwinCase:
 
     def case(self, dtype: torch.dtype, kind: str) -> Case:
         """The same for `run_processes`: each process makes the small copy and the program anew."""
-        small = self.source.layouts(self.sizes.tp)
+        small = ModelLayouts(self.source.find(), self.sizes.tp)
 
         def program(model: nn.Module) -> Program:
             return compile_for(

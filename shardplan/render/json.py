@@ -49,6 +49,7 @@ def _findings(report: Report) -> FindingsReport:
         allowed_tp=report.allowed_tp,
         count=Count(len(report.errors), len(report.warnings)),
         findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
+        secondary=tuple(_finding(d, report.sources) for d in report.secondary),
     )
 
 

@@ -70,6 +70,7 @@ class FindingsReport:
     allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that the model allows with this plan"]
     count: Count
     findings: tuple[Finding, ...]
+    secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` tells of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,22 @@ ROLES: dict[Severity, Role] = {Severity.ERROR: "error", Severity.WARNING: "warni
 MOST_NAMES = 4  # folded module names printed with a finding; JSON has all
 
 
-def report_text(report: Report, *, color: bool) -> str:
-    """The findings, then the count, and for a plan against a model the tp sizes that it allows."""
+def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
+    """The findings, then the count, and for a plan against a model the tp sizes that it allows.
+
+    Args:
+        verbose: also what follows from the findings, which else is counted.
+    """
     paint = Paint(color)
     total = count_text(report.diagnostics)
+    if report.secondary:
+        total += f", and {len(report.secondary)} that follow{'s' if len(report.secondary) == 1 else ''} from them"
+        total += "" if verbose else " (--verbose)"
     role: Role = "error" if not report.ok else "warning" if report.diagnostics else "good"
-    parts = [text(report.diagnostics, report.sources, color=color), paint(role, total)]
+    parts = [text(report.diagnostics, report.sources, color=color)]
+    if report.secondary and verbose:
+        parts += ["What follows:", text(report.secondary, report.sources, color=color)]
+    parts.append(paint(role, total))
     body = "\n\n".join(part for part in parts if part)
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shardplan.models.findings import reason, refuse
-from shardplan.models.found import FoundModel
+from shardplan.models.found import FoundModel, Inputs
 from shardplan.models.tree import kind_of
 
 from .codes import NO_INPUTS, NO_TWIN, TOO_LARGE
@@ -19,8 +19,6 @@ from .inputs import BATCH
 from .weights import randomise
 
 LARGEST = 20_000_000  # parameters of a small model, and of a module that is copied whole
-
-Inputs = Callable[[int], Mapping[str, Any]]
 
 
 def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
@@ -47,6 +45,31 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
             module.p = 0.0
     original.to(dtype).train()
     return lambda: copy.deepcopy(original)
+
+
+def checked(inputs: Inputs, name: str) -> Inputs:
+    """The user's function for inputs, whose mistakes are findings.
+
+    Raises:
+        PlanError: SP522, when it is called.
+    """
+
+    def call(seed: int) -> Mapping[str, Any]:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                made = inputs(seed)
+        except Exception as error:  # the user's own code
+            raise refuse(NO_INPUTS, f"`inputs` of {name} raised", notes=(reason(error),)) from error
+        if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
+            raise refuse(
+                NO_INPUTS,
+                f"`inputs` of {name} gave a {type(made).__name__}",
+                help="return a dict: argument of `forward` -> value",
+            )
+        return made
+
+    return call
 
 
 def inputs_of(module: nn.Module, name: str, seq_len: int) -> Inputs:

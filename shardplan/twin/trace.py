@@ -98,5 +98,11 @@ class Trace:
         return self.values[event.inputs[position]] if event is not None and position < len(event.inputs) else None
 
     @property
+    def finite(self) -> bool:
+        """Whether all that the model returned is finite."""
+        results = (self.values[number] for event in self.events[-1:] for number in event.inputs)
+        return all(bool(value.isfinite().all()) for value in results if value.is_floating_point())
+
+    @property
     def crash(self) -> Event | None:
         return self.events[-1] if self.events and self.events[-1].kind == "crash" else None

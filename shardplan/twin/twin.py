@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleTree
 from shardplan.models.findings import reason, refuse
-from shardplan.models.found import FoundModel
+from shardplan.models.found import FoundModel, Inputs
 from shardplan.models.numbers import config_value, text_config
 from shardplan.models.offline import offline
 from shardplan.models.tree import tree_of
@@ -23,7 +24,7 @@ from shardplan.models.tree import tree_of
 from .codes import NO_TWIN, NOT_RUNNING
 from .inputs import Padding, image_inputs, labels_of, sequence_length, takes_images, text_inputs
 from .layers import Kept, candidates, layer_lists, skeleton
-from .own import LARGEST, Inputs, inputs_of, module_maker
+from .own import LARGEST, checked, inputs_of, module_maker
 from .shrink import small_config
 from .weights import randomise
 
@@ -65,6 +66,8 @@ class Twin:
         """
         try:
             yield
+        except PlanError:  # about its inputs
+            raise
         except Exception as error:  # whatever the modelling code raises
             raise refuse(NOT_RUNNING, f"the small copy of {self.name} does not run", notes=(reason(error),)) from error
 
@@ -120,8 +123,9 @@ def make_twin(
     """
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a positive integer, not {tp!r}")
-    if isinstance(model, FoundModel) and model.module is not None:
-        model = model.module
+    if isinstance(model, FoundModel):
+        inputs = inputs or model.inputs
+        model = model.module if model.module is not None else model
     name, config, cls, tree = _original(model)
     implementations = {
         "attn_implementation": attn_implementation,
@@ -154,7 +158,7 @@ def _module_twin(
     """The twin of a module without configuration: itself with random weights."""
     seq_len = sequence_length(tp)
     maker = module_maker(model, name, seed, dtype)
-    own = inputs if inputs is not None else inputs_of(maker(), name, seq_len)
+    own = checked(inputs, name) if inputs is not None else inputs_of(maker(), name, seq_len)
     return Twin(name, tp, seq_len, None, ("own",), (), maker, lambda kind, seed, padding: dict(own(seed)))
 
 
