@@ -5,19 +5,27 @@ from __future__ import annotations
 import pytest
 
 from shardplan.parse import parse_plan
-from tests.soundness.__main__ import rows
 from tests.soundness.edits import edits, written_out
 from tests.soundness.judge import judge, parse, subject
 from tests.soundness.table import Row, table
+from tests.soundness.tasks import Task
 
-SAMPLED = ("llama", "qwen3", "gpt2", "phi3", "mixtral")
+SAMPLED = (
+    ("llama", 4),
+    ("qwen3", 2),
+    ("gpt2", 2),
+    ("gpt2=gpt2:tied", 4),
+    ("phi3", 2),
+    ("gemma3_text", 2),
+    ("mixtral", 2),
+    ("llama=granite", 2),
+)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", SAMPLED)
-def test_a_sample_of_edits(plan: str) -> None:
-    model = subject(parse_plan(plan).plan.models[0], 2)
-    judged = list(rows(plan, model, sample=12, seed=0, help=False, kinds=[]))
+@pytest.mark.parametrize(("word", "tp"), SAMPLED)
+def test_a_sample_of_edits(word: str, tp: int) -> None:
+    judged = Task(word, tp, sample=10, seed=0, help=False, kinds=[]).run()
     assert not [row.text for row in judged if row.disagrees]
     assert {row.truth for row in judged} >= {"right", "wrong"}
 

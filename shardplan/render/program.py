@@ -160,7 +160,8 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
     if module.leave is not None:
         yield f"out {leaving(module)}"
     if module.group:
-        yield f"{len(module.group)} gradients in one all-reduce"
+        count = len(module.group)
+        yield f"{count} gradients in one all-reduce" if count > 1 else "1 gradient all-reduced"
 
 
 def _table(rows: Iterable[Row], paint: Paint) -> list[str]:

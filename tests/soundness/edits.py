@@ -93,7 +93,7 @@ def written_out(plan: PlanFile, tree: ModuleTree) -> Document:
     return Document({"tensor_parallel": tensor, "sequence_parallel": overlay}, kinds, unruled)
 
 
-def fitting(kind: str, *, overlay: bool) -> list[str]:
+def fitting(kind: str) -> list[str]:
     """The styles that a rule of a section may say of a module of that kind."""
     return [
         style.name
@@ -127,8 +127,9 @@ ADDED = {
 
 def _of_rule(document: Document, section: str, pattern: str, rule: Mapping[str, Any]) -> Iterator[Edit]:
     yield _edit(document, section, "dropped", f"{pattern} without a rule", pattern, None)
+    yield _renamed(document, section, pattern)
     kind = document.kinds[pattern]
-    for style in fitting(kind, overlay=section == "sequence_parallel"):
+    for style in fitting(kind):
         if style != rule["style"]:
             kept = {k: v for k, v in rule.items() if k in _allowed(style)}
             yield _edit(
@@ -176,13 +177,18 @@ def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
     return result
 
 
+def _renamed(document: Document, section: str, pattern: str) -> Edit:
+    """The rule under a name that no module has."""
+    rules = {f"{name}_" if name == pattern else name: rule for name, rule in document.sections[section].items()}
+    sections = {**document.sections, section: rules}
+    edited = Document(sections, document.kinds, document.unruled).plan()
+    return Edit("renamed", f"{pattern}_ for {pattern}", (pattern,), edited)
+
+
 def _edit(document: Document, section: str, kind: str, what: str, pattern: str, rule: Mapping[str, Any] | None) -> Edit:
     sections = {name: dict(rules) for name, rules in document.sections.items()}
     if rule is None:
-        del sections[section][pattern]
-        if section == "sequence_parallel":
-            # What lies under the overlay comes to light; an edit that leaves the overlay out wholly is another one.
-            pass
+        del sections[section][pattern]  # in the overlay, what lies under it comes to light
     else:
         sections[section] = {**sections[section], pattern: dict(rule)}
     return Edit(kind, what, (pattern,), Document(sections, document.kinds, document.unruled).plan())
