@@ -86,7 +86,7 @@ class RankRecorder(Recorder):
         if layout.kind in "IR":
             return _like(x, whole)
         if layout.kind == "P":
-            return _like(x, whole / self.ranks) if whole.is_floating_point() else None
+            return _like(x, whole / self.ranks)  # of ids too, as the move does: their reader then raises
         dim = layout.dim % whole.ndim
         part = whole.narrow(dim, *chunk(whole.shape[dim], self.ranks, self.rank))
         return None if x.shape == part.shape else _like(x, part)

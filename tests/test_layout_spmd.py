@@ -1,0 +1,56 @@
+"""The layout check against another engine for the same types, `spmd_types`, driven by the same style records."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from shardplan.bind import bind
+from shardplan.check import check
+from shardplan.core.mesh import MeshSizes
+from shardplan.layout.run import prove
+from shardplan.parse import builtin_plans, parse_plan
+from tests.soundness.edits import edits, written_out
+from tests.soundness.judge import parse, subject
+from tests.spmd import objection
+
+GRADIENTS = ("partial", "meeting")  # the mistakes that both must see
+
+
+@pytest.mark.parametrize("name", sorted(builtin_plans()))
+def test_right_plans_have_no_objection(name: str) -> None:
+    plan = parse_plan(name).plan
+    model = subject(plan.models[0], 2)
+    for on in (False, True):
+        resolved, _ = bind(plan, model.tree, MeshSizes(tp=2), sequence_parallel=on)
+        proof = prove(resolved, model.bench)
+        assert proof.findings == ()
+        assert objection(model.bench, resolved, proof.arrivals) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "gemma3_text", "mixtral"])
+def test_edited_plans(name: str) -> None:
+    """What the layout check lets pass the other engine lets pass, and wrong gradients both refuse."""
+    model = subject(parse_plan(name).plan.models[0], 2)
+    document = written_out(parse_plan(name).plan, model.tree)
+    seen = {"passed": 0, "refused": 0}
+    for on in (False, True):
+        every = list(edits(document, sequence_parallel=on))
+        for edit in random.Random(name).sample(every, min(40, len(every))):
+            plan = parse(edit.document)
+            if plan is None:
+                continue
+            resolved, about = bind(plan, model.tree, MeshSizes(tp=2), sequence_parallel=on)
+            if any(d.is_error for d in (*about, *check(resolved, seq_len=None))):
+                continue
+            proof = prove(resolved, model.bench)
+            kinds = [finding.kind for finding in proof.findings]
+            if not kinds:
+                assert objection(model.bench, resolved, proof.arrivals) == "", edit
+                seen["passed"] += 1
+            elif kinds[0] in GRADIENTS:
+                assert objection(model.bench, resolved, proof.arrivals) != "", edit
+                seen["refused"] += 1
+    assert all(seen.values()), seen
