@@ -41,6 +41,13 @@ def checked(
     return check_layout(resolved, bench, help=help)
 
 
+def test_ids_that_a_rule_would_gather_are_found() -> None:
+    """They are reshaped before they are looked up: what reads them is not differentiable itself."""
+    plan = extended("gpt2", sequence_parallel={"transformer": "gather_seq_input"})
+    codes = [d.code for d in checked(bench_of("gpt2"), plan, sequence_parallel=True).diagnostics]
+    assert codes == ["SP402"]
+
+
 def extended(parent: str, **sections: dict) -> dict:
     return {"version": "1", "name": "mine", "extends": parent, **sections}
 

@@ -27,7 +27,7 @@ SAMPLED = (
 def test_a_sample_of_edits(word: str, tp: int) -> None:
     judged = Task(word, tp, sample=10, seed=0, help=False, kinds=[]).run()
     assert not [row.text for row in judged if row.disagrees]
-    assert {row.truth for row in judged} >= {"right", "wrong"}
+    assert {row.truth for row in judged} & {"silent", "wrong"}
 
 
 def test_both_judges_see_a_silent_mistake() -> None:
@@ -39,9 +39,11 @@ def test_both_judges_see_a_silent_mistake() -> None:
     assert [d.code for d in verdict.layout.diagnostics] == ["SP401"] and verdict.mended
 
 
-def test_written_out_plans_are_as_right_as_the_plans() -> None:
-    model = subject("llama", 2)
-    document = written_out(parse_plan("llama").plan, model.tree)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_written_out_plans_are_as_right_as_the_plans(name: str) -> None:
+    """What is edited is right: a judge that refuses everything would be seen here."""
+    model = subject(name, 2)
+    document = written_out(parse_plan(name).plan, model.tree)
     for sequence_parallel in (False, True):
         verdict = judge(model, parse(document.plan()), sequence_parallel=sequence_parallel)
         assert verdict.valid and verdict.right

@@ -282,13 +282,13 @@ class Prover:
 
     @cached_property
     def _read_values(self) -> frozenset[int]:
-        """The values that some differentiable result is made from, or that reach another boundary."""
-        return frozenset(
-            number
-            for event in self.run.events
-            for number in event.inputs
-            if event.kind != "op" or any(self.run.requires_grad[output] for output in event.outputs)
-        )
+        """The values that some differentiable result is made from, by way of others too (ids that are reshaped and
+        looked up), or that reach another boundary."""
+        read: set[int] = set()
+        for event in reversed(self.run.events):
+            if event.kind != "op" or any(self.run.requires_grad[i] or i in read for i in event.outputs):
+                read.update(event.inputs)
+        return frozenset(read)
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
         """The type of what stands at a boundary; what was not compared before is compared there."""
