@@ -94,8 +94,6 @@ def validate(
         ValueError: a mesh size that is not a positive integer.
         TypeError: something that is no model or no plan.
     """
-    from shardplan.layout import ModelLayouts
-
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate, cp=cp)
     source = ModelSource(model, settings or {}, trust_remote_code, inputs)
     found, about_model = find_model(source)
@@ -104,8 +102,8 @@ def validate(
     report = Report(sources=sources, plans=(plan_name(plan),), model=source.name, sizes=sizes)
     if found is not None and read is not None:
         report, variants = _check(report, read, found, sequence_parallel, seq_len)
-        if layouts and (report.checked_tp or 1) > 1 and not variants.any_error:
-            variants = prove_layouts(variants, read, ModelLayouts(found, report.checked_tp))
+        if layouts and not variants.any_error:
+            variants = prove_layouts(variants, read, found)
         findings += variants.together
         report = replace(report, secondary=ordered(variants.secondary, sources))
     findings = ordered(findings, sources)
@@ -283,8 +281,7 @@ def verify(
     _raise_errors((*about_model, *about_plan), sources, strict=False)
     wanted = wanted_variants(read, sequence_parallel)
     variants = check_variants(bind_variants(read, found.tree, sizes, wanted))
-    about_both = variants.together
-    _raise_errors((*about_model, *about_plan, *about_both), sources, strict=False)
+    _raise_errors((*about_model, *about_plan, *variants.together), sources, strict=False)
     return prove(source, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
 
 
@@ -313,7 +310,6 @@ def _compile(
     """The program, and the warnings met on the way."""
     from shardplan.compiler.overrides import overriding_document, with_parent
     from shardplan.compiler.program import program_of
-    from shardplan.layout import ModelLayouts
     from shardplan.parse import parse_plan
 
     found, about_model = find_model(source)
@@ -328,8 +324,7 @@ def _compile(
     overlay = sequence_parallel and sizes.tp != 1
     variants = check_variants(bind_variants(read, found.tree, sizes, {False, overlay}), seq_len=seq_len)
     _raise_errors([*findings, *variants.findings[overlay]], sources, strict=strict)
-    if (sizes.tp or 1) > 1:
-        variants = prove_layouts(variants, read, ModelLayouts(found, sizes.tp))
+    variants = prove_layouts(variants, read, found)
     findings += variants.findings[overlay]
     _raise_errors(findings, sources, strict=strict)
     return program_of(variants, overlay, logits=logits, sections=sections), tuple(findings)

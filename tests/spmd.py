@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardplan.core.layout import Layout, R
 from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import full_name
 from shardplan.layout import Workbench
 from shardplan.layout.boundaries import boundaries
 from shardplan.layout.ranks import RankRecorder, chosen_arguments, rank_model
@@ -141,7 +142,7 @@ def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layou
         model = rank_model(bench.model, bound, ranks, 0)
         run = Typed(model, bench.atoms, bound, bench.reference, ranks, 0)
         run.axis = spmd.MeshAxis.of(mesh.get_group("tp"))
-        held = {f"{b.name}.{p.name}" if b.name else p.name: p for b in bound.values() for p in b.parameters}
+        held = {full_name(b.name, p.name): p for b in bound.values() for p in b.parameters}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             whole = spmd.R if held[name].gradient == "partial" else spmd.I
             run.give(parameter, whole if held[name].dim is None else spmd.V)

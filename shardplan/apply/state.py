@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from shardplan.core.program import ParameterProgram
-from shardplan.core.tree import parent
+from shardplan.core.tree import full_name, parent
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
 
@@ -44,7 +44,7 @@ def _fits(value: Tensor, stored: DTensor) -> bool:
 def packed_parameters(program: Program) -> dict[str, ParameterProgram]:
     """The packed parameters of a program by full name."""
     return {
-        f"{name}.{parameter.name}" if name else parameter.name: parameter
+        full_name(name, parameter.name): parameter
         for name, module in program.modules.items()
         for parameter in module.parameters
         if parameter.parts

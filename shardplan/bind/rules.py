@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
 from shardplan.core.plan import Assignment, PlanFile, Rule, Section
-from shardplan.core.tree import ModuleTree, named, parent
+from shardplan.core.tree import ModuleTree, full_name, named, parent
 from shardplan.styles import NONE
 
 from .dead import dead
@@ -127,7 +127,7 @@ def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[
         if module.name in assignments:
             yield module.name
         if module.name in owners:
-            names = (f"{module.name}.{p.name}" if module.name else p.name for p in module.parameters)
+            names = (full_name(module.name, p.name) for p in module.parameters)
             yield from (name for name in names if name in assignments)
 
 

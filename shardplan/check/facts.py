@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, parent
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
 from shardplan.styles import STYLES, ParameterStyle, Style, feature_dim
 from shardplan.styles.record import WHOLE
 
@@ -108,7 +108,7 @@ class Facts:
             if above is None and module.name not in owners:
                 continue
             for parameter in module.parameters:
-                name = f"{module.name}.{parameter.name}" if module.name else parameter.name
+                name = full_name(module.name, parameter.name)
                 assignment = own.get(name, above)
                 if assignment is not None:
                     yield name, module, parameter, assignment

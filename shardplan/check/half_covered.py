@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
-from shardplan.core.tree import ModuleInfo, named, parent
+from shardplan.core.tree import ModuleInfo, full_name, named, parent
 from shardplan.styles import feature_dim
 
 from .facts import Facts
@@ -128,7 +128,7 @@ def _widths(module: ModuleInfo) -> tuple[int, int] | None:
 
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
     for parameter in module.parameters:
-        name = f"{module.name}.{parameter.name}" if module.name else parameter.name
+        name = full_name(module.name, parameter.name)
         if name not in facts.held and module.name not in facts.whole:
             yield name
 

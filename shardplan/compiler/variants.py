@@ -13,7 +13,8 @@ from shardplan.core.report import of_both_variants
 from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
-    from shardplan.layout import LayoutReport, ModelLayouts
+    from shardplan.layout import LayoutReport
+    from shardplan.models import FoundModel
 
 On = bool  # with the overlay
 
@@ -75,11 +76,17 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
     return Variants(variants.resolved, found)
 
 
-def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts) -> Variants:
-    """Add what the layout check finds. It is for plans without structural errors."""
+def prove_layouts(variants: Variants, plan: PlanFile, found: FoundModel) -> Variants:
+    """Add what the layout check finds; without a tp size above 1 nothing. It is for plans without structural errors."""
+    tp = next(iter(variants.resolved.values())).sizes.tp or 1
+    if tp == 1:
+        return variants
+    from shardplan.layout import ModelLayouts
+
+    model = ModelLayouts(found, tp)
     reports = {on: model.check(plan, sequence_parallel=on) for on in variants.resolved}
-    found = {on: (*about, *reports[on].diagnostics) for on, about in variants.findings.items()}
-    return Variants(variants.resolved, found, reports)
+    findings = {on: (*about, *reports[on].diagnostics) for on, about in variants.findings.items()}
+    return Variants(variants.resolved, findings, reports)
 
 
 def _together(found: Sequence[tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:

@@ -54,6 +54,11 @@ class ModuleInfo:
         return next((p for p in self.parameters if p.name == name), None)
 
 
+def full_name(module: str, parameter: str) -> str:
+    """The name of a parameter within the model, from its owner's name (empty for the model itself) and its own."""
+    return f"{module}.{parameter}" if module else parameter
+
+
 @dataclass(frozen=True)
 class ModuleTree:
     """The modules of a model in the order of `named_modules()`.
@@ -88,9 +93,7 @@ class ModuleTree:
     def parameters(self) -> Mapping[str, tuple[ModuleInfo, ParameterInfo]]:
         """Every parameter by full name, with its owner. Tied parameters appear under each of their names."""
         return {
-            f"{module.name}.{p.name}" if module.name else p.name: (module, p)
-            for module in self.modules.values()
-            for p in module.parameters
+            full_name(module.name, p.name): (module, p) for module in self.modules.values() for p in module.parameters
         }
 
     @cached_property

@@ -9,7 +9,7 @@ from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.layout import Layout
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import ancestors, full_name
 from shardplan.twin import Twin
 
 from .finding import Finding
@@ -216,4 +216,4 @@ def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assi
 def _with_parameters(plan: ResolvedPlan, names: Sequence[str]) -> list[str]:
     tree = plan.tree
     modules = [tree.modules[name] for name in names if name in tree.modules]
-    return [*names, *(f"{module.name}.{p.name}" for module in modules for p in module.parameters)]
+    return [*names, *(full_name(module.name, p.name) for module in modules for p in module.parameters)]

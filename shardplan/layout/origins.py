@@ -1,4 +1,4 @@
-"""What a value of a run was made from."""
+"""What the values of a run were made from, and which of them are read."""
 
 from __future__ import annotations
 
@@ -22,6 +22,16 @@ class Origins:
                 if number not in event.inputs:
                     producers.setdefault(number, event)
         return producers
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """The values that some differentiable result is made from, by way of others too (ids that are reshaped and
+        looked up), or that reach another boundary."""
+        read: set[int] = set()
+        for event in reversed(self.run.events):
+            if event.kind != "op" or any(self.run.requires_grad[i] or i in read for i in event.outputs):
+                read.update(event.inputs)
+        return frozenset(read)
 
     def modules(self, number: int) -> tuple[str, ...]:
         """The modules with parameters or a boundary that a value comes from, the nearest first: back to the first

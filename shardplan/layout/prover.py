@@ -18,13 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import nn
 
 from shardplan.core.layout import I, Layout, R
-from shardplan.core.tree import ancestors, block
+from shardplan.core.tree import ancestors, block, full_name
 from shardplan.torchlib.packing import packed_order
 from shardplan.twin.recorder import argument_names
 from shardplan.twin.trace import Event
@@ -97,9 +96,9 @@ class Prover:
         return Proof(tuple(self.findings), self.arrivals, reads, self.operations)
 
     def _parameters(self) -> None:
-        owners = {f"{b.name}.{p.name}" if b.name else p.name: (b, p) for b in self.plan.values() for p in b.parameters}
+        held = {full_name(b.name, p.name): p for b in self.plan.values() for p in b.parameters}
         for number, name in self.run.parameters.items():
-            _, parameter = owners[name]
+            parameter = held[name]
             if parameter.dim is not None:
                 order = self._packed(parameter.parts) if parameter.parts else None
                 self.types[number] = Type("V", Spread("split", parameter.dim, order))
@@ -261,7 +260,7 @@ class Prover:
 
     def _arrive(self, event: Event, boundary: Boundary, position: int) -> None:
         number, inside = event.inputs[position], event.outputs[position]
-        if inside != number and inside not in self._read_values:
+        if inside != number and inside not in self.origins.read:
             return
         ndim = self.run.values[number].ndim
         arrived = self._resolved(event, number, position)
@@ -279,16 +278,6 @@ class Prover:
         self.maker.setdefault(inside, boundary.name)
         if inside != number or inside not in self.types:
             self.types[inside] = declared(boundary.inside, self.run.values[inside].ndim)
-
-    @cached_property
-    def _read_values(self) -> frozenset[int]:
-        """The values that some differentiable result is made from, by way of others too (ids that are reshaped and
-        looked up), or that reach another boundary."""
-        read: set[int] = set()
-        for event in reversed(self.run.events):
-            if event.kind != "op" or any(self.run.requires_grad[i] or i in read for i in event.outputs):
-                read.update(event.inputs)
-        return frozenset(read)
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
         """The type of what stands at a boundary; what was not compared before is compared there."""

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from shardplan.core.diagnostics import Location
 from shardplan.core.layout import SEQ, P
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule, Section
-from shardplan.core.tree import ModuleKind, ancestors, block
+from shardplan.core.tree import ModuleKind, ancestors, block, full_name
 from shardplan.styles import STYLES, Style
 
 from .finding import Finding
@@ -185,7 +185,7 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
 def _single_parameters(plan: ResolvedPlan, name: str) -> Iterator[str]:
     """The parameters of a module that rules name one by one, or may well."""
     module = plan.tree.modules[name]
-    names = {p.name: f"{name}.{p.name}" if name else p.name for p in module.parameters}
+    names = {p.name: full_name(name, p.name) for p in module.parameters}
     single = any(full in plan.assignments for full in names.values())
     for parameter in module.parameters:
         if single or (module.kind == "other" and len(parameter.shape) > 1):

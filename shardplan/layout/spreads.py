@@ -7,6 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
+from shardplan.core.tree import full_name
 from shardplan.twin.trace import Event, Trace
 
 from .boundaries import Boundary
@@ -57,5 +58,5 @@ class Spreads:
             boundary = self.plan[event.module]
             for parameter in boundary.parameters:
                 if parameter.withheld:
-                    whole = whole - self._whole_parameters[f"{boundary.name}.{parameter.name}"]
+                    whole = whole - self._whole_parameters[full_name(boundary.name, parameter.name)]
         return whole

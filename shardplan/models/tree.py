@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo
+from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, full_name
 
 from .numbers import config_numbers, module_numbers
 from .ties import tied_groups
@@ -32,9 +32,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
     group of `tied`.
     """
     modules = {name: _info(name, child) for name, child in module.named_modules()}
-    names = dict.fromkeys(
-        f"{name}.{p.name}" if name else p.name for name, info in modules.items() for p in info.parameters
-    )
+    names = dict.fromkeys(full_name(name, p.name) for name, info in modules.items() for p in info.parameters)
     config = getattr(module, "config", None)
     model_type = getattr(config, "model_type", None)
     return ModuleTree(

@@ -49,14 +49,14 @@ class Case:
     Args:
         build: makes the unsharded model, the same in every process.
         inputs: seed -> the model's inputs; the data-parallel ranks take different seeds.
-        program: model -> the program to prove.
+        program: what to prove.
         sizes: the mesh.
         dtype: the precision.
     """
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], dict[str, Any]]
-    program: Callable[[nn.Module], Program]
+    program: Program
     sizes: MeshSizes
     dtype: torch.dtype = torch.float32
 
@@ -93,11 +93,10 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
     reference, own = _combined_reference(case, index, replicas)
     model = case.build().to(case.dtype)
-    program = case.program(model)
-    apply_program(model, mesh, program, src_data_rank=0)
+    apply_program(model, mesh, case.program, src_data_rank=0)
     loss, logits = outcome(model(**cast(case.inputs(index), case.dtype)))
     loss.backward()
-    packed = packed_parameters(program)
+    packed = packed_parameters(case.program)
     gradients = {
         name: [("", _whole(parameter.grad, packed.get(name), case.sizes.tp))]
         for name, parameter in model.named_parameters(remove_duplicate=False)

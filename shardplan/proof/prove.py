@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,12 +12,13 @@ from torch import nn
 from shardplan.compiler.inputs import ModelSource
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.program import program_of
-from shardplan.compiler.variants import any_error, bind_variants, check_variants
+from shardplan.compiler.variants import On, Variants, any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.program import ModuleProgram
 from shardplan.core.report import Comparison, VariantProof, VerifyReport, variant_name
+from shardplan.core.tree import full_name
 from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
 from shardplan.twin import Twin
@@ -27,21 +28,19 @@ from .simulate import simulate
 from .steps import cast, reference_step
 
 
-def compile_for(
-    small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, *, sequence_parallel: bool, logits: Logits = "plan"
-) -> Program:
-    """The program of a plan for a small copy: compiled as for the model itself, whatever its layouts are said to be.
+def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[On]) -> Variants:
+    """The variants of a plan for a small copy: compiled as for the model itself, whatever its layouts are said to be.
 
     Raises:
         PlanError: the plan, which fits the model itself, has errors on the copy; or the copy does not run.
     """
-    variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {False, sequence_parallel}))
-    if any_error(variants.findings[sequence_parallel]):
-        raise PlanError(variants.findings[sequence_parallel])
-    if sizes.tp > 1:
-        reports = {on: small.check_copy(one) for on, one in variants.resolved.items()}
-        variants = replace(variants, layouts=reports)
-    return program_of(variants, sequence_parallel, logits=logits)
+    variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {False, *wanted}))
+    for on in wanted:
+        if any_error(variants.findings[on]):
+            raise PlanError(variants.findings[on])
+    if sizes.tp == 1:
+        return variants
+    return replace(variants, layouts={on: small.check_copy(one) for on, one in variants.resolved.items()})
 
 
 def prove(
@@ -66,13 +65,14 @@ def prove(
     start = time.monotonic()
     progress("building a small copy of the model")
     small = ModelLayouts(source.find(), sizes.tp)
+    compiled = compile_for(small, plan, sizes, variants)
     proofs = []
     for on in variants:
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
         case = TwinCase(source, plan, sizes, on, logits)
-        program = compile_for(small, plan, sizes, sequence_parallel=on, logits=logits)
+        program = program_of(compiled, on, logits=logits)
         rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, processes, dtype))
-        proofs.append(VariantProof(variant_name(on), rows, *_counts(small.twin.build(), program.modules)))
+        proofs.append(VariantProof(variant_name(on), rows, *_counts(small.benches[0].model, program.modules)))
     return VerifyReport(
         model=source.name,
         plan=plan.name,
@@ -96,12 +96,8 @@ class TwinCase:
     def case(self, dtype: torch.dtype, kind: str) -> Case:
         """The same for `run_processes`: each process makes the small copy and the program anew."""
         small = ModelLayouts(self.source.find(), self.sizes.tp)
-
-        def program(model: nn.Module) -> Program:
-            return compile_for(
-                small, self.plan, self.sizes, sequence_parallel=self.sequence_parallel, logits=self.logits
-            )
-
+        compiled = compile_for(small, self.plan, self.sizes, [self.sequence_parallel])
+        program = program_of(compiled, self.sequence_parallel, logits=self.logits)
         return Case(small.twin.build, lambda seed: small.twin.inputs(seed, kind), program, self.sizes, dtype)
 
 
@@ -140,10 +136,7 @@ def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Compa
 def _counts(model: nn.Module, modules: Mapping[str, ModuleProgram]) -> tuple[int, int]:
     """(elements of all parameters, elements of those that are split), tied ones once."""
     split = {
-        f"{module.name}.{p.name}" if module.name else p.name
-        for module in modules.values()
-        for p in module.parameters
-        if p.dim is not None
+        full_name(module.name, p.name) for module in modules.values() for p in module.parameters if p.dim is not None
     }
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     return sum(sizes.values()), sum(n for name, n in sizes.items() if name in split)

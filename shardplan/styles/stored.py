@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram
-from shardplan.core.tree import ModuleInfo, ParameterInfo
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
 
 from . import STYLES, ParameterStyle, feature_dim
 from .record import WHOLE
@@ -25,8 +25,7 @@ def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterP
 
 
 def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo) -> ParameterProgram:
-    full_name = f"{module.name}.{parameter.name}" if module.name else parameter.name
-    own = plan.parameters.get(full_name)
+    own = plan.parameters.get(full_name(module.name, parameter.name))
     assignment = own or plan.modules.get(module.name)
     if assignment is None or (own is None and STYLES[assignment.rule.style].is_door):
         return _program(plan, module, parameter, WHOLE, None, withheld=False)
