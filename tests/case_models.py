@@ -53,6 +53,31 @@ def blocks() -> nn.Module:
     return Stack([Block(), Block()])
 
 
+class NarrowBlock(Block):
+    """Does something else where the features are fewer than 64."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.up(x))
+        return x + self.down(h if h.shape[-1] == 64 else 2 * h.clone())
+
+
+class ReadingBlock(Block):
+    """Reads the first matrix itself, not by calling its module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)) * self.up.weight[:, 0])
+
+
+def narrow_blocks() -> nn.Module:
+    """Two blocks that do something else on a slice."""
+    return Stack([NarrowBlock(), NarrowBlock()])
+
+
+def reading_blocks() -> nn.Module:
+    """Two blocks that read a parameter of a module below them."""
+    return Stack([ReadingBlock(), ReadingBlock()])
+
+
 def features(seed: int) -> dict[str, torch.Tensor]:
     """What to call them with: no token ids."""
     return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}

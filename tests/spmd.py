@@ -105,7 +105,8 @@ class Typed(RankRecorder):
             if (misfit := self._misfit(results[0], (boundary.computes,), f"{boundary.name} computes")) is not None:
                 raise Misfit(misfit)
         if boundary.hands is not None:
-            self.give(moved.get(0, results[0]), TYPES[boundary.hands.kind])
+            completed = boundary.scope is not None and not self.runs_inside(boundary.scope)
+            self.give(moved.get(0, results[0]), TYPES["I" if completed else boundary.hands.kind])
         for position in boundary.outside:
             self.give(moved[position], spmd.I)
         return moved

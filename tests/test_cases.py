@@ -13,9 +13,6 @@ ELSEWHERE: dict[str, str] = {
     "SP521": "tests/test_twin.py::test_a_small_copy_that_stays_large_is_refused",
     "SP522": "tests/test_twin.py::test_own_modules_that_cannot",
     "SP512": "tests/test_models_auto.py::test_several",
-    "SP407": "tests/test_layout.py::test_another_way_on_a_slice_cannot_be_told",
-    "SP409": "tests/test_layout.py::test_mistakes",
-    "SP410": "tests/test_layout.py::test_a_parameter_read_by_another_module",
     "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }
 

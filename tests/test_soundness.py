@@ -39,6 +39,15 @@ def test_both_judges_see_a_silent_mistake() -> None:
     assert [d.code for d in verdict.layout.diagnostics] == ["SP401"] and verdict.mended
 
 
+def test_an_embedding_that_runs_outside_the_module_around_the_door_completes_its_sum() -> None:
+    """Image features are put into the embeddings before the language model runs."""
+    model = subject("gemma3", 2)
+    overlay = {"model.language_model.embed_tokens": "embedding_rowwise_seq"}
+    plan = {"version": "1", "name": "mine", "extends": "gemma3", "sequence_parallel": overlay}
+    verdict = judge(model, parse(plan), sequence_parallel=True)
+    assert verdict.right and verdict.valid, verdict
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_written_out_plans_are_as_right_as_the_plans(name: str) -> None:
     """What is edited is right: a judge that refuses everything would be seen here."""

@@ -53,8 +53,8 @@ def packed_parameters(program: Program) -> dict[str, ParameterProgram]:
 
 def keep_original_order(model: nn.Module, packed: Mapping[str, ParameterProgram], tp: int) -> None:
     """Make state_dict write packed parameters with their rows in the original order."""
-    for full_name, parameter in packed.items():
-        owner = model.get_submodule(parent(full_name))
+    for name, parameter in packed.items():
+        owner = model.get_submodule(parent(name))
         owner.register_state_dict_post_hook(_save_hook(parameter, tp))
 
 

@@ -14,6 +14,7 @@ from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo
 from shardplan.styles import STYLES, Style
+from shardplan.styles.links import links
 from shardplan.styles.stored import lower_parameters
 
 OUTPUTS = {"gather": (V(SEQ), R), "all_reduce": (P, I), "reduce_scatter": (P, V(SEQ))}  # what `output:` says
@@ -35,6 +36,7 @@ class Boundary:
         open_gradient: whether `hands` may be R or I, as its readers have it.
         vocabulary: rows of the whole table, where they are looked up by id.
         tail, outside, divide: as in `core.program.ModuleProgram`.
+        scope: the module inside whose forward `hands` holds: outside it the output is completed (I).
         declared: the output is a declared split of the logits, handed on as if whole.
     """
 
@@ -51,6 +53,7 @@ class Boundary:
     tail: int = 0
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
+    scope: str | None = None
     declared: bool = False
 
     @property
@@ -60,11 +63,11 @@ class Boundary:
 
 def boundaries(plan: ResolvedPlan) -> Mapping[str, Boundary]:
     """The boundary of every module, by name, in the tree's order."""
-    door = any(P in STYLES[a.rule.style].takes for a in plan.modules.values())
-    return {name: _boundary(plan, module, door) for name, module in plan.tree.modules.items()}
+    scope = next((name for name, link in links(plan).items() if link == "scope"), None)
+    return {name: _boundary(plan, module, scope) for name, module in plan.tree.modules.items()}
 
 
-def _boundary(plan: ResolvedPlan, module: ModuleInfo, door: bool) -> Boundary:
+def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boundary:
     assignment = plan.modules.get(module.name)
     parameters = lower_parameters(plan, module)
     if assignment is None:
@@ -82,7 +85,7 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, door: bool) -> Boundary:
             open_gradient = rule.grad is None
             hands = I if rule.grad == "complete" else R
     elif style.partial_until_door:
-        hands = P if door else I
+        hands = I if scope is None else P
     elif style.dtensor_output:
         hands = I
     at = rule.seq_dim
@@ -100,6 +103,7 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, door: bool) -> Boundary:
         tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
+        scope=scope if style.partial_until_door else None,
         declared=style.dtensor_output,
     )
 

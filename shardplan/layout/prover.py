@@ -82,12 +82,17 @@ class Prover:
         self.findings: list[Finding] = []
         self.arrivals: dict[str, Layout] = {}
         self.operations = 0
+        self.running: list[str] = []  # the modules whose forwards run, outermost first
         self.entering: list[tuple[int, str]] = []  # (value, module): an I that a module moves to R
 
     def prove(self) -> Proof:
         self._parameters()
         for event in self.run.events:
+            if event.kind == "enter":
+                self.running.append(event.module)
             getattr(self, f"_{event.kind}")(event)
+            if event.kind == "leave":
+                self.running.pop()
         for run in self.runs[1:]:
             if run.crash is not None and self.run.crash is None:
                 self._crash(run.crash, other_rank=True)
@@ -336,6 +341,8 @@ class Prover:
         hands = boundary.hands
         if boundary.open_gradient:
             hands = self.arrivals[boundary.name] = self.gathers.get(boundary.name, R)
+        if boundary.scope is not None and boundary.scope not in self.running:
+            hands = I
         if handed != number:
             self.types[handed] = declared(hands, self.run.values[handed].ndim)
             self.maker[handed] = boundary.name

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.core.layout import Layout
+from shardplan.core.layout import I, Layout, P
 from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.attributes import divide_attributes
 from shardplan.torchlib.packing import pack
@@ -75,8 +75,11 @@ class RankRecorder(Recorder):
                 continue
             if position in boundary.outside:
                 moved[position] = _like(results[position], whole)
-            elif boundary.hands is not None and (boundary.hands.kind != "P" or boundary.computes.kind != "P"):
-                new = self._placed(boundary.hands, results[0], whole)
+            elif boundary.hands is not None:
+                hands = boundary.hands if boundary.scope is None or self.runs_inside(boundary.scope) else I
+                if hands == boundary.computes == P:
+                    continue
+                new = self._placed(hands, results[0], whole)
                 if new is not None:
                     moved[0] = new
         return moved

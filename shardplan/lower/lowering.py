@@ -11,6 +11,7 @@ from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, OutputMove
 from shardplan.core.tree import ModuleInfo, ancestors, block
 from shardplan.styles import STYLES, Style, feature_dim
+from shardplan.styles.links import Link, links
 from shardplan.styles.stored import lower_parameters
 
 from .arrivals import arrives, door_output, gathered
@@ -35,18 +36,18 @@ def lower(plan: ResolvedPlan, without_overlay: ResolvedPlan | None = None) -> Pr
 
 def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     """The module programs of one variant, by name, in the tree's order."""
-    links = _links(plan)
+    ends = links(plan)
     programs = {}
     for name, module in plan.tree.modules.items():
         assignment = plan.modules.get(name)
-        if not module.parameters and assignment is None and name not in links:
+        if not module.parameters and assignment is None and name not in ends:
             continue
-        programs[name] = _lower_module(plan, module, assignment, links.get(name))
+        programs[name] = _lower_module(plan, module, assignment, ends.get(name))
     return _with_groups(plan, programs)
 
 
 def _lower_module(
-    plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment | None, link: str | None
+    plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment | None, link: Link | None
 ) -> ModuleProgram:
     parameters = lower_parameters(plan, module)
     if assignment is None:
@@ -115,21 +116,6 @@ def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int 
         return None
     size = width if src == V(-1) else None
     return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)
-
-
-def _links(plan: ResolvedPlan) -> dict[str, str]:
-    """The parts of the sequence-parallel entrance: embeddings that stay partial, the door, the module around both."""
-    doors = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].takes]
-    if not doors:
-        return {}
-    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].partial_until_door]
-    inner = [*doors, *sources]
-    scope = next(
-        a
-        for a in ancestors(doors[0])
-        if plan.tree.modules[a].kind != "list" and all(a in ancestors(other) for other in inner)
-    )
-    return {**dict.fromkeys(sources, "source"), **dict.fromkeys(doors, "door"), scope: "scope"}
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:

@@ -55,6 +55,10 @@ class Recorder(TorchFunctionMode):
         self._entered: list[tuple[int, ...]] = []
         self._failed: tuple[Exception, Event] | None = None
 
+    def runs_inside(self, module: str) -> bool:
+        """Whether a forward of a module runs now."""
+        return any(name == module for name, _ in self._scopes)
+
     # What a subclass changes.
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
