@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
+from shardplan.compiler.inputs import read_plan  # noqa: E402
 from shardplan.core.diagnostics import PlanError  # noqa: E402
-from shardplan.models import hf_tp_plan  # noqa: E402
-from shardplan.parse import parse_plan  # noqa: E402
+from shardplan.models import find_model  # noqa: E402
 
 from .judge import Verdict, judge, subject  # noqa: E402
+
+HEAD = """# The plans that transformers has
+
+Made by `{command}` with transformers {version}; do not edit. Each causal language model type with a tensor-parallel plan
+of its own, judged as `PLAN hf` by `validate` and by the numeric proof (loss, logits and every gradient of the sharded
+small copy) at tp={tp}. What is judged is the plan; how transformers itself loads and runs it is another matter.
+
+"""
 
 
 @dataclass(frozen=True)
@@ -26,52 +41,106 @@ class Own:
 
     Args:
         name: the model type.
-        verdict: of both judges; None where there is no small copy, or no plan.
+        has: whether it has one; None where that could not be found out.
+        verdict: of both judges; None where it was not judged.
         why: what kept it from being judged.
     """
 
     name: str
-    verdict: Verdict | None
+    has: bool | None
+    verdict: Verdict | None = None
     why: str = ""
 
     @property
-    def text(self) -> str:
-        if self.verdict is None:
-            return f"| {self.name} | - | - | {self.why} |"
+    def disagrees(self) -> bool:
+        return self.verdict is not None and self.verdict.right != self.verdict.valid
+
+    @property
+    def truth(self) -> str:
         v = self.verdict
-        truth = "right" if v.right else f"silently wrong: {v.worst}" if v.silent else f"wrong: {v.worst}"
-        said = v.structure or v.layout.diagnostics
-        refused = f"{said[0].code}: {said[0].message}" if said else "valid"
-        return f"| {self.name} | {truth} | {refused} | {(said[0].help or '') if said else ''} |"
+        return "right" if v.right else f"wrong gradients: {v.worst}" if v.silent else f"wrong: {v.worst}"
 
 
-def own_plans(names: list[str], tp: int, help: bool) -> Iterator[Own]:
-    """Judge the plan of each model type that has one."""
-    for name in names:
-        try:
-            model = subject(name, tp)
-            styles, prefix = hf_tp_plan(model.bench.model)
-        except PlanError as error:
-            yield Own(name, None, error.diagnostics[0].message)
-            continue
-        except Exception as error:
-            yield Own(name, None, f"{type(error).__name__}: {str(error)[:100]}")
-            continue
-        rules = {f"{prefix}.{key}" if prefix else key: style for key, style in styles.items()}
-        parsed = parse_plan({"version": "1", "name": "hf", "tensor_parallel": rules}, name="<hf>")
-        if parsed.plan is None or any(d.is_error for d in parsed.diagnostics):
-            yield Own(name, None, parsed.diagnostics[0].message)
-            continue
-        plan = replace(parsed.plan, lenient_dead_rules=True)
-        yield Own(name, judge(model, plan, sequence_parallel=False, help=help))
+def own_plan(name: str, tp: int) -> Own:
+    """Judge the plan of a model type, if it has one."""
+    torch.set_num_threads(1)
+    try:
+        found = find_model(name)
+    except PlanError as error:
+        return Own(name, None, why=error.diagnostics[0].message)
+    plan, _, about = read_plan("hf", found)
+    if plan is None:
+        return Own(name, about[0].code != "SP514", why=about[0].message)
+    try:
+        return Own(name, True, judge(subject(name, tp), plan, sequence_parallel=False))
+    except PlanError as error:
+        return Own(name, True, why=error.diagnostics[0].message)
+
+
+def page(found: Sequence[Own]) -> str:
+    """Markdown: the wrong plans with their findings, the right ones by name, and what could not be judged."""
+    judged = [own for own in found if own.verdict is not None]
+    right = [own for own in judged if own.verdict.right]
+    wrong = [own for own in judged if not own.verdict.right]
+    disagree = [own for own in judged if own.disagrees]
+    unjudged = [own for own in found if own.has and own.verdict is None]
+    unknown = [own for own in found if own.has is None]
+    lines = [
+        f"{len(judged)} plans: {len(right)} right, {len(wrong)} wrong; `validate` and the numeric proof disagree on "
+        f"{len(disagree)}.",
+        "",
+        "## Wrong",
+        "",
+        "| model type | numeric proof | `validate` | help |",
+        "|---|---|---|---|",
+    ]
+    for own in wrong:
+        said = own.verdict.structure or own.verdict.layout.diagnostics
+        text = f"{said[0].code}: {said[0].message}" if said else "valid"
+        helps = (said[0].help or "-") if said else "-"
+        lines.append(f"| {own.name} | {_cell(own.truth)} | {_cell(text)} | {_cell(helps)} |")
+    lines += ["", "## Right", "", ", ".join(own.name for own in right) + "."]
+    refused = [own for own in right if own.disagrees]
+    if refused:
+        lines += ["", "Right, and refused:", ""]
+        for own in refused:
+            said = own.verdict.structure or own.verdict.layout.diagnostics
+            lines.append(f"- {own.name}: {said[0].code}: {said[0].message}")
+    for title, owns in (("Not judged", unjudged), ("Cannot be built offline", unknown)):
+        if owns:
+            lines += ["", f"## {title}", ""] + [f"- {own.name}: {own.why}" for own in owns]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soundness.hf")
+    parser.add_argument("names", nargs="*", help="model types (all)")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--table", type=Path, help="write the page to this file")
+    args = parser.parse_args(argv)
+    names = args.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    found = []
+    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=8) as pool:
+        for own in pool.map(partial(own_plan, tp=args.tp), names):
+            found.append(own)
+            if own.has is not False:
+                state = own.why if own.verdict is None else own.truth + (" DISAGREE" if own.disagrees else "")
+                print(f"{own.name}: {state}", file=sys.stderr, flush=True)
+    text = page(found)
+    print(text)
+    if args.table is not None:
+        import transformers
+
+        command = f"python -m tests.soundness.hf {' '.join(argv)}"
+        head = HEAD.format(command=command, version=transformers.__version__, tp=args.tp)
+        args.table.write_text(head + text + "\n", "utf-8")
+    return int(any(own.disagrees for own in found))
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if not word.startswith("-")]
-    for own in own_plans(words or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 2, "--help-lines" in sys.argv):
-        if own.why.startswith("hf"):
-            continue
-        flag = ""
-        if own.verdict is not None and own.verdict.right != own.verdict.valid:
-            flag = " DISAGREE"
-        print(own.text + flag, flush=True)
+    sys.exit(main(sys.argv[1:]))
