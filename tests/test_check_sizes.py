@@ -156,6 +156,20 @@ def test_latent_attention_has_two_sizes_of_heads():
     assert checked(text, model, 4) == (), "the first half of the low-rank projection may be whole"
 
 
+def test_a_gate_has_one_feature_for_each_head():
+    b = Builder("LagunaForCausalLM")
+    b.add("layers", "ModuleList", "list")
+    b.add("layers.0", "Layer")
+    b.add("layers.0.self_attn", "Attention", num_heads=8, head_dim=8)
+    b.linear("layers.0.self_attn.g_proj", 8, 32)
+    b.linear("layers.0.self_attn.q_proj", 64, 32)
+    b.linear("layers.0.self_attn.o_proj", 32, 64)
+    numbers = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    model = b.tree(("LagunaForCausalLM",), "laguna", numbers)
+    text = rules("layers.*.self_attn.{q,g}_proj: colwise\nlayers.*.self_attn.o_proj: rowwise")
+    assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 8), "8 gates of 8 heads, not one head of 8 features"
+
+
 def test_a_declared_number_must_divide():
     text = rules("lm_head: {style: colwise_gather_output, divides: [num_hidden_layers, head_dim // 2]}")
     assert messages(checked(text, tree("qwen3-8b"), 8)) == [

@@ -113,7 +113,8 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
 
     By structure: the module around knows the size of a head, and the value stays split between this matrix
     multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
-    and k and one for v), that which gives a number of heads of the configuration.
+    and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
+    itself such a number has one feature for each head (a gate).
     """
     if not stays_split(held):
         return None
@@ -124,6 +125,8 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
     agreed = [count for count in counts if count in said]
     if agreed:
         return max(agreed)
+    if size in said:
+        return size
     sure = len(head_sizes) == 1 and head_sizes.keys() <= WHOLE_HEAD
     return counts[0] if counts and sure else None
 

@@ -28,6 +28,7 @@ from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
 
 from .compare import compare_step
+from .exact import in_precision_of
 from .steps import Step, cast, outcome, reference_step
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -94,8 +95,9 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     reference, own = _combined_reference(case, index, replicas)
     model = case.build().to(case.dtype)
     apply_program(model, mesh, case.program, src_data_rank=0)
-    loss, logits = outcome(model(**cast(case.inputs(index), case.dtype)))
-    loss.backward()
+    with in_precision_of(model):
+        loss, logits = outcome(model(**cast(case.inputs(index), case.dtype)))
+        loss.backward()
     packed = packed_parameters(case.program)
     gradients = {
         name: [("", _whole(parameter.grad, packed.get(name), case.sizes.tp))]

@@ -22,6 +22,7 @@ from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
 from .compare import Ranked, compare_step
+from .exact import in_precision_of
 from .steps import Step, outcome
 
 
@@ -84,8 +85,9 @@ def simulate_step(model: nn.Module, inputs: Mapping[str, Any], program: Program,
     tp = program.resolved.sizes.tp
     with simulated_mesh(tp) as mesh:
         apply_program(model, read_mesh(mesh), program, src_data_rank=0)
-        loss, logits = outcome(model(**{name: on_every_rank(value, tp) for name, value in inputs.items()}))
-        loss.backward()
+        with in_precision_of(model):
+            loss, logits = outcome(model(**{name: on_every_rank(value, tp) for name, value in inputs.items()}))
+            loss.backward()
     packed = packed_parameters(program)
     gradients = {
         name: whole_values(parameter.grad, packed.get(name))

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .exact import in_precision_of
+
 
 @dataclass(frozen=True)
 class Step:
@@ -60,8 +62,9 @@ def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def reference_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
     """Run the unsharded model forward and backward."""
-    loss, logits = outcome(model(**inputs))
-    loss.backward()
+    with in_precision_of(model):
+        loss, logits = outcome(model(**inputs))
+        loss.backward()
     gradients = {
         name: parameter.grad.detach()
         for name, parameter in model.named_parameters(remove_duplicate=False)

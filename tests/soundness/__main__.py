@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from operator import methodcaller
 from pathlib import Path
@@ -43,8 +42,8 @@ def main(argv: list[str]) -> int:
         for word in args.plans or PLANS
     ]
     judged: list[Row] = []
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
-        for task, found in zip(tasks, pool.map(methodcaller("run"), tasks), strict=True):
+    with get_context("spawn").Pool(args.jobs, maxtasksperchild=1) as pool:
+        for task, found in zip(tasks, pool.imap(methodcaller("run"), tasks), strict=True):
             judged += found
             for row in found:
                 if row.disagrees:

@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
@@ -125,8 +124,8 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     names = args.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     found = []
-    with ProcessPoolExecutor(args.jobs, get_context("spawn"), max_tasks_per_child=8) as pool:
-        for own in pool.map(partial(own_plan, tp=args.tp), names):
+    with get_context("spawn").Pool(args.jobs, maxtasksperchild=20) as pool:
+        for own in pool.imap(partial(own_plan, tp=args.tp), names):
             found.append(own)
             if own.has is not False:
                 state = own.why if own.verdict is None else own.truth + (" DISAGREE" if own.disagrees else "")

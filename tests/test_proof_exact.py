@@ -1,0 +1,54 @@
+"""A float64 run has no roundoff of float32 in it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardplan.proof.exact import in_precision_of
+from shardplan.proof.steps import reference_step
+
+
+class Lowering(nn.Module):
+    """Casts down in all the ways that models do."""
+
+    def __init__(self, cast: str):
+        super().__init__()
+        self.cast = cast
+        self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        if self.cast == "float":
+            return x.float().exp()
+        if self.cast == "to":
+            return x.to(torch.float32).exp()
+        if self.cast == "softmax":
+            return torch.softmax(x, dim=-1, dtype=torch.float32)
+        return (x * torch.full((16,), 1 / 3)).exp()  # of the default dtype
+
+
+@pytest.mark.parametrize("cast", ["float", "to", "softmax", "default dtype"])
+def test_casts_of_a_float64_model_stay_in_float64(cast: str) -> None:
+    model, x = Lowering(cast).double(), torch.linspace(0, 1, 16, dtype=torch.float64)
+    step = reference_step(copy.deepcopy(model), {"x": x})
+    assert step.loss.dtype == step.logits.dtype == torch.float64
+    with torch.no_grad():
+        plain = model(x).double()
+    assert 0 < (plain - step.logits).abs().max() < 1e-6, "without it there is roundoff of float32"
+
+
+def test_a_float32_model_runs_as_it_is() -> None:
+    model, x = Lowering("float"), torch.linspace(0, 1, 16)
+    with in_precision_of(model):
+        assert model(x.double()).dtype == torch.float32
+        assert torch.get_default_dtype() == torch.float32
+
+
+def test_the_default_dtype_comes_back() -> None:
+    with pytest.raises(ValueError, match="no"), in_precision_of(Lowering("to").double()):
+        raise ValueError("no")
+    assert torch.get_default_dtype() == torch.float32
