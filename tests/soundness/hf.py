@@ -71,9 +71,12 @@ def own_plan(name: str, tp: int) -> Own:
     if plan is None:
         return Own(name, about[0].code != "SP514", why=about[0].message)
     try:
-        return Own(name, True, judge(subject(name, tp), plan, sequence_parallel=False))
+        model = subject(name, tp)
     except PlanError as error:
         return Own(name, True, why=error.diagnostics[0].message)
+    except Exception as error:  # of the unsharded model
+        return Own(name, True, why=f"the small copy raises {type(error).__name__}: {error}")
+    return Own(name, True, judge(model, plan, sequence_parallel=False))
 
 
 def page(found: Sequence[Own]) -> str:
