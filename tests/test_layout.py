@@ -331,6 +331,19 @@ def test_another_way_with_the_same_result_is_compared_at_the_next_boundary() -> 
     assert report.ok, report.diagnostics
 
 
+def test_a_value_that_is_added_to_itself_many_times_is_traced_back_once() -> None:
+    """As many ways lead back as there are paths: 2 ** 60."""
+
+    def inner(block, h):
+        gain = block.gain[0]
+        for _ in range(60):
+            gain = gain / 2 + gain / 2
+        return h * gain
+
+    report = own(inner)
+    assert [d.code for d in report.diagnostics][:1] == ["SP401"], report.diagnostics
+
+
 def test_a_parameter_read_by_another_module() -> None:
     report = own(lambda block, h: h * block.up.weight[:, 0])
     assert [d.code for d in report.diagnostics] == ["SP410"], report.diagnostics

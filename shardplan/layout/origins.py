@@ -56,10 +56,20 @@ class Origins:
 
     def parameters(self, number: int) -> tuple[int, ...]:
         """The parameters that a value is made of, if it is made of nothing else that is differentiable."""
-        if number in self.run.parameters:
-            return (number,)
-        event = self._producers.get(number)
-        if event is None or event.kind not in ("op", "read"):
-            return ()
-        sources = [self.parameters(i) for i in dict.fromkeys(event.inputs) if self.run.requires_grad[i]]
-        return tuple(n for source in sources for n in source) if all(sources) else ()
+        found: dict[int, None] = {}
+        seen, queue = {number}, [number]
+        for current in queue:
+            if current in self.run.parameters:
+                found[current] = None
+                continue
+            event = self._producers.get(current)
+            if event is None or event.kind not in ("op", "read"):
+                return ()
+            sources = [i for i in event.inputs if self.run.requires_grad[i]]
+            if not sources:
+                return ()
+            for other in sources:
+                if other not in seen:
+                    seen.add(other)
+                    queue.append(other)
+        return tuple(found)
