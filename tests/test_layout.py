@@ -345,8 +345,15 @@ def test_a_value_that_is_added_to_itself_many_times_is_traced_back_once() -> Non
 
 
 def test_a_parameter_read_by_another_module() -> None:
+    """Its rows are split like the features, and it is a local tensor in the block's code too."""
     report = own(lambda block, h: h * block.up.weight[:, 0])
-    assert [d.code for d in report.diagnostics] == ["SP410"], report.diagnostics
+    assert report.ok, report.diagnostics
+    assert report.elsewhere == {"blocks.0": ("blocks.0.up.weight",)}
+
+
+def test_a_mean_over_a_split_parameter_read_by_another_module() -> None:
+    report = own(lambda block, h: h * block.up.weight.mean())
+    assert [d.code for d in report.diagnostics][:1] == ["SP404"], report.diagnostics
 
 
 def test_uneven_vocabulary() -> None:

@@ -36,6 +36,21 @@ def test_verify_with_fsdp2():
     assert report.worst.error <= 1e-5
 
 
+READING = {
+    "version": "1",
+    "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"},
+    "data_parallel": {"backend": "fsdp2", "units": ["layers.*"]},
+}
+
+
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_parameters_that_the_code_of_the_block_reads(processes: bool):
+    """A matrix of a module below it, split; under FSDP2 too."""
+    given = {"inputs": "tests.case_models:features", "processes": processes, "dp_shard": 2 if processes else 1}
+    report = shardplan.verify("tests.case_models:reading_blocks", READING, tp=2, **given)
+    assert report.ok and report.variants[0].sharded
+
+
 @pytest.mark.slow
 def test_the_simulation_and_real_processes_agree():
     for plan, ok in (("qwen3", True), (WRONG, False)):

@@ -29,7 +29,7 @@ def program_of(
         resolved = variants.resolved[on]
         if on in variants.layouts:
             report = variants.layouts[on]
-            resolved = optimise(replace(resolved, arrivals=report.arrivals), report)
+            resolved = optimise(replace(resolved, arrivals=report.arrivals, elsewhere=report.elsewhere), report)
         return with_logits(switch(resolved, sections or {}), logits)
 
     return lower(finished(on), finished(False) if on else None)

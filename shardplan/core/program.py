@@ -78,8 +78,8 @@ class ModuleProgram:
         divide: attributes of the instance to divide by tp; `config.x` divides what this instance's config says.
         group: parameters (module name relative to this one, parameter name) below this module, itself included, whose
             partial gradients are summed by one all-reduce.
-        also_reads: whole parameters of modules below this one that its own forward may read directly (as
-            nn.MultiheadAttention reads its out_proj): it owns parameters itself, and no rule names anything below it.
+        also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
+            reads its out_proj): (module name relative to this one, parameter).
     """
 
     name: str
@@ -94,4 +94,4 @@ class ModuleProgram:
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
     group: tuple[tuple[str, str], ...] = ()
-    also_reads: tuple[tuple[str, str], ...] = ()
+    also_reads: tuple[tuple[str, ParameterProgram], ...] = ()

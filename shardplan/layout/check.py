@@ -35,6 +35,7 @@ class LayoutReport:
         secondary: what follows from these mistakes.
         arrivals: what arrives (I or R) at each module that takes both, and what a module that gathers its output hands
             on: `ResolvedPlan.arrivals`, for the lowering.
+        elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
         reads: values that several modules move I -> R, each on its own, where one door would do.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
     """
@@ -42,6 +43,7 @@ class LayoutReport:
     diagnostics: tuple[Diagnostic, ...] = ()
     secondary: tuple[Diagnostic, ...] = ()
     arrivals: Mapping[str, Layout] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
 
@@ -80,7 +82,22 @@ def check_layout(
         secondary += [one for one in following if one not in secondary]
         arrivals = {**proof.arrivals, **arrivals}
         reads = [read for read in proof.reads if reads is None or read in reads]
-    return LayoutReport(tuple(diagnostics), tuple(secondary), arrivals, tuple(changes), tuple(reads or ()))
+    return LayoutReport(
+        diagnostics=tuple(diagnostics),
+        secondary=tuple(secondary),
+        arrivals=arrivals,
+        elsewhere=_joined(bench.elsewhere for bench in benches),
+        repairs=tuple(changes),
+        reads=tuple(reads or ()),
+    )
+
+
+def _joined(reads: Iterable[Mapping[str, tuple[str, ...]]]) -> Mapping[str, tuple[str, ...]]:
+    joined: dict[str, dict[str, None]] = {}
+    for one in reads:
+        for module, names in one.items():
+            joined.setdefault(module, {}).update(dict.fromkeys(names))
+    return {module: tuple(names) for module, names in joined.items()}
 
 
 def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench]) -> Sequence[Workbench]:

@@ -121,12 +121,14 @@ slices, and outside, where every rank computes all (router logits and an auxilia
 OUTSIDE = Code(
     code="SP410",
     title="a parameter read by another module than its own",
-    text="""Every parameter of a planned model is a DTensor, which its own module's forward reads as a local tensor. Here
-another module's code takes the parameter itself (`self.conv.weight`, not `self.conv(x)`) and combines the DTensor with
-local tensors, which torch refuses. Parameters that a module without a rule reads of modules below it are local there if
-it owns parameters itself and nothing below it has a rule.""",
-    bad="hidden_states = F.conv1d(hidden_states, self.conv.weight)  # in a block with rules",
-    good="hidden_states = self.conv(hidden_states)",
+    text="""Every parameter of a planned model is a DTensor, which its own module's forward reads as a local tensor, and so
+does the code of a module around it that takes the parameter itself (`self.conv.weight`, not `self.conv(x)`). Here that
+code belongs to a module beside it, or FSDP2 shards the owner as a unit of its own and gathers its parameters only while
+it runs itself.""",
+    bad="""data_parallel: {backend: fsdp2, units: [layers.*.mixer.conv]}  # layers.*.mixer reads self.conv.weight
+""",
+    good="""data_parallel: {backend: fsdp2, units: [layers.*]}
+""",
 )
 
 CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE)

@@ -19,6 +19,7 @@ from shardplan.twin import Twin, make_twin
 
 from .check import LayoutReport, check_layout
 from .codes import UNTYPED
+from .elsewhere import elsewhere_of
 from .reads import SharedRead
 from .repairs import general
 from .run import Workbench
@@ -82,6 +83,7 @@ class ModelLayouts:
         return replace(
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
+            elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
             reads=tuple(reads_of(self.found.tree, report.reads)),
             diagnostics=tuple(self._about_the_model(d, tree) for d in report.diagnostics),
             secondary=tuple(self._about_the_model(d, tree) for d in report.secondary),

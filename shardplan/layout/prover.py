@@ -29,6 +29,7 @@ from shardplan.twin.recorder import argument_names
 from shardplan.twin.trace import Event
 
 from .boundaries import Boundary
+from .elsewhere import below
 from .finding import Finding, Kind, Operand
 from .origins import Origins
 from .reads import SharedRead, shared_reads
@@ -63,6 +64,7 @@ class Prover:
         spreads: of the run of every rank.
         origins: of the first rank's run.
         gathers: what modules with an open gradient hand on; R where not said.
+        units: modules whose parameters are gathered only while they run themselves.
     """
 
     def __init__(
@@ -72,8 +74,10 @@ class Prover:
         spreads: Spreads,
         origins: Origins,
         gathers: Mapping[str, Layout],
+        units: Sequence[str] = (),
     ):
         self.model, self.plan, self.spreads, self.origins, self.gathers = model, plan, spreads, origins, gathers
+        self.units = units
         self.runs, self.run = spreads.runs, origins.run
         self.types: dict[int, Type] = {}
         self.maker: dict[int, str] = {}
@@ -155,23 +159,17 @@ class Prover:
                 self.types[output] = self._combine(event, sources, spread, output)
 
     def _readable(self, number: int, reader: str) -> bool:
-        """Whether a parameter is a local tensor while a module's forward runs: in its owner's, in that of the block which
-        sums its partial gradient, and in that of a module around it that owns parameters where no rule comes below."""
+        """Whether a parameter is a local tensor while a module's code runs: in its owner's, in that of the block which
+        sums its partial gradient, and in that of the module around it which reads it, if it is not in a unit of its
+        own."""
         owner = self.run.parameters[number].rpartition(".")[0]
         running = (reader, *ancestors(reader)) if reader else ("",)
         if owner in running:
             return True
         if self.type_of(number).kind == "R" and block(owner) in running:
             return True
-        return any(
-            self.plan[name].assignment is None and self.plan[name].parameters and not self._ruled_below(name)
-            for name in running
-            if owner.startswith(f"{name}." if name else "")
-        )
-
-    def _ruled_below(self, name: str) -> bool:
-        prefix = f"{name}." if name else ""
-        return any(other.startswith(prefix) and b.assignment is not None for other, b in self.plan.items() if other)
+        apart = any(below(unit, reader) and (owner == unit or below(owner, unit)) for unit in self.units)
+        return below(owner, reader) and not apart
 
     def _read(self, event: Event) -> None:
         if not event.inputs and self.run.requires_grad[event.outputs[0]]:

@@ -13,6 +13,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.twin.recorder import record
 
 from .boundaries import boundaries
+from .elsewhere import read_elsewhere
 from .origins import Origins
 from .prover import Proof, Prover
 from .ranks import run_rank
@@ -34,6 +35,7 @@ class Workbench:
         self.model, self.inputs, self.tree = model, inputs, tree
         self.atoms = frozenset(name for name, module in tree.modules.items() if module.kind in ATOMS)
         self.reference = record(model, inputs, self.atoms)
+        self.elsewhere = read_elsewhere(self.reference)
 
 
 def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
@@ -51,7 +53,7 @@ def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
     best: Proof | None = None
     for layout in (R, I) if open_ones else (R,):
         gathers = dict.fromkeys(open_ones, layout)
-        proof = Prover(bench.model, bound, spreads, origins, gathers).prove()
+        proof = Prover(bench.model, bound, spreads, origins, gathers, plan.dp_units).prove()
         if best is None or len(proof.findings) < len(best.findings):
             best = proof
         if not best.findings:

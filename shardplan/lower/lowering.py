@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.program import InputMove, ModuleProgram, OutputMove
-from shardplan.core.tree import ModuleInfo, ancestors, block
+from shardplan.core.program import InputMove, ModuleProgram, OutputMove, ParameterProgram
+from shardplan.core.tree import ModuleInfo, ancestors, block, full_name, parent
 from shardplan.styles import STYLES, Style, feature_dim
 from shardplan.styles.links import Link, links
 from shardplan.styles.stored import lower_parameters
@@ -40,9 +40,11 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     programs = {}
     for name, module in plan.tree.modules.items():
         assignment = plan.modules.get(name)
-        if not module.parameters and assignment is None and name not in ends:
+        also_reads = _also_reads(plan, module)
+        if not (module.parameters or assignment or name in ends or also_reads):
             continue
-        programs[name] = _lower_module(plan, module, assignment, ends.get(name))
+        lowered = _lower_module(plan, module, assignment, ends.get(name))
+        programs[name] = replace(lowered, also_reads=also_reads)
     return _with_groups(plan, programs)
 
 
@@ -51,9 +53,7 @@ def _lower_module(
 ) -> ModuleProgram:
     parameters = lower_parameters(plan, module)
     if assignment is None:
-        return ModuleProgram(
-            module.name, parameters=parameters, link=link, also_reads=_also_reads(plan, module) if parameters else ()
-        )
+        return ModuleProgram(module.name, parameters=parameters, link=link)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     width = _output_width(module)
     return ModuleProgram(
@@ -71,12 +71,26 @@ def _lower_module(
     )
 
 
-def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, str], ...]:
-    prefix = f"{module.name}." if module.name else ""
-    below = {n: m for n, m in plan.tree.modules.items() if n.startswith(prefix) and n != module.name}
-    if any(n.startswith(prefix) for n in plan.assignments) or any(n in below for n in plan.dp_units):
-        return ()
-    return tuple((n.removeprefix(prefix), p.name) for n, m in below.items() for p in m.parameters)
+def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, ParameterProgram], ...]:
+    """What the layout check saw it read; else, where it owns parameters and no rule names anything below it, all that is
+    below it."""
+    tree, prefix = plan.tree, full_name(module.name, "")
+    if plan.elsewhere is not None:
+        names = plan.elsewhere.get(module.name, ())
+    elif module.parameters and plan.modules.get(module.name) is None and not _named_below(plan, prefix):
+        names = tuple(name for name in tree.parameters if name.startswith(prefix) and parent(name) != module.name)
+    else:
+        names = ()
+    found = []
+    for name in names:
+        owner, _ = tree.parameters[name]
+        program = next(p for p in lower_parameters(plan, owner) if full_name(owner.name, p.name) == name)
+        found.append((owner.name.removeprefix(prefix), program))
+    return tuple(found)
+
+
+def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
+    return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.dp_units))
 
 
 def _output_width(module: ModuleInfo) -> int | None:

@@ -97,14 +97,14 @@ class LocalParameters:
 
 
 def _read(
-    names: tuple[tuple[nn.Module, str], ...], *, trained_only: bool = False
+    names: tuple[tuple[nn.Module, str], ...],
 ) -> tuple[list[tuple[nn.Module, str, DTensor]], list[Tensor]]:
-    """The DTensors among the named parameters and their local tensors. (A loop: torch.compile traces it inside a
+    """The trained DTensors among the named parameters and their local tensors. (A loop: torch.compile traces it inside a
     checkpoint, where it cannot trace a comprehension that closes over something.)"""
     members, locals_ = [], []
     for owner, name in names:
         parameter = owner._parameters[name]
-        if isinstance(parameter, DTensor) and (parameter.requires_grad or not trained_only):
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
             members.append((owner, name, parameter))
             locals_.append(parameter.to_local(grad_placements=[Replicate()]))
     return members, locals_
@@ -112,8 +112,8 @@ def _read(
 
 def _call_with(
     forward: Callable[..., Any],
-    members: list[tuple[nn.Module, str, Tensor]],
-    locals_: Iterable[Tensor],
+    members: list[tuple[nn.Module, str, Tensor | None]],
+    locals_: Iterable[Tensor | None],
     args: tuple,
     kwargs: dict,
 ) -> Any:
@@ -127,14 +127,19 @@ def _call_with(
             owner._parameters[name] = parameter
 
 
-class SubtreeParameters:
-    """Around a forward that may read whole parameters of modules below it: they are local tensors too."""
+class ParametersBelow:
+    """Around a forward that reads parameters of modules below it: they are local tensors in it too."""
 
-    def __init__(self, members: tuple[tuple[nn.Module, str], ...]):
+    def __init__(self, members: Mapping[bool, tuple[tuple[nn.Module, str, Gradient], ...]], regime: Regime):
         self.members = members
+        self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        members, locals_ = _read(self.members)
+        members, locals_ = [], []
+        for owner, name, gradient in self.members[self.regime.sequence_parallel]:
+            parameter = owner._parameters[name]
+            members.append((owner, name, parameter))
+            locals_.append(to_local(parameter, gradient, self.regime))
         return _call_with(forward, members, locals_, args, kwargs)
 
 
@@ -147,7 +152,7 @@ class GroupedGradients:
         self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        members, locals_ = _read(self.members[self.regime.sequence_parallel], trained_only=True)
+        members, locals_ = _read(self.members[self.regime.sequence_parallel])
         if not members or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         summed = sum_gradients(members[0][2].device_mesh, locals_, self.regime.reduce_dtype)

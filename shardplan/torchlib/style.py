@@ -16,7 +16,7 @@ from .boundaries import Enter, Leave, acts
 from .failures import at_module
 from .forward import wrap_forward
 from .outputs import gather_hidden_states
-from .parameters import GroupedGradients, LocalParameters, SubtreeParameters, distribute
+from .parameters import GroupedGradients, LocalParameters, ParametersBelow, distribute
 from .regime import Shared
 from .vocabulary import VocabularyLookup
 
@@ -67,8 +67,11 @@ class ModuleStyle(ParallelStyle):
         if program.vocabulary is not None:
             wrap_forward(module, VocabularyLookup(program.vocabulary, module.padding_idx, mesh))
         if program.also_reads:
-            members = tuple((module.get_submodule(owner), name) for owner, name in program.also_reads)
-            wrap_forward(module, SubtreeParameters(members))
+            members = {
+                mode: tuple((module.get_submodule(owner), p.name, p.gradient) for owner, p in pr.also_reads)
+                for mode, pr in self.programs.items()
+            }
+            wrap_forward(module, ParametersBelow(members, regime))
         if any(pr.group for pr in self.programs.values()):
             members = {
                 mode: tuple((module.get_submodule(owner), name) for owner, name in pr.group)

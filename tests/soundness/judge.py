@@ -95,7 +95,7 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
         layout = check_layout(resolved, subject.bench, help=help)
         if help and layout.diagnostics:
             mended = _mends(subject, resolved, layout)
-        resolved = replace(resolved, arrivals=layout.arrivals)
+        resolved = replace(resolved, arrivals=layout.arrivals, elsewhere=layout.elsewhere)
     return Verdict(structure, layout, *_numbers(subject, resolved), mended)
 
 
