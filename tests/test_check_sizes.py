@@ -288,3 +288,11 @@ def test_a_small_head_is_no_vocabulary():
     model = b.tree(("LlamaForSequenceClassification",), "llama", {"vocab_size": 128256})
     (finding,) = checked(rules("score: colwise_gather_output"), model, 4)
     assert finding.code == "SP303"
+
+
+def test_a_module_without_a_configuration_has_none_to_divide():
+    model = tree("llama-3.1-8b")
+    modules = {name: replace(module, config={}) for name, module in model.modules.items()}
+    text = rules("model.layers.*.mlp.{gate,up}_proj: {style: colwise, divide: [config.num_attention_heads]}")
+    found = messages(checked(text, replace(model, modules=modules), 2))
+    assert "Linear, which holds no configuration, has no number num_attention_heads" in found[0]

@@ -6,6 +6,7 @@ import pytest
 
 from shardplan.parse import parse_plan
 from tests.soundness.edits import edits, written_out
+from tests.soundness.hf import own_plan
 from tests.soundness.judge import judge, parse, subject
 from tests.soundness.table import Row, table
 from tests.soundness.tasks import Task
@@ -28,6 +29,17 @@ def test_a_sample_of_edits(word: str, tp: int) -> None:
     judged = Task(word, tp, sample=10, seed=0, help=False, kinds=[]).run()
     assert not [row.text for row in judged if row.disagrees]
     assert {row.truth for row in judged} & {"silent", "wrong"}
+
+
+OWN_PLANS = ("apertus", "cohere2", "gemma2", "glm4", "qwen3_next", "olmo3", "phimoe", "gemma3n_text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN_PLANS)
+def test_a_sample_of_the_plans_that_transformers_has(name: str) -> None:
+    own = own_plan(name, 2)
+    assert own.verdict is not None, own.why
+    assert not own.disagrees, own.truth
 
 
 def test_both_judges_see_a_silent_mistake() -> None:

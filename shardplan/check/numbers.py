@@ -52,16 +52,19 @@ def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int 
     values.
     """
     tree = resolved.tree
+    owner = tree.modules[parent(assignment.name) if assignment.is_parameter else assignment.name]
     if path.startswith(CONFIG):
         name = path.removeprefix(CONFIG)
-        found = {tree.numbers[name]} if name in tree.numbers else _nested(tree.numbers, name)
+        if owner.config is not None:
+            found = {owner.config[name]} if name in owner.config else set()
+        else:
+            found = {tree.numbers[name]} if name in tree.numbers else _nested(tree.numbers, name)
         if len(found) > 1:
             return None
         value = next(iter(found), None)
-        where = "the configuration"
+        where = "the configuration" if owner.config != {} else f"{owner.class_name}, which holds no configuration,"
     else:
         name = path
-        owner = tree.modules[parent(assignment.name) if assignment.is_parameter else assignment.name]
         value = owner.numbers.get(name)
         where = owner.class_name
     if value is None:

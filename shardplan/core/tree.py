@@ -42,6 +42,7 @@ class ModuleInfo:
         kind: see `ModuleKind`.
         parameters: those that it owns itself.
         numbers: int, float and bool attributes of the instance (`num_heads`, `padding_idx`, `p`, `attention_dropout`).
+        config: the numbers of the configuration that it holds as `self.config`, empty without one; None: not known.
     """
 
     name: str
@@ -49,6 +50,7 @@ class ModuleInfo:
     kind: ModuleKind
     parameters: tuple[ParameterInfo, ...] = ()
     numbers: Mapping[str, int | float] = field(default_factory=dict)
+    config: Mapping[str, int | float] | None = None
 
     def parameter(self, name: str) -> ParameterInfo | None:
         return next((p for p in self.parameters if p.name == name), None)

@@ -89,6 +89,12 @@ def _plain(config: Any) -> dict[str, Number]:
     return numbers
 
 
+def own_numbers(config: Any) -> dict[str, Number]:
+    """The numbers of one configuration, without those nested in it or derived from it; none for what is no
+    configuration."""
+    return _plain(config) if hasattr(config, "attribute_map") else {}
+
+
 def _attributes(config: Any) -> Mapping[str, Any]:
     return config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
 

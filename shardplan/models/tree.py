@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, full_name
 
-from .numbers import config_numbers, module_numbers
+from .numbers import Number, config_numbers, module_numbers, own_numbers
 from .ties import tied_groups
 
 KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
@@ -31,7 +32,13 @@ def tree_of(module: nn.Module) -> ModuleTree:
     `named_modules()`; a Parameter that stands at several places appears at each, and those names are one
     group of `tied`.
     """
-    modules = {name: _info(name, child) for name, child in module.named_modules()}
+    known: dict[int, Mapping[str, Number]] = {}  # of each configuration, which most modules share
+    modules: dict[str, ModuleInfo] = {}
+    for name, child in module.named_modules():
+        own = getattr(child, "config", None)
+        if id(own) not in known:
+            known[id(own)] = own_numbers(own)
+        modules[name] = _info(name, child, known[id(own)])
     names = dict.fromkeys(full_name(name, p.name) for name, info in modules.items() for p in info.parameters)
     config = getattr(module, "config", None)
     model_type = getattr(config, "model_type", None)
@@ -78,7 +85,7 @@ def base_prefix(module: nn.Module) -> str:
     return "" if get_head is not None and get_head() is not None else prefix
 
 
-def _info(name: str, module: nn.Module) -> ModuleInfo:
+def _info(name: str, module: nn.Module, config: Mapping[str, Number]) -> ModuleInfo:
     return ModuleInfo(
         name=name,
         class_name=type(module).__name__,
@@ -88,4 +95,5 @@ def _info(name: str, module: nn.Module) -> ModuleInfo:
             for short, p in module.named_parameters(recurse=False, remove_duplicate=False)
         ),
         numbers=module_numbers(module),
+        config=config,
     )

@@ -10,7 +10,7 @@ from torch import nn
 class DividedConfig:
     """A config as one module sees it: some numbers divided, everything else the shared config's, later changes too."""
 
-    def __init__(self, config: Any, numbers: dict[str, int]):
+    def __init__(self, config: Any, numbers: dict[str, int | list[int]]):
         self.__dict__["_config"] = config
         self.__dict__.update(numbers)
 
@@ -24,15 +24,20 @@ class DividedConfig:
 
 
 def divide_attributes(module: nn.Module, names: tuple[str, ...], by: int) -> None:
-    """Divide integer attributes of this instance; `config.x` divides what this instance's config says, never the
-    shared config."""
+    """Divide integer attributes of this instance, or lists of them; `config.x` divides what this instance's config says,
+    never the shared config."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
         number = getattr(getattr(module, owner) if owner else module, attribute)
-        assert isinstance(number, int) and number % by == 0, (name, number, by)
+        part = [_part(n, by) for n in number] if isinstance(number, (list, tuple)) else _part(number, by)
         if not owner:
-            setattr(module, attribute, number // by)
+            setattr(module, attribute, part)
         elif isinstance(getattr(module, owner), DividedConfig):
-            getattr(module, owner).__dict__[attribute] = number // by
+            getattr(module, owner).__dict__[attribute] = part
         else:
-            setattr(module, owner, DividedConfig(getattr(module, owner), {attribute: number // by}))
+            setattr(module, owner, DividedConfig(getattr(module, owner), {attribute: part}))
+
+
+def _part(number: int, by: int) -> int:
+    assert isinstance(number, int) and number % by == 0, (number, by)
+    return number // by

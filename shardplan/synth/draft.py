@@ -1,0 +1,123 @@
+"""Plans in the making: rules by pattern, and what the layout check says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardplan.bind import bind
+from shardplan.check import check as check_structure
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
+from shardplan.layout import LayoutReport, Workbench, check_layout
+from shardplan.layout.prover import Proof
+from shardplan.layout.repairs import OURS, Repair
+from shardplan.layout.run import prove
+from shardplan.parse import parse_plan
+
+Options = Mapping[str, Any]  # `style` and a rule's options
+Rules = Mapping[str, Options]
+
+MENDABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Rules that may become a plan.
+
+    Args:
+        tensor_parallel, sequence_parallel: pattern -> style and options.
+    """
+
+    tensor_parallel: Rules
+    sequence_parallel: Rules | None = None
+
+    def with_rules(self, rules: Rules) -> Draft:
+        """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
+        return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
+
+    def document(self, name: str = "draft") -> dict[str, Any]:
+        """As a plan file has it."""
+        sections = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
+        written = {
+            section: {p: o["style"] if len(o) == 1 else dict(o) for p, o in rules.items()}
+            for section, rules in sections.items()
+            if rules
+        }
+        return {"version": "1", "name": name, **written}
+
+    def plan(self) -> PlanFile | None:
+        """None where it is not well formed."""
+        parsed = parse_plan(self.document(), name="draft")
+        return None if parsed.plan is None or any(d.is_error for d in parsed.diagnostics) else parsed.plan
+
+
+def _joined(rules: Rules, more: Rules) -> Rules:
+    joined = dict(rules)
+    for pattern, options in more.items():
+        joined[pattern] = {**joined.get(pattern, {}), **options}
+    return joined
+
+
+class Board:
+    """Tries drafts on a small copy.
+
+    Args:
+        benches: the copy with each kind of input.
+        tp: the size of the axis.
+    """
+
+    def __init__(self, benches: tuple[Workbench, ...], tp: int):
+        self.benches, self.tp = benches, tp
+        self.tree = benches[0].tree
+
+    def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
+        """The draft bound to the copy; None where binding or the structural checks have an error."""
+        plan = draft.plan()
+        if plan is None:
+            return None
+        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), sequence_parallel=overlay)
+        errors = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        return None if errors else resolved
+
+    def proof(self, draft: Draft) -> Proof | None:
+        resolved = self.bound(draft)
+        return None if resolved is None else prove(resolved, self.benches[0])
+
+    def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
+        resolved = self.bound(draft, overlay=overlay)
+        return None if resolved is None else check_layout(resolved, self.benches, help=help)
+
+    def mended(self, draft: Draft, *, overlay: bool = False, rounds: int = 6) -> Draft | None:
+        """The draft with the changes that the layout check proposes; None where they do not suffice."""
+        for _ in range(rounds):
+            report = self.report(draft, overlay=overlay, help=True)
+            if report is None:
+                return None
+            if report.ok:
+                return draft
+            changes = [repair for repair in report.repairs if repair is not None]
+            changed = draft
+            for repair in changes:
+                changed = _changed(changed, repair)
+            if changed == draft:
+                return None
+            draft = changed
+        return None
+
+
+def _changed(draft: Draft, repair: Repair) -> Draft:
+    rules = dict(getattr(draft, repair.section) or {})
+    if repair.new is None:
+        rules.pop(repair.pattern, None)
+    else:
+        rules[repair.pattern] = options_of(repair.new)
+    return replace(draft, **{repair.section: rules})
+
+
+def options_of(rule: Rule) -> Options:
+    """A rule's style and those options that it states."""
+    default = Rule("", "", OURS).options
+    stated = {name: value for name, value in rule.options.items() if value != default[name]}
+    return {"style": rule.style, **{n: list(v) if isinstance(v, tuple) else v for n, v in stated.items()}}

@@ -1,0 +1,59 @@
+"""The parts of a model that can be split: matrices whose result stays inside a block until another one sums it up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardplan.core.tree import block
+from shardplan.layout.repairs import general
+
+from .flow import Flow, Product
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Matrices that are split by their output features, and the one that is split by its input features.
+
+    Args:
+        columns: patterns of the first, in the order of the run.
+        row: the pattern of the second.
+        latent: those of `columns` that others of them read too (the compressed keys and values of latent attention).
+    """
+
+    columns: tuple[str, ...]
+    row: str
+    latent: tuple[str, ...] = ()
+
+
+def regions(flow: Flow) -> Sequence[Region]:
+    """The regions of a model, in the order of the run, those of equal blocks once.
+
+    Within a block, a product all of whose operands come from other products of the block ends a region, which begins with
+    these. A value that comes from another block is the residual stream's.
+    """
+    found: dict[Region, None] = {}
+    taken: set[str] = set()
+    products = list(dict.fromkeys(flow.products.values()))
+    for product in reversed(products):
+        feeding, complete = flow.feeding(product)
+        home = block(product.module)
+        if not feeding or not complete or general(product.name) in taken:
+            continue
+        if any(block(other.module) != home or other.name == product.name for other in feeding):
+            continue
+        region = _region(flow, product, sorted(feeding, key=products.index))
+        taken.update(region.columns)
+        found[region] = None
+    return tuple(reversed(found))
+
+
+def _region(flow: Flow, row: Product, columns: Sequence[Product]) -> Region:
+    names = {general(column.name) for column in columns}
+    latent = dict.fromkeys(
+        general(source.name)
+        for column in columns
+        for source in flow.feeding(column)[0]
+        if general(source.name) in names and general(source.name) != general(column.name)
+    )
+    return Region(tuple(dict.fromkeys(general(c.name) for c in columns)), general(row.name), tuple(latent))
