@@ -5,18 +5,26 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.models import find_model
 from shardplan.models.findings import reason
 from shardplan.twin import make_twin
+from tests.model_settings import find
 
-# What the default configurations of transformers 5.23 give; the rest cannot be built from its default
-# configuration (14), or must be given more than token ids (blt, git, musicgen, musicgen_melody, xmod), or
-# runs on a default that its own forward refuses (deepseek_v2).
-TWINS = 169
+# Why the rest of transformers 5.23 has none: their inputs are more than token ids, their parts need packages for images,
+# they are drafts of another model, or their positions are factors of numbers that a small copy has not.
+WITHOUT = {
+    "blt",
+    "gemma3n",
+    "gemma4_assistant",
+    "gemma4_unified_assistant",
+    "git",
+    "musicgen",
+    "musicgen_melody",
+    "reformer",
+}
 
 
 def attempt(model_type):
-    twin = make_twin(find_model(model_type), tp=2)
+    twin = make_twin(find(model_type), tp=2, experts_implementation="eager")
     model = twin.build()
     loss = model(**twin.inputs()).loss
     assert loss.isfinite(), "the loss is not finite"
@@ -24,7 +32,7 @@ def attempt(model_type):
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(g.isfinite().all() for g in gradients), "a gradient is not finite"
     assert sum(bool(g.abs().max() > 0) for g in gradients) > len(gradients) / 2, "most gradients are zero"
-    again = make_twin(find_model(model_type), tp=2).build().state_dict()
+    again = make_twin(find(model_type), tp=2, experts_implementation="eager").build().state_dict()
     assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items()), "weights differ"
 
 
@@ -38,6 +46,4 @@ def test_every_causal_model_type():
             failures[model_type] = f"{error} {error.diagnostics[0].notes}"
         except Exception as error:  # whatever a model's forward raises
             failures[model_type] = reason(error)
-    for model_type, why in failures.items():
-        print(f"{model_type}: {why}")
-    assert len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - len(failures) >= TWINS
+    assert failures.keys() == WITHOUT, {name: why for name, why in failures.items() if name not in WITHOUT}

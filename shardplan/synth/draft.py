@@ -15,6 +15,7 @@ from shardplan.layout.prover import Proof
 from shardplan.layout.repairs import OURS, Repair
 from shardplan.layout.run import prove
 from shardplan.parse import parse_plan
+from shardplan.twin.recorder import argument_names
 
 Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
@@ -71,6 +72,10 @@ class Board:
     def __init__(self, benches: tuple[Workbench, ...], tp: int):
         self.benches, self.tp = benches, tp
         self.tree = benches[0].tree
+
+    def first_argument(self, module: str) -> str:
+        """The name of a module's first argument."""
+        return argument_names(self.benches[0].model.get_submodule(module))[0]
 
     def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
         """The draft bound to the copy; None where binding or the structural checks have an error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.core.tree import block
+from shardplan.core.tree import ModuleTree, block, parent
 from shardplan.layout.repairs import general
 
 from .flow import Flow, Product
@@ -24,6 +24,42 @@ class Region:
     columns: tuple[str, ...]
     row: str
     latent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Regions whose rules go together.
+
+    Args:
+        regions: one, or all that lie in `container`.
+        container: the pattern of the module that takes the input of all of them and sums up their results: a block of
+            experts, whose code multiplies by parameters itself. None where the last matrix of the region does.
+    """
+
+    regions: tuple[Region, ...]
+    container: str | None = None
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(column for region in self.regions for column in region.columns)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        return tuple(region.row for region in self.regions)
+
+    @property
+    def latent(self) -> tuple[str, ...]:
+        return tuple(name for region in self.regions for name in region.latent)
+
+
+def grouped(found: Sequence[Region], tree: ModuleTree) -> Sequence[Group]:
+    """The regions, those around experts together."""
+    modules = {general(name) for name in tree.modules}
+    containers = dict.fromkeys(parent(parent(region.row)) for region in found if region.row not in modules)
+    inside = {c: tuple(r for r in found if r.row.startswith(f"{c}.")) for c in containers}
+    grouped = [Group(regions, container) for container, regions in inside.items()]
+    taken = {region for regions in inside.values() for region in regions}
+    return (*(Group((region,)) for region in found if region not in taken), *grouped)
 
 
 def regions(flow: Flow) -> Sequence[Region]:

@@ -1,21 +1,41 @@
-"""The rules of one region: the styles of its matrices, and what its code needs said."""
+"""The rules of one group of regions: the styles of its matrices, and what its code needs said."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import islice, product
+from operator import itemgetter
+from typing import NamedTuple
 
-from shardplan.core.tree import ModuleTree, ancestors, block, parent
+from shardplan.core.tree import ModuleTree, ancestors, block
 from shardplan.layout.prover import Proof
 from shardplan.layout.repairs import general
-from shardplan.styles import STYLES, feature_dim
+from shardplan.styles import feature_dim
 
 from .draft import MENDABLE, Board, Draft, Options
 from .flow import Flow
 from .parts import cut, packed
-from .regions import Region
+from .regions import Group
 
-MOST_DIVIDED = 4  # attributes in one region
+MOST_DIVIDED = 4  # attributes in one group
+MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
+
+
+class Score(NamedTuple):
+    """How far a draft gets; the larger the better.
+
+    Attributes:
+        fits: nothing is wrong but gradients of whole values.
+        further: how far the run is right: the latest value at the first thing that is wrong.
+        fewer: the number of things that are wrong, negative.
+    """
+
+    fits: bool
+    further: int
+    fewer: int
+
+
+NOWHERE = Score(False, 0, 0)
 
 
 class Solver:
@@ -30,45 +50,52 @@ class Solver:
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
         self.board, self.flow, self.tree = board, flow, tree
 
-    def solve(self, region: Region) -> Draft | None:
-        """Rules that split a region, and are right for it alone; None where none are found."""
-        best: tuple[tuple, Draft] | None = None
-        for draft in self._drafts(region):
+    def solve(self, group: Group) -> Draft | None:
+        """Rules that split a group, and are right for it alone; None where none are found."""
+        best: tuple[Score, Draft] | None = None
+        for draft in self._drafts(group):
             score = self._score(draft)
             if score is not None and (best is None or score > best[0]):
                 best = score, draft
-            if best is not None and best[0][0]:
+            if best is not None and best[0].fits:
                 break
         if best is None:
             return None
         score, draft = best
-        if not score[0]:
-            draft = self._divided(region, draft, score)
-        mended = self.board.mended(draft)
-        if mended is None or not self._splits(mended, region):
+        if not score.fits:
+            draft = self._divided(group, draft, score)
+        if not (self._score(draft) or NOWHERE).fits:
             return None
-        return mended
+        return self.board.mended(draft)
 
-    def _score(self, draft: Draft) -> tuple | None:
-        """How far a draft gets: (nothing wrong but gradients, it runs to its end, fewer findings, more operations)."""
+    def _score(self, draft: Draft) -> Score | None:
         proof = self.board.proof(draft)
-        return None if proof is None else _progress(proof)
+        return None if proof is None else _score(proof)
 
-    def _splits(self, draft: Draft, region: Region) -> bool:
-        rules = draft.tensor_parallel
-        styles = {pattern: STYLES[options["style"]] for pattern, options in rules.items()}
-        split = {pattern for pattern, style in styles.items() if style.shards_parameters}
-        return region.row in split and any(column in split for column in region.columns)
-
-    def _drafts(self, region: Region) -> Iterator[Draft]:
+    def _drafts(self, group: Group) -> Iterator[Draft]:
         """What may be said of the matrices, the likeliest first."""
-        choices = [list(self._column(region, column)) for column in region.columns]
-        for styles in product(*choices):
-            rules = {c: s for c, s in zip(region.columns, styles, strict=True) if s is not None}
-            yield Draft({**rules, **self._row(region)})
+        choices = [list(self._column(group, column)) for column in group.columns]
+        for styles in islice(product(*choices), MOST_DRAFTS):
+            rules: dict[str, Options] = {}
+            if group.container is not None:
+                rules[group.container] = {"style": "input_with_grad_allreduce", "output": "all_reduce"}
+            for column, options in zip(group.columns, styles, strict=True):
+                if options is not None:
+                    rules.update(dict.fromkeys(self._named(group, column), options))
+            for row in group.rows:
+                rules.update(dict.fromkeys(self._named(group, row), {"style": "rowwise"}))
+            yield Draft(rules)
 
-    def _column(self, region: Region, column: str) -> Iterator[Options | None]:
-        if column in region.latent:
+    def _named(self, group: Group, pattern: str) -> tuple[str, ...]:
+        """What rules name: a matrix's module, whose style moves its values too; in a container its parameters, as the
+        container moves for all."""
+        modules = [module for name, module in self.board.tree.modules.items() if general(name) == pattern]
+        if group.container is None or not modules:
+            return (pattern,)
+        return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters)
+
+    def _column(self, group: Group, column: str) -> Iterator[Options | None]:
+        if column in group.latent:
             yield {"style": "mla_kv_a_proj"}
             yield None
             return
@@ -81,6 +108,7 @@ class Solver:
         yield {"style": "colwise"}
 
     def _out_features(self, pattern: str) -> int:
+        """Of the model's own matrix."""
         name = next(n for n in (*self.tree.modules, *self.tree.parameters) if general(n) == pattern)
         if name in self.tree.parameters:
             owner, parameter = self.tree.parameters[name]
@@ -89,21 +117,11 @@ class Solver:
             parameter = owner.parameter("weight")
         return parameter.shape[feature_dim(owner.kind, parameter.name, "out", len(parameter.shape))]
 
-    def _row(self, region: Region) -> dict[str, Options]:
-        """The rule of the matrix that sums up; where code multiplies by a parameter, its module reduces the result."""
-        if any(general(name) == region.row for name in self.board.tree.modules):
-            return {region.row: {"style": "rowwise"}}
-        around = parent(parent(region.row))
-        return {
-            around: {"style": "input_with_grad_allreduce", "output": "all_reduce"},
-            region.row: {"style": "rowwise"},
-        }
-
-    def _divided(self, region: Region, draft: Draft, score: tuple) -> Draft:
+    def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
         """With those attributes divided that get it further, one by one."""
         for _ in range(MOST_DIVIDED):
             tried = []
-            for pattern, attribute in self._attributes(region):
+            for pattern, attribute in self._attributes(group):
                 rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
                 if attribute in rule.get("divide", ()):
                     continue
@@ -111,21 +129,21 @@ class Solver:
                 reached = self._score(more)
                 if reached is not None and reached > score:
                     tried.append((reached, more))
-                    if reached[0]:
+                    if reached.fits:
                         break
             if not tried:
                 return draft
-            score, draft = max(tried, key=lambda one: one[0])
-            if score[0]:
+            score, draft = max(tried, key=itemgetter(0))
+            if score.fits:
                 break
         return draft
 
-    def _attributes(self, region: Region) -> Iterator[tuple[str, str]]:
-        """Numbers of the region's modules that may count what is split: (pattern of the module, attribute)."""
+    def _attributes(self, group: Group) -> Iterator[tuple[str, str]]:
+        """Numbers of the group's modules that may count what is split: (pattern of the module, attribute)."""
         tree = self.board.tree
         names = dict.fromkeys(
             other
-            for pattern in (region.row, *region.columns)
+            for pattern in (*group.rows, *group.columns)
             for name in tree.modules
             if general(name) == pattern
             for other in (name, *ancestors(name))
@@ -142,7 +160,7 @@ class Solver:
                     yield key
 
 
-def _progress(proof: Proof) -> tuple:
+def _score(proof: Proof) -> Score:
     hard = [finding for finding in proof.findings if finding.kind not in MENDABLE]
-    crashed = any(finding.kind == "crash" for finding in hard)
-    return (not hard, not crashed, proof.operations if crashed else -len(hard))
+    further = min((max((o.number for o in finding.operands), default=0) for finding in hard), default=0)
+    return Score(not hard, further, -len(hard))

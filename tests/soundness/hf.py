@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardplan.compiler.inputs import read_plan  # noqa: E402
 from shardplan.core.diagnostics import PlanError  # noqa: E402
-from shardplan.models import find_model  # noqa: E402
+from tests.model_settings import find  # noqa: E402
 
 from .judge import Verdict, judge, subject  # noqa: E402
 
@@ -66,7 +66,7 @@ def own_plan(name: str, tp: int) -> Own:
     """Judge the plan of a model type, if it has one."""
     torch.set_num_threads(1)
     try:
-        found = find_model(name)
+        found = find(name)
     except PlanError as error:
         return Own(name, None, why=error.diagnostics[0].message)
     plan, _, about = read_plan("hf", found)

@@ -17,12 +17,12 @@ from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.lower import lower
-from shardplan.models import find_model
 from shardplan.models.tree import tree_of
 from shardplan.parse import parse_plan
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import Step, cast, reference_step
 from shardplan.twin import make_twin
+from tests.model_settings import find
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Subject:
 
 def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
     """The small model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
-    twin = make_twin(find_model(name), tp=tp, tied=tied, experts_implementation="eager")
+    twin = make_twin(find(name), tp=tp, tied=tied, experts_implementation="eager")
     model, inputs, exact = twin.build(), twin.inputs(), twin.build()
     if "output_router_logits" in vars(model.config):
         inputs["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has

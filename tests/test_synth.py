@@ -1,0 +1,115 @@
+"""Plans that are found from a model alone."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from shardplan.bind import bind
+from shardplan.core.mesh import MeshSizes
+from shardplan.layout.model import ModelLayouts
+from shardplan.models import find_any, find_model
+from shardplan.parse import parse_plan
+from shardplan.synth.derive import Derived, derive
+from shardplan.synth.flow import Flow
+from shardplan.synth.parts import cut, packed
+from shardplan.synth.regions import Group, Region, grouped, regions
+from tests.soundness.judge import judge, subject
+
+ATTENTION = "model.layers.*.self_attn"
+
+
+@cache
+def flow(name: str) -> Flow:
+    bench = ModelLayouts(find_model(name), 2).benches[0]
+    return Flow(bench.reference, bench.tree)
+
+
+@cache
+def derived(name: str) -> Derived:
+    return derive(find_model(name))
+
+
+def test_a_region_begins_and_ends_within_a_block() -> None:
+    """The gate and up matrices read the residual stream, which attention's last matrix and the embedding feed."""
+    columns = tuple(f"{ATTENTION}.{x}_proj" for x in "qkv")
+    mlp = Region(("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"), "model.layers.*.mlp.down_proj")
+    assert tuple(regions(flow("llama"))) == (Region(columns, f"{ATTENTION}.o_proj"), mlp)
+
+
+def test_a_latent_is_read_by_another_matrix_too() -> None:
+    attention = next(r for r in regions(flow("deepseek_v3")) if r.row.endswith("o_proj"))
+    assert attention.latent == (f"{ATTENTION}.kv_a_proj_with_mqa",)
+    assert f"{ATTENTION}.q_a_proj" not in attention.columns, "what it gives is normalised before q_b_proj"
+
+
+def test_experts_go_with_all_that_is_summed_up_with_them() -> None:
+    found = grouped(regions(flow("deepseek_v3")), flow("deepseek_v3").tree)
+    group = next(group for group in found if group.container)
+    assert group.container == "model.layers.*.mlp"
+    assert {row.removeprefix("model.layers.*.mlp.") for row in group.rows} == {
+        "down_proj",
+        "experts.down_proj",
+        "shared_experts.down_proj",
+    }
+
+
+def test_parts_are_read_off_the_slices() -> None:
+    found = find_any("phi3", settings={"num_key_value_heads": 8})
+    bench = ModelLayouts(found, 2).benches[0]
+    run = Flow(bench.reference, bench.tree)
+    made = next(p for p in run.products.values() if p.name.endswith("qkv_proj"))
+    numbers = bench.tree.numbers
+    heads, shared = numbers["num_attention_heads"], numbers["num_key_value_heads"]
+    assert cut(run, made) == tuple(n * numbers["head_dim"] for n in (heads, shared, shared))
+    weight = found.tree.modules["model.layers.0.self_attn.qkv_proj"].parameter("weight")
+    said = packed(cut(run, made), bench.tree, found.tree, weight.shape[0])
+    shared_words = "num_key_value_heads * head_dim"
+    assert said == ["num_attention_heads * head_dim", shared_words, shared_words]
+
+
+def test_slices_that_leave_gaps_are_no_parts() -> None:
+    """gpt_oss takes every second feature."""
+    made = next(p for p in flow("gpt_oss").products.values() if p.name.endswith("gate_up_proj"))
+    assert cut(flow("gpt_oss"), made) == ()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_what_is_found_for_a_known_model_is_its_plan(name: str) -> None:
+    tree = flow(name).tree
+    plans = derived(name).draft.plan(), parse_plan(name).plan
+    found, known = (bind(plan, tree, MeshSizes(tp=2), sequence_parallel=False)[0] for plan in plans)
+    assert {n: a.rule.style for n, a in found.assignments.items()} == {
+        n: a.rule.style for n, a in known.assignments.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("gpt2", ()),
+        ("phi3", ()),
+        ("opt", ()),
+        ("deepseek_v3", ()),
+        ("falcon", ("transformer.h.*.self_attention.dense",)),
+        pytest.param("gptj", (), marks=pytest.mark.slow),
+        pytest.param("mixtral", (), marks=pytest.mark.slow),
+        pytest.param("cohere2", (), marks=pytest.mark.slow),
+        pytest.param("gpt_neox", (), marks=pytest.mark.slow),
+        pytest.param("stablelm", (), marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_found_is_right(name: str, whole: tuple[str, ...]) -> None:
+    """Also at a size for which it was not tried."""
+    found = derived(name)
+    assert tuple(row for group in found.whole for row in group.rows) == whole
+    for tp in (2, 4):
+        verdict = judge(subject(name, tp), found.draft.plan(), sequence_parallel=False, help=False)
+        assert verdict.right and verdict.valid, (tp, verdict)
+
+
+def test_a_group_lists_what_its_regions_have() -> None:
+    one, other = Region(("a",), "b"), Region(("c", "d"), "e", ("c",))
+    group = Group((one, other), "x")
+    assert (group.columns, group.rows, group.latent) == (("a", "c", "d"), ("b", "e"), ("c",))
