@@ -64,6 +64,7 @@ class Finding:
         arrived, wanted: the layouts at a boundary, in words.
         message: of an exception.
         follows: it has to do with a value about which something was found before.
+        at: how many operations were typed before it.
     """
 
     kind: Kind
@@ -76,3 +77,4 @@ class Finding:
     wanted: str = ""
     message: str = ""
     follows: bool = False
+    at: int = 0

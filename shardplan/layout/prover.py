@@ -398,6 +398,7 @@ class Prover:
                 wanted,
                 message,
                 follows=any(number in self.doubtful for number in numbers),
+                at=self.operations,
             )
         )
 

@@ -7,6 +7,7 @@ from itertools import islice, product
 from operator import itemgetter
 from typing import NamedTuple
 
+from shardplan.check.requirements import HEAD_SIZES
 from shardplan.core.tree import ModuleTree, ancestors, block
 from shardplan.layout.prover import Proof
 from shardplan.layout.repairs import general
@@ -26,7 +27,7 @@ class Score(NamedTuple):
 
     Attributes:
         fits: nothing is wrong but gradients of whole values.
-        further: how far the run is right: the latest value at the first thing that is wrong.
+        further: how many operations are right before the first that is wrong.
         fewer: the number of things that are wrong, negative.
     """
 
@@ -155,6 +156,8 @@ class Solver:
             config = {f"config.{n}": value for n, value in (module.config or {}).items()}
             for attribute, value in {**module.numbers, **config}.items():
                 key = (general(name), attribute)
+                if attribute.removeprefix("config.") in HEAD_SIZES:
+                    continue  # heads are split, not their features
                 if type(value) is int and value > 1 and value % self.board.tp == 0 and key not in seen:
                     seen.add(key)
                     yield key
@@ -162,5 +165,4 @@ class Solver:
 
 def _score(proof: Proof) -> Score:
     hard = [finding for finding in proof.findings if finding.kind not in MENDABLE]
-    further = min((max((o.number for o in finding.operands), default=0) for finding in hard), default=0)
-    return Score(not hard, further, -len(hard))
+    return Score(not hard, min((finding.at for finding in hard), default=0), -len(hard))
