@@ -97,6 +97,10 @@ class Typed(RankRecorder):
                 self.give(inside, TYPES[boundary.inside.kind])
         return moved
 
+    def settle_choice(self, *about: Any) -> None:
+        with spmd.no_typecheck():
+            super().settle_choice(*about)
+
     def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
         boundary = self.plan[scope[0]]
         with spmd.no_typecheck():

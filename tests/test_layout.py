@@ -331,6 +331,19 @@ def test_another_way_with_the_same_result_is_compared_at_the_next_boundary() -> 
     assert report.ok, report.diagnostics
 
 
+def test_a_choice_that_roundoff_decides_is_the_unsharded_runs() -> None:
+    """Among equal values; a rank that sums up in another order may find another one the largest."""
+    runs = iter(range(8))
+
+    def inner(block, h):
+        scores = torch.ones(8)
+        scores[next(runs)] += 1e-6
+        return torch.relu(h) * (1 + scores.argmax())
+
+    report = own(inner)
+    assert report.ok, report.diagnostics
+
+
 def test_a_value_that_is_added_to_itself_many_times_is_traced_back_once() -> None:
     """As many ways lead back as there are paths: 2 ** 60."""
 

@@ -17,10 +17,10 @@ from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.attributes import divide_attributes
 from shardplan.torchlib.packing import pack
 from shardplan.twin.recorder import Recorder, argument_names
-from shardplan.twin.trace import Trace
+from shardplan.twin.trace import Place, Trace
 
 from .boundaries import Boundary
-from .spread import chunk
+from .spread import chunk, same
 
 
 class RankRecorder(Recorder):
@@ -83,6 +83,23 @@ class RankRecorder(Recorder):
                 if new is not None:
                     moved[0] = new
         return moved
+
+    def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
+        """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among
+        values that are the unsharded run's, it takes the unsharded run's choice, so that both go on alike."""
+        event = self.reference.at.get(place)
+        if event is None or event.name != name or len(event.inputs) != len(operands):
+            return
+        values = self.reference.values
+        chosen = [t for t in results if not t.is_floating_point()]
+        whole = [values[i] for i in event.outputs if not values[i].is_floating_point()]
+        if [t.shape for t in chosen] != [t.shape for t in whole]:
+            return
+        if any(not torch.equal(t, w) for t, w in zip(chosen, whole, strict=True)) and all(
+            same(t, values[i]) for t, i in zip(operands, event.inputs, strict=True)
+        ):
+            for t, w in zip(chosen, whole, strict=True):
+                t.copy_(w)
 
     def _placed(self, layout: Layout, x: Tensor, whole: Tensor) -> Tensor | None:
         """This rank's part of a whole value; None to keep what is there."""

@@ -54,6 +54,12 @@ def close(value: Tensor, reference: Tensor, tolerance: float) -> bool:
     return torch.allclose(value, reference.to(value.dtype), rtol=TOLERANCE, atol=tolerance, equal_nan=True)
 
 
+def same(value: Tensor, reference: Tensor) -> bool:
+    """Whether a rank's tensor is the unsharded model's, up to noise."""
+    alike = value.shape == reference.shape and value.dtype == reference.dtype
+    return alike and close(value, reference, _tolerance(reference, 0.0))
+
+
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Start and length of a rank's ceil-chunk."""
     length = -(-size // ranks)

@@ -18,7 +18,7 @@ from shardplan.torchlib.private import private
 
 from .lines import model_line, raising_line
 from .nests import named_results, replaced, tensors_in
-from .trace import Event, Trace
+from .trace import Event, Place, Trace
 
 # Questions about a tensor; nothing that they return is a value of the model.
 QUIET = frozenset(
@@ -68,6 +68,9 @@ class Recorder(TorchFunctionMode):
     def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
         """New values for some of the tensors in a module's result, by position among them."""
         return {}
+
+    def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
+        """What an operation chose by floating-point values (indices, a mask), to be changed in place."""
 
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
         """The parameters that an atom reads."""
@@ -152,11 +155,13 @@ class Recorder(TorchFunctionMode):
         for t in written:
             into = self._writes.setdefault(_base(t), [])
             into += [i for i in inputs if i not in into]
-        untouched = {id(t) for t in operands} - {id(t) for t in written}
-        outputs = tuple(self._numbers[id(t)][1] if id(t) in untouched else self._new(t) for t in results)
         module, call = self._scopes[-1]
         place = (module, call, self._positions[self._scopes[-1]])
         self._positions[self._scopes[-1]] += 1
+        untouched = {id(t) for t in operands} - {id(t) for t in written}
+        if not written and any(t.is_floating_point() for t in operands):
+            self.settle_choice(place, name, operands, [t for t in results if id(t) not in untouched])
+        outputs = tuple(self._numbers[id(t)][1] if id(t) in untouched else self._new(t) for t in results)
         self._add(Event("op", name, place, inputs, outputs, source=model_line(), writes=bool(written)))
 
     def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> None:
