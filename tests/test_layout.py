@@ -14,6 +14,7 @@ from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.layout.boundaries import missing
+from shardplan.lower import lower
 from shardplan.models import find_model
 from shardplan.models.tree import tree_of
 from shardplan.parse import builtin_plans, parse_plan
@@ -361,7 +362,21 @@ def test_a_parameter_read_by_another_module() -> None:
     """Its rows are split like the features, and it is a local tensor in the block's code too."""
     report = own(lambda block, h: h * block.up.weight[:, 0])
     assert report.ok, report.diagnostics
-    assert report.elsewhere == {"blocks.0": ("blocks.0.up.weight",)}
+    assert {module for module, names in report.elsewhere.items() if names} == {"blocks.0"}
+    assert report.elsewhere["blocks.0"] == ("blocks.0.up.weight",)
+
+
+def test_a_module_that_does_not_run_may_read_what_is_below_it() -> None:
+    """Nothing was seen of it, so that all below it are local tensors in its code."""
+    model = Own()
+    model.idle = nn.MultiheadAttention(8, 2)  # reads the weight of its out_proj
+    bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
+    plan = parse_plan({"version": "1", "name": "own", "tensor_parallel": SPLIT}).plan
+    resolved, _ = bind(plan, bench.tree, MeshSizes(tp=2), sequence_parallel=False)
+    report = check_layout(resolved, bench)
+    assert "idle" not in report.elsewhere
+    program = lower(replace(resolved, elsewhere=report.elsewhere))
+    assert {name for name, _ in program.modules["idle"].also_reads} == {"out_proj"}
 
 
 def test_a_mean_over_a_split_parameter_read_by_another_module() -> None:

@@ -226,8 +226,8 @@ class ResolvedPlan:
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
         arrivals: what the layout check saw arrive (I or R) at each module that takes both, and what a module with
             `output: gather` hands on; None where it did not run.
-        elsewhere: module -> the parameters of modules below it that its own code was seen to read, by full name; None
-            where the layout check did not run.
+        elsewhere: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
+            name.
     """
 
     plan: PlanFile
@@ -242,7 +242,7 @@ class ResolvedPlan:
     ac_modules: tuple[str, ...] = ()
     compile_modules: tuple[str, ...] = ()
     arrivals: Mapping[str, Layout] | None = None
-    elsewhere: Mapping[str, tuple[str, ...]] | None = None
+    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> Mapping[str, Assignment]:

@@ -11,15 +11,15 @@ from .repairs import general
 
 
 def read_elsewhere(run: Trace) -> Mapping[str, tuple[str, ...]]:
-    """Module -> the parameters of modules below it that its own code reads, by full name."""
-    found: dict[str, dict[str, None]] = {}
+    """Each module that ran -> the parameters of modules below it that its own code reads, by full name."""
+    found: dict[str, dict[str, None]] = {event.module: {} for event in run.events}
     for event in run.events:
         if event.kind != "op":
             continue
         for number in event.inputs:
             name = run.parameters.get(number)
             if name is not None and below(parent(name), event.module):
-                found.setdefault(event.module, {})[name] = None
+                found[event.module][name] = None
     return {module: tuple(names) for module, names in found.items()}
 
 
@@ -34,10 +34,8 @@ def elsewhere_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mappin
     for module, names in reads.items():
         suffixes = (name.removeprefix(full_name(module, "")) for name in names)
         known.setdefault(general(module), {}).update(dict.fromkeys(suffixes))
-    found = {
-        module: tuple(
-            n for suffix in known.get(general(module), ()) if (n := full_name(module, suffix)) in tree.parameters
-        )
+    return {
+        module: tuple(n for suffix in known[general(module)] if (n := full_name(module, suffix)) in tree.parameters)
         for module in tree.modules
+        if general(module) in known
     }
-    return {module: names for module, names in found.items() if names}

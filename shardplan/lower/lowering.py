@@ -72,11 +72,11 @@ def _lower_module(
 
 
 def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, ParameterProgram], ...]:
-    """What the layout check saw it read; else, where it owns parameters and no rule names anything below it, all that is
-    below it."""
+    """What the layout check saw it read; of a module that did not run there (a vision tower without images), and that
+    owns parameters and has no rule below it, all that is below it."""
     tree, prefix = plan.tree, full_name(module.name, "")
-    if plan.elsewhere is not None:
-        names = plan.elsewhere.get(module.name, ())
+    if module.name in plan.elsewhere:
+        names = plan.elsewhere[module.name]
     elif module.parameters and plan.modules.get(module.name) is None and not _named_below(plan, prefix):
         names = tuple(name for name in tree.parameters if name.startswith(prefix) and parent(name) != module.name)
     else:
