@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits, Override
     from shardplan.lower import Program
     from shardplan.models import FoundModel
+    from shardplan.synth.new import NewPlan
 
 
 def load_plan(plan: AnyPlan) -> Plan:
@@ -122,6 +123,57 @@ def _check(
     names = tuple(variant_name(on) for on in bound.resolved)
     report = replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed)))
     return report, check_variants(bound.at(tp), seq_len=seq_len)
+
+
+def init_plan(
+    model: AnyModel,
+    *,
+    tp: int = 2,
+    sequence_parallel: bool = False,
+    name: str | None = None,
+    inputs: AnyInputs | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> NewPlan:
+    """Write a plan for a model, from its structure and a run of a small copy of it; validated and proven numerically.
+
+    What cannot be split stays whole, and the plan says so; its `diagnostics` too.
+
+    Args:
+        model: as for `validate`.
+        tp: the size for which rules are tried and the plan is proven; `validate` tells which others the model allows.
+        sequence_parallel: with a sequence-parallel section.
+        name: of the plan; None is the model's type.
+        inputs, settings, trust_remote_code: as for `validate`.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
+            (SP531).
+        ValueError: a tp size below 2.
+    """
+    from shardplan.parse import parse_plan
+    from shardplan.proof.prove import prove
+    from shardplan.synth.new import new_plan
+
+    if tp < 2:
+        raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
+    source = ModelSource(model, settings or {}, trust_remote_code, inputs)
+    found, about_model = find_model(source)
+    _raise_errors(about_model, SourceMap(), strict=False)
+    made = new_plan(found, tp=tp, sequence_parallel=sequence_parallel, name=name, progress=progress)
+    parsed = parse_plan(dict(made.document), name="init")
+    assert parsed.plan is not None, made.text
+    progress("validating")
+    sizes = MeshSizes(tp=tp)
+    wanted = wanted_variants(parsed.plan, None)
+    variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
+    _raise_errors(variants.together, parsed.sources, strict=False)
+    _raise_errors(prove_layouts(variants, parsed.plan, found).together, parsed.sources, strict=False)
+    proof = prove(source, parsed.plan, sizes, wanted, logits="plan", processes=False, progress=progress)
+    assert proof.ok, f"the plan that was found is refuted:\n{made.text}"
+    return made
 
 
 def compile_plan(

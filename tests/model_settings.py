@@ -13,6 +13,7 @@ ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
 INDEXER |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},  # block-sparse attention is replaced while a short input runs
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2},

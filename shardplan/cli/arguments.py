@@ -28,6 +28,13 @@ def size(text: str) -> int:
     return int(text)
 
 
+def several(text: str) -> int:
+    """An integer above 1. Raises ArgumentTypeError."""
+    if size(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} splits nothing: 2 or more ranks are needed")
+    return int(text)
+
+
 def setting(text: str) -> tuple[str, Any]:
     """`name=value` as a pair. Raises ArgumentTypeError."""
     from shardplan.models import parse_setting
@@ -76,6 +83,19 @@ def _validate(parser: Parser) -> None:
     _model_options(parser)
     parser.add_argument("--verbose", action="store_true", help="also what follows from the findings")
     _findings_output(parser)
+
+
+def _init(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument("--name", metavar="NAME", help="the plan's name; without it the model's type")
+    parser.add_argument(
+        "--tp", type=several, default=2, metavar="N", help="the size for which rules are tried and proven (2)"
+    )
+    parser.add_argument("--sequence-parallel", action="store_true", help="with a sequence_parallel section")
+    _model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
 def _verify(parser: Parser) -> None:
@@ -166,6 +186,11 @@ def _findings_output(parser: Parser) -> None:
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
+    "init": (
+        "Write a plan for a model: found from its structure and a run of a small copy of it, validated and proven.",
+        "shardplan init qwen3 -o plan.yaml --sequence-parallel",
+        _init,
+    ),
     "validate": (
         "Check a plan against a model.",
         "shardplan validate meta-llama/Llama-3.1-8B llama --tp 8 --sequence-parallel",

@@ -131,6 +131,11 @@ def block(name: str) -> str:
     return name
 
 
+def element(name: str) -> bool:
+    """Whether a module is a block: an element of an outermost list."""
+    return block(name) == name and name.rpartition(".")[2].isdigit()
+
+
 def starred(name: str) -> str:
     """The name with its list indices as a plan would write them: `model.layers.*.mlp.up_proj`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -63,7 +63,7 @@ CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
             *_plain("gather_seq_input", "split_seq_input", "replicated_with_grad_allreduce"),
             REMOVE,
             ("gather_seq_input", "reduce_scatter"),
-            *_plain("reduce_scatter", "sequence_parallel", "input_with_grad_allreduce"),
+            *_plain("reduce_scatter", "replicate_seq", "sequence_parallel", "input_with_grad_allreduce"),
             ("gather_seq_input", "all_reduce"),
         ),
         "parameter": (

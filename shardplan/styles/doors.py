@@ -36,6 +36,16 @@ STYLES = (
         source="arXiv 2205.05198",
     ),
     Style(
+        name="replicate_seq",
+        summary="A block that stays whole under sequence parallelism: the argument is gathered along the sequence, every "
+        "rank computes the same, and each hands on its slice.",
+        owns_parameters=False,
+        takes=(V(SEQ),),
+        inside=I,
+        computes=I,
+        hands=V(SEQ),
+    ),
+    Style(
         name="all_reduce",
         summary="The module's output is a partial sum: all-reduce it.",
         owns_parameters=False,

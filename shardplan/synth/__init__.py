@@ -1,1 +1,5 @@
 """From a model to a plan."""
+
+from .codes import CODES
+
+__all__ = ["CODES"]

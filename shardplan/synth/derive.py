@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardplan.core.layout import R
+from shardplan.core.tree import ModuleTree, ancestors, element, parent
 from shardplan.layout import Workbench
 from shardplan.layout.model import ModelLayouts
 from shardplan.layout.repairs import general
 from shardplan.models import FoundModel
+from shardplan.styles import STYLES
 
 from .draft import Board, Draft, Options
 from .flow import Flow
+from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solver
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 DOOR = "input_with_grad_allreduce"
 EMBEDDING: Options = {"style": "embedding_rowwise"}
-HEAD: Options = {"style": "colwise_gather_output"}
+HEAD: Options = {"style": "colwise_gather_output", "optional": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A part of the model that stays whole on every rank.
+
+    Args:
+        group: its matrices.
+        reason: what is said against splitting them.
+    """
+
+    group: Group
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +44,58 @@ class Derived:
 
     Args:
         draft: the rules; the layout check has no objection to them.
-        whole: the groups that could not be split, and stay whole on every rank.
+        tree: the small copy that they were tried on.
+        whole: what could not be split.
+        no_overlay: what is said against sequence parallelism, where it was asked for and none was found.
     """
 
     draft: Draft
-    whole: tuple[Group, ...]
+    tree: ModuleTree
+    whole: tuple[Whole, ...]
+    no_overlay: str | None = None
 
 
-def derive(found: FoundModel, tp: int = 2) -> Derived:
+def derive(
+    found: FoundModel,
+    tp: int = 2,
+    *,
+    sequence_parallel: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Derived:
     """Find a plan: split every region for which rules are found that are right, leave the rest whole.
 
     Args:
         tp: the size for which it is tried; what divides is kept in its relation to it in the small copy.
+        sequence_parallel: find an overlay too.
+        progress: is told what is being tried.
 
     Raises:
         PlanError: SP520 to SP523: there is no small copy, or it does not run.
     """
+    progress("running a small copy of the model")
     benches = _benches(ModelLayouts(found, tp))
     board, flow = Board(benches, tp), Flow(benches[0].reference, benches[0].tree)
     solver = Solver(board, flow, found.tree)
     draft, whole = Draft({}), []
     for group in grouped(regions(flow), board.tree):
+        progress(f"splitting {', '.join((*group.columns, *group.rows))}")
         solved = solver.solve(group)
-        more = None if solved is None else board.mended(draft.with_rules(solved.tensor_parallel))
+        if isinstance(solved, str):
+            whole.append(Whole(group, solved))
+            continue
+        both = draft.with_rules(solved.tensor_parallel)
+        more = board.mended(both)
         if more is None:
-            whole.append(group)
+            whole.append(Whole(group, board.objection(both)))
         else:
             draft = more
-    draft = with_vocabulary(board, flow, draft)
-    return Derived(with_doors(board, draft), tuple(whole))
+    progress("splitting the vocabulary")
+    draft = with_doors(board, with_vocabulary(board, flow, draft))
+    progress("splitting the sequence")
+    overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
+    if isinstance(overlaid, str):
+        return Derived(draft, board.tree, tuple(whole), overlaid)
+    return Derived(overlaid, board.tree, tuple(whole))
 
 
 def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
@@ -100,7 +141,27 @@ def with_doors(board: Board, draft: Draft) -> Draft:
         rule = draft.tensor_parallel.get(pattern, {})
         if rule.get("style", "replicate") == "replicate":
             doors[pattern] = {"style": DOOR, **door_argument(board, read.module, read.argument)}
-    return board.mended(draft.with_rules(doors)) or draft
+    draft = board.mended(draft.with_rules(doors)) or draft
+    for pattern in lone_blocks(board, draft):
+        more = draft.with_rules({pattern: {"style": DOOR}})
+        report = board.report(more)
+        if report is not None and report.ok:
+            draft = more
+    return draft
+
+
+def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
+    """Parts of blocks with a matrix that moves what it reads itself, which a door around the part may do as well: it is
+    where the sequence is gathered, and where a reader looks for it."""
+    found: dict[str, None] = {}
+    for name in board.tree.modules:
+        part = next((a for a in (name, *ancestors(name)) if element(parent(a))), None)
+        rule = draft.tensor_parallel.get(general(name))
+        if part not in (None, name) and rule is not None and R in STYLES[rule["style"]].takes:
+            around = {draft.tensor_parallel.get(general(a), {}).get("style") for a in ancestors(name)}
+            if DOOR not in around:
+                found[general(part)] = None
+    return tuple(found)
 
 
 def door_argument(board: Board, module: str, argument: str) -> Options:

@@ -94,6 +94,16 @@ class Board:
         resolved = self.bound(draft, overlay=overlay)
         return None if resolved is None else check_layout(resolved, self.benches, help=help)
 
+    def objection(self, draft: Draft, *, overlay: bool = False) -> str:
+        """The first thing that is said against a draft that is not right."""
+        plan = draft.plan()
+        assert plan is not None
+        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), sequence_parallel=overlay)
+        errors = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        found = errors or check_layout(resolved, self.benches, help=False).diagnostics
+        where = next((note for note in found[0].notes if "`" in note), "")
+        return f"{found[0].message} ({where})" if where else found[0].message
+
     def mended(self, draft: Draft, *, overlay: bool = False, rounds: int = 6) -> Draft | None:
         """The draft with the changes that the layout check proposes; None where they do not suffice."""
         for _ in range(rounds):

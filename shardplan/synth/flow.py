@@ -12,6 +12,7 @@ from shardplan.twin.trace import Event, Trace
 MATMULS = frozenset(
     ("linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "__matmul__", "__rmatmul__", "conv1d")
 )
+TURNS = frozenset(("t", "transpose", "swapaxes", "permute", "T.__get__", "mT.__get__", "__get__"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,14 @@ class Product:
         module: the module whose code does it.
         inputs: the values that it reads, without its own parameters.
         outputs: its results.
+        turned: the parameter is stored [in, out], not [out, in] as nn.Linear's.
     """
 
     name: str
     module: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    turned: bool = False
 
 
 class Flow:
@@ -81,14 +84,16 @@ class Flow:
             return Product(event.module, parent(event.module), given, event.outputs)
         if event.name not in MATMULS:
             return None
-        matrices = {i: name for i in event.inputs if (name := self._matrix(i)) is not None}
+        matrices = {i: found for i in event.inputs if (found := self._matrix(i)) is not None}
         if len(matrices) != 1:
             return None
         given = tuple(i for i in event.inputs if i not in matrices and self.run.requires_grad[i])
-        return Product(next(iter(matrices.values())), event.module, given, event.outputs)
+        name, turns = next(iter(matrices.values()))
+        return Product(name, event.module, given, event.outputs, turned=(event.name == "linear") == (turns % 2 == 1))
 
-    def _matrix(self, number: int) -> str | None:
-        """The parameter of two or more dims that a value is, or is cut or turned from."""
+    def _matrix(self, number: int) -> tuple[str, int] | None:
+        """The parameter of two or more dims that a value is, or is cut from, and how often it was transposed."""
+        turns = 0
         while number not in self.run.parameters:
             event = self.producers.get(number)
             if event is None or event.kind not in ("op", "read"):
@@ -97,8 +102,8 @@ class Flow:
             if len(sources) != 1:
                 return None
             number = sources[0]
-        name = self.run.parameters[number]
-        return name if self.run.values[number].ndim > 1 else None
+            turns += event.name in TURNS
+        return (self.run.parameters[number], turns) if self.run.values[number].ndim > 1 else None
 
     def feeding(self, product: Product) -> tuple[frozenset[Product], bool]:
         """The multiplications that a product's operands come from with nothing but other operations between, and whether

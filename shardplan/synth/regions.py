@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.core.tree import ModuleTree, block, parent
+from shardplan.core.tree import ModuleTree, block, element, parent
 from shardplan.layout.repairs import general
 
 from .flow import Flow, Product
@@ -78,6 +78,8 @@ def regions(flow: Flow) -> Sequence[Region]:
             continue
         if any(block(other.module) != home or other.name == product.name for other in feeding):
             continue
+        if home == product.module and not element(home):
+            continue  # beside the blocks: what transforms the last hidden state in front of the head
         region = _region(flow, product, sorted(feeding, key=products.index))
         taken.update(region.columns)
         found[region] = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice, product
 from operator import itemgetter
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from shardplan.layout.prover import Proof
 from shardplan.layout.repairs import general
 from shardplan.styles import feature_dim
 
-from .draft import MENDABLE, Board, Draft, Options
-from .flow import Flow
+from .draft import MENDABLE, Board, Draft, Options, Rules
+from .flow import Flow, Product
 from .parts import cut, packed
 from .regions import Group
 
@@ -36,6 +36,13 @@ class Score(NamedTuple):
     fewer: int
 
 
+# The style for a matrix that is stored [in, out], by the one for [out, in].
+TURNED = {
+    "colwise": "rowwise",
+    "rowwise": "colwise",
+    "packed_colwise": "packed_rowwise",
+    "packed_rowwise": "packed_colwise",
+}
 NOWHERE = Score(False, 0, 0)
 
 
@@ -51,8 +58,15 @@ class Solver:
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
         self.board, self.flow, self.tree = board, flow, tree
 
-    def solve(self, group: Group) -> Draft | None:
-        """Rules that split a group, and are right for it alone; None where none are found."""
+    def solve(self, group: Group) -> Draft | str:
+        """Rules that split a group, and are right for it alone; where none are found, what is said against the best."""
+        draft, objection = self._split_through(group)
+        if draft is None and group.container is None:
+            draft = self.board.mended(self._gathered(group))
+        return draft if draft is not None else objection
+
+    def _split_through(self, group: Group) -> tuple[Draft | None, str]:
+        """With nothing gathered between the first matrices and the last."""
         best: tuple[Score, Draft] | None = None
         for draft in self._drafts(group):
             score = self._score(draft)
@@ -61,13 +75,18 @@ class Solver:
             if best is not None and best[0].fits:
                 break
         if best is None:
-            return None
+            return None, self.board.objection(next(self._drafts(group)))
         score, draft = best
         if not score.fits:
             draft = self._divided(group, draft, score)
-        if not (self._score(draft) or NOWHERE).fits:
-            return None
-        return self.board.mended(draft)
+        mended = self.board.mended(draft) if (self._score(draft) or NOWHERE).fits else None
+        return mended, "" if mended is not None else self.board.objection(draft)
+
+    def _gathered(self, group: Group) -> Draft:
+        """The matrices split, what is between them computed whole by every rank."""
+        gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
+        split = self._split(group, gathered, names=self._itself)
+        return Draft({**split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
 
     def _score(self, draft: Draft) -> Score | None:
         proof = self.board.proof(draft)
@@ -77,31 +96,53 @@ class Solver:
         """What may be said of the matrices, the likeliest first."""
         choices = [list(self._column(group, column)) for column in group.columns]
         for styles in islice(product(*choices), MOST_DRAFTS):
-            rules: dict[str, Options] = {}
-            if group.container is not None:
-                rules[group.container] = {"style": "input_with_grad_allreduce", "output": "all_reduce"}
-            for column, options in zip(group.columns, styles, strict=True):
-                if options is not None:
-                    rules.update(dict.fromkeys(self._named(group, column), options))
-            for row in group.rows:
-                rules.update(dict.fromkeys(self._named(group, row), {"style": "rowwise"}))
-            yield Draft(rules)
+            if group.container is None:
+                yield Draft(self._split(group, styles, names=self._itself))
+                continue
+            door = {group.container: {"style": "input_with_grad_allreduce", "output": "all_reduce"}}
+            yield Draft({**door, **self._split(group, styles, names=self._named)})
+            yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
 
-    def _named(self, group: Group, pattern: str) -> tuple[str, ...]:
-        """What rules name: a matrix's module, whose style moves its values too; in a container its parameters, as the
-        container moves for all."""
+    def _split(
+        self, group: Group, styles: Sequence[Options | None], names: Callable[[str], tuple[str, ...]]
+    ) -> dict[str, Options]:
+        rules: dict[str, Options] = {}
+        for column, options in zip(group.columns, styles, strict=True):
+            if options is not None:
+                rules.update(dict.fromkeys(names(column), self._as_stored(column, options)))
+        for row in group.rows:
+            rules.update(dict.fromkeys(names(row), self._as_stored(row, {"style": "rowwise"})))
+        return rules
+
+    def _as_stored(self, pattern: str, options: Options) -> Options:
+        """The rule for a matrix that is stored [in, out]."""
+        if not self._product(pattern).turned:
+            return options
+        return {**options, "style": TURNED.get(options["style"], options["style"])}
+
+    def _product(self, pattern: str) -> Product:
+        return next(p for p in self.flow.products.values() if general(p.name) == pattern)
+
+    def _itself(self, pattern: str) -> tuple[str, ...]:
+        return (pattern,)
+
+    def _named(self, pattern: str) -> tuple[str, ...]:
+        """In a container rules name parameters: it moves the values for all."""
         modules = [module for name, module in self.board.tree.modules.items() if general(name) == pattern]
-        if group.container is None or not modules:
-            return (pattern,)
-        return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters)
+        return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
+
+    def _experts(self, group: Group) -> Rules:
+        """The modules that own matrices as parameters move values for themselves alone."""
+        parameters = {general(name): general(owner.name) for name, (owner, _) in self.board.tree.parameters.items()}
+        owners = dict.fromkeys(parameters[pattern] for pattern in (*group.columns, *group.rows) if pattern in parameters)
+        return {owner: {"style": "moe_tp_experts"} for owner in owners}
 
     def _column(self, group: Group, column: str) -> Iterator[Options | None]:
         if column in group.latent:
             yield {"style": "mla_kv_a_proj"}
             yield None
             return
-        made = next(p for p in self.flow.products.values() if general(p.name) == column)
-        lengths = cut(self.flow, made)
+        lengths = cut(self.flow, self._product(column))
         if lengths:
             said = packed(lengths, self.board.tree, self.tree, self._out_features(column))
             if said is not None:
@@ -119,14 +160,10 @@ class Solver:
         return parameter.shape[feature_dim(owner.kind, parameter.name, "out", len(parameter.shape))]
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
-        """With those attributes divided that get it further, one by one."""
+        """With those attributes divided, and those vectors split, that get it further, one by one."""
         for _ in range(MOST_DIVIDED):
             tried = []
-            for pattern, attribute in self._attributes(group):
-                rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
-                if attribute in rule.get("divide", ()):
-                    continue
-                more = draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
+            for more in self._further(group, draft):
                 reached = self._score(more)
                 if reached is not None and reached > score:
                     tried.append((reached, more))
@@ -139,20 +176,46 @@ class Solver:
                 break
         return draft
 
-    def _attributes(self, group: Group) -> Iterator[tuple[str, str]]:
-        """Numbers of the group's modules that may count what is split: (pattern of the module, attribute)."""
+    def _further(self, group: Group, draft: Draft) -> Iterator[Draft]:
+        for pattern, attribute in self._attributes(group):
+            rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
+            if attribute not in rule.get("divide", ()):
+                yield draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
+        for pattern in self._vectors(group):
+            if pattern not in draft.tensor_parallel:
+                for style in ("colwise", "rowwise"):
+                    yield draft.with_rules({pattern: {"style": style}})
+
+    def _vectors(self, group: Group) -> Iterator[str]:
+        """Parameters that the group's modules own themselves, and that are no matrices of it: one number per head, biases
+        of experts."""
+        matrices = {*group.columns, *group.rows}
+        names = self._modules(group)
+        found = (
+            general(full)
+            for full, (owner, p) in self.board.tree.parameters.items()
+            if owner.name in names and owner.kind == "other" and any(n % self.board.tp == 0 for n in p.shape)
+        )
+        return (pattern for pattern in dict.fromkeys(found) if pattern not in matrices)
+
+    def _modules(self, group: Group) -> Mapping[str, None]:
+        """The modules of the group's matrices, and those around them within the block."""
         tree = self.board.tree
-        names = dict.fromkeys(
+        own = {general(full): owner.name for full, (owner, _) in tree.parameters.items()}
+        return dict.fromkeys(
             other
             for pattern in (*group.rows, *group.columns)
-            for name in tree.modules
-            if general(name) == pattern
+            for name in (*tree.modules, own.get(pattern, ""))
+            if name and (general(name) == pattern or name == own.get(pattern))
             for other in (name, *ancestors(name))
             if other != block(name) and other and other not in ancestors(block(name))
         )
+
+    def _attributes(self, group: Group) -> Iterator[tuple[str, str]]:
+        """Numbers of the group's modules that may count what is split: (pattern of the module, attribute)."""
         seen: set[tuple[str, str]] = set()
-        for name in names:
-            module = tree.modules[name]
+        for name in self._modules(group):
+            module = self.board.tree.modules[name]
             config = {f"config.{n}": value for n, value in (module.config or {}).items()}
             for attribute, value in {**module.numbers, **config}.items():
                 key = (general(name), attribute)

@@ -1,0 +1,190 @@
+"""A plan as a file that is pleasant to edit: short patterns, one block for each kind of part, comments that say why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any
+
+from shardplan.core.tree import ModuleTree
+from shardplan.layout.repairs import general
+
+from .draft import Draft, Options, Rules
+
+WIDTH = 110
+# Why a rule is there, by its style: said above the first rule of that style.
+WHY = {
+    "embedding_rowwise": "Each rank holds a part of the vocabulary's rows.",
+    "embedding_rowwise_seq": "The look-up stays a partial sum at full length; the first block's door reduces and splits "
+    "it at once.",
+    "input_with_grad_allreduce": "The door of a block: one all-reduce of the gradient for all that read its input.",
+    "gather_seq_input": "The door of a block: its input is gathered along the sequence, once for all that read it.",
+    "replicate_seq": "Needs the whole sequence and stays whole: every rank computes the same.",
+    "colwise": "Split by output features: whole heads, or a part of the hidden features, on each rank.",
+    "packed_colwise": "Several matrices stored as one: each rank has its share of each.",
+    "rowwise": "Split by input features: the sum over the ranks is the result.",
+    "mla_kv_a_proj": "Compressed keys and values are whole; the gradient of the rotary part, which every rank's heads "
+    "read, is summed.",
+    "replicated_with_grad_allreduce": "Whole, but applied to a rank's own part: the gradient is a partial sum.",
+    "rowwise_split_input": "The code between the matrices needs all of their results: they are gathered, and split again.",
+    "colwise_gather_output": "Split by output features, and the result is gathered.",
+    "sequence_parallel": "Works token by token, on a slice of the sequence.",
+}
+DIVIDED = "`divide`: numbers with which the model's code counts what a rank has a part of."
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """What stands above the rules of a plan file.
+
+    Args:
+        name: of the plan.
+        description: in one line.
+        models: model types or class names that it is for.
+        comments: lines above everything.
+        notes: lines above the rules.
+    """
+
+    name: str
+    description: str
+    models: tuple[str, ...]
+    comments: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def plan_text(heading: Heading, draft: Draft, tree: ModuleTree, units: Sequence[str] = ()) -> str:
+    """The file as YAML.
+
+    Args:
+        units: patterns of the modules that data parallelism wraps.
+    """
+    lines = [f"# {line}" for line in heading.comments]
+    lines += ['version: "1"', f"name: {heading.name}", f"description: {_scalar(heading.description)}"]
+    lines += [f"models: [{', '.join(heading.models)}]", ""]
+    lines += [f"# {line}" for line in heading.notes]
+    said: set[str] = set()
+    for section, rules in (
+        ("tensor_parallel", draft.tensor_parallel),
+        ("sequence_parallel", draft.sequence_parallel),
+    ):
+        if rules:
+            lines += [f"{section}:", *_rules(folded(in_order(rules, tree)), said), ""]
+    if units:
+        lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
+        lines += ["  reshard_after_forward: all_but_last", ""]
+    return "\n".join(lines[:-1]) + "\n"
+
+
+def document(heading: Heading, draft: Draft, units: Sequence[str] = ()) -> dict[str, Any]:
+    """The same as data."""
+    found = draft.document(heading.name) | {"description": heading.description, "models": list(heading.models)}
+    if units:
+        found["data_parallel"] = {
+            "backend": "fsdp2",
+            "units": list(units),
+            "reshard_after_forward": "all_but_last",
+        }
+    return found
+
+
+def in_order(rules: Rules, tree: ModuleTree) -> Rules:
+    """In the tree's order; what contains others before them."""
+    places: dict[str, int] = {}
+    for number, name in enumerate((*tree.modules, *tree.parameters)):
+        places.setdefault(name, number)
+        places.setdefault(general(name), number)
+    owners = {general(full): places[general(owner.name)] for full, (owner, _) in tree.parameters.items()}
+
+    def place(pattern: str) -> tuple[float, str]:
+        if pattern in owners:
+            return (owners[pattern] + 0.5, pattern)
+        return (places.get(pattern, len(places)), "")
+
+    return dict(sorted(rules.items(), key=lambda item: place(item[0])))
+
+
+def folded(rules: Rules) -> Rules:
+    """Rules that say the same of names that differ in one part as one rule with `{a,b}` there, where the first stood."""
+    numbered = [(number, tuple(p.split(".")), _text(o)) for number, (p, o) in enumerate(rules.items())]
+    placed: list[tuple[int, str, Options]] = []
+    for options in {_text(o): o for o in rules.values()}.values():
+        rows = {parts: number for number, parts, text in numbered if text == _text(options)}
+        for position in reversed(range(max(map(len, rows)))):
+            rows = _fold(rows, position)
+        placed += [(number, ".".join(parts), options) for parts, number in rows.items()]
+    return {pattern: options for _, pattern, options in sorted(placed, key=itemgetter(0))}
+
+
+def _fold(rows: Mapping[tuple[str, ...], int], position: int) -> dict[tuple[str, ...], int]:
+    """Rows (parts -> place) that are equal but for one part as one."""
+    alike: dict[tuple[str, ...], list[tuple[str, int]]] = {}
+    for row, number in rows.items():
+        foldable = 0 < position < len(row) and not row[position].isdigit() and row[position] != "*"
+        key = (*row[:position], "", *row[position + 1 :]) if foldable else row
+        alike.setdefault(key, []).append((row[position] if foldable else "", number))
+    return {
+        tuple(braced([word for word, _ in members]) if part == "" else part for part in key): min(
+            number for _, number in members
+        )
+        for key, members in alike.items()
+    }
+
+
+def braced(words: Sequence[str]) -> str:
+    """`{q,k,v}_proj` for q_proj, k_proj and v_proj: what they share at an underscore, or before a number, stands once."""
+    if len(words) == 1 or any("{" in word for word in words):
+        return words[0] if len(words) == 1 else f"{{{','.join(words)}}}"
+    head, tail = os.path.commonprefix(words), os.path.commonprefix([word[::-1] for word in words])[::-1]
+    if not all(word[len(head) :].isdigit() for word in words):
+        head = head[: head.rfind("_") + 1]
+    tail = tail[tail.find("_") :] if "_" in tail else ""
+    inner = [word[len(head) : len(word) - len(tail)] for word in words]
+    if not all(inner):
+        return f"{{{','.join(words)}}}"
+    return f"{head}{{{','.join(inner)}}}{tail}"
+
+
+def _rules(rules: Rules, said: set[str]) -> Iterator[str]:
+    for pattern, options in rules.items():
+        style = options["style"]
+        if style in WHY and style not in said:
+            yield f"  # {WHY[style]}"
+        if "divide" in options and "divide" not in said:
+            yield f"  # {DIVIDED}"
+            said.add("divide")
+        said.add(style)
+        yield from _entry(pattern, options)
+
+
+def _entry(pattern: str, options: Options) -> Iterator[str]:
+    key = _scalar(pattern)
+    if len(options) == 1:
+        yield f"  {key}: {options['style']}"
+        return
+    line = f"  {key}: {_text(options)}"
+    if len(line) <= WIDTH:
+        yield line
+        return
+    yield f"  {key}:"
+    for name, value in options.items():
+        yield f"    {name}: {_value(value)}"
+
+
+def _text(options: Options) -> str:
+    return f"{{{', '.join(f'{name}: {_value(value)}' for name, value in options.items())}}}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _scalar(value) if isinstance(value, str) else str(value)
+
+
+def _scalar(text: str) -> str:
+    """As YAML has it: plain, where that is the same text."""
+    plain = text and text[0] not in "{[*&!|>'\"%@`#,?:- " and ": " not in text and " #" not in text
+    return text if plain else "'" + text.replace("'", "''") + "'"
