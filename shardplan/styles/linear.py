@@ -42,6 +42,18 @@ STYLES = (
         hands=I,
     ),
     Style(
+        name="colwise_seq_gather_output",
+        summary="As colwise_gather_output, for a value split along the sequence: it is gathered first (an output head "
+        "without a norm in front of it).",
+        kinds=MATMUL,
+        weight=OUT,
+        takes=(V(SEQ),),
+        inside=R,
+        computes=V(-1),
+        hands=I,
+        source="arXiv 2205.05198",
+    ),
+    Style(
         name="colwise_vocab",
         summary="An output head whose logits stay split over the vocabulary, handed on as a DTensor of the full shape.",
         kinds=frozenset({"linear"}),

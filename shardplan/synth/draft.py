@@ -86,8 +86,8 @@ class Board:
         errors = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         return None if errors else resolved
 
-    def proof(self, draft: Draft) -> Proof | None:
-        resolved = self.bound(draft)
+    def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:
+        resolved = self.bound(draft, overlay=overlay)
         return None if resolved is None else prove(resolved, self.benches[0])
 
     def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
@@ -115,20 +115,24 @@ class Board:
             changes = [repair for repair in report.repairs if repair is not None]
             changed = draft
             for repair in changes:
-                changed = _changed(changed, repair)
+                changed = _changed(changed, repair, overlay)
             if changed == draft:
                 return None
             draft = changed
         return None
 
 
-def _changed(draft: Draft, repair: Repair) -> Draft:
-    rules = dict(getattr(draft, repair.section) or {})
-    if repair.new is None:
-        rules.pop(repair.pattern, None)
-    else:
+def _changed(draft: Draft, repair: Repair, overlay: bool) -> Draft:
+    """With a change; one that is for the overlay's sake is made there."""
+    section = "sequence_parallel" if overlay else repair.section
+    rules = dict(getattr(draft, section) or {})
+    if repair.new is not None:
         rules[repair.pattern] = options_of(repair.new)
-    return replace(draft, **{repair.section: rules})
+    elif overlay and repair.pattern in draft.tensor_parallel:
+        rules[repair.pattern] = {"style": "replicate"}
+    else:
+        rules.pop(repair.pattern, None)
+    return replace(draft, **{section: rules})
 
 
 def options_of(rule: Rule) -> Options:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
+from itertools import product
 
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent
 from shardplan.layout.repairs import general
@@ -12,22 +13,56 @@ from shardplan.layout.repairs import general
 from .draft import Board, Draft, Options, Rules
 from .flow import Flow
 
+MENDABLE = 4  # objections; with more of them the candidate itself is wrong
+MOST_WHOLE = 4  # parts of a block
 DOOR = "input_with_grad_allreduce"
+GATHERING = ("gather_seq_input", "colwise_seq")
 GATHERS: Options = {"style": "gather_seq_input"}
-# What the parts of a block become when their values are slices of the sequence.
-SEQUENCE = {"rowwise": "rowwise_seq", "colwise": "colwise_seq"}
+COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no door of its own
 
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
     """The draft with a sequence-parallel section that the layout check has no objection to; else what it objects to."""
     candidates = [replace(draft, sequence_parallel=rules) for rules in Overlay(board, flow, draft).candidates()]
-    for candidate in candidates:
-        found = board.mended(candidate, overlay=True)
-        if found is not None and found.tensor_parallel == draft.tensor_parallel:
-            return found
     if not candidates:
         return "there is no list of blocks that run one after the other"
-    return board.objection(candidates[-1], overlay=True)
+    reports = [board.report(candidate, overlay=True) for candidate in candidates]
+    for candidate, report in zip(candidates, reports, strict=True):
+        if report is not None and report.ok:
+            return candidate
+    for candidate, report in zip(candidates, reports, strict=True):
+        if report is not None and len(report.diagnostics) <= MENDABLE:
+            found = board.mended(candidate, overlay=True)
+            if found is not None:
+                return found
+    for candidate in candidates:
+        found = with_whole_parts(board, candidate)
+        if found is not None:
+            return found
+    return board.objection(candidates[0], overlay=True)
+
+
+def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
+    """The draft with those parts of blocks that do not fit between slices of the sequence gathered in front and split
+    behind, and inside as without sequence parallelism; None where that does not suffice."""
+    for _ in range(MOST_WHOLE):
+        proof = board.proof(draft, overlay=True)
+        if proof is None:
+            return None
+        if not proof.findings:
+            report = board.report(draft, overlay=True)
+            return draft if report is not None and report.ok else None
+        module = proof.findings[0].module
+        part = next((general(a) for a in (module, *ancestors(module)) if element(parent(a))), None)
+        rules = draft.sequence_parallel
+        if part is None or rules.get(part, {}).get("style") == "replicate_seq":
+            return None
+        options = draft.tensor_parallel.get(part, {"style": "replicate"})
+        if options["style"] != "replicate":
+            return None  # a matrix, or a door of its own
+        outside = {p: o for p, o in rules.items() if p != part and not p.startswith(f"{part}.")}
+        draft = replace(draft, sequence_parallel={**outside, part: {**options, "style": "replicate_seq"}})
+    return None
 
 
 class Overlay:
@@ -46,9 +81,21 @@ class Overlay:
         """Sections that may be right, the one that communicates least first."""
         if self.first is None:
             return
-        body = {**self.entrance, **self.within, **self.exit}
-        for table in (self.partial, {}):
-            yield {**table, **body}
+        seen: list[Rules] = []
+        for shared, table in product((self.shared, {}), (self.partial, {})):
+            rules = {**table, **self.entrance, **self.within, **shared, **self.exit}
+            if rules not in seen:
+                seen.append(rules)
+                yield rules
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Each module whose own code ran -> the number of its first operation."""
+        first: dict[str, int] = {}
+        for number, event in enumerate(self.flow.run.events):
+            if event.kind == "op":
+                first.setdefault(event.module, number)
+        return first
 
     @cached_property
     def order(self) -> dict[str, int]:
@@ -85,13 +132,13 @@ class Overlay:
         if not split:
             return {}
         rules: dict[str, Options] = {}
-        for product in dict.fromkeys(self.flow.products.values()):
-            module = self.tree.modules.get(product.name)
-            if module is None or module.kind != "embedding" or general(product.name) != product.name:
+        for name in dict.fromkeys(made.name for made in self.flow.products.values()):
+            module = self.tree.modules.get(name)
+            if module is None or module.kind != "embedding" or general(name) != name:
                 continue
-            style = "embedding_rowwise_seq" if product.name in split else "embedding_replicated_seq"
-            if self.order[product.name] < self.order[self.first]:
-                rules[product.name] = {"style": style}
+            style = "embedding_rowwise_seq" if name in split else "embedding_replicated_seq"
+            if self.order[name] < self.order[self.first]:
+                rules[name] = {"style": style}
         return rules
 
     @property
@@ -103,10 +150,41 @@ class Overlay:
         """The parts of each kind of block."""
         rules: dict[str, Options] = {}
         for name in self.order_of_blocks:
-            for child in self.tree.children[name]:
+            for child in (c for c in self.tree.children[name] if c in self.order):
                 for pattern, options in self._part(child).items():
                     rules.setdefault(pattern, options)
         return rules
+
+    @cached_property
+    def shared(self) -> Rules:
+        """Norms that several split parts of a block read, and that gather the sequence once for all of them, in place of
+        their doors."""
+        rules: dict[str, Options] = {}
+        for name in self.order_of_blocks:
+            parts = self.tree.children[name]
+            left = {n: e.module for e in self.flow.run.events if e.kind == "leave" and e.module in parts for n in e.outputs}
+            readers: dict[str, list[str]] = {}
+            for event in self.flow.run.events:
+                if event.kind == "enter" and event.module in parts:
+                    for source in (left[number] for number in event.inputs if number in left):
+                        readers.setdefault(source, []).append(event.module)
+            for source, found in readers.items():
+                doors = [reader for reader in found if self.within.get(general(reader), {}).get("style") in GATHERING]
+                if self._is_norm(source) and len(doors) > 1 and len(doors) == len(found):
+                    rules[general(source)] = {"style": "sequence_parallel", "output": "gather"}
+                    rules.update({general(d): self._without_door(general(d)) for d in doors})
+        return rules
+
+    def _is_norm(self, name: str) -> bool:
+        return self.within.get(general(name), {}).get("style") == "sequence_parallel"
+
+    def _without_door(self, pattern: str) -> Options:
+        options = self.within[pattern]
+        if options["style"] == "colwise_seq":
+            return {**options, "style": "colwise"}
+        if "output" in options:
+            return {**options, "style": "replicated_with_grad_allreduce"}
+        return {**options, "style": "replicate"}
 
     def _part(self, child: str) -> Rules:
         """One part of a block: split, a token-wise module, or one that needs all of the sequence and stays whole."""
@@ -134,9 +212,9 @@ class Overlay:
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
         if not any(options["style"] == DOOR for options in inside.values()) and pattern not in inside:
-            rules[pattern] = GATHERS
+            rules[pattern] = COMPLETE
         elif pattern in inside and inside[pattern]["style"] == "replicate":
-            rules[pattern] = {**inside[pattern], **GATHERS}
+            rules[pattern] = {**inside[pattern], **COMPLETE}
         return rules
 
     def _is_module(self, pattern: str) -> bool:
@@ -148,18 +226,23 @@ class Overlay:
             return {}
         if len(below) == 1 and (module.kind != "other" or all(len(p.shape) == 1 for p in module.parameters)):
             return {pattern: {"style": "sequence_parallel"}}
+        if all(len(p.shape) == 1 for m in below for p in m.parameters):  # a norm in a wrapper
+            return {general(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}
         return {pattern: {"style": "replicate_seq"}}
 
     @cached_property
     def exit(self) -> Rules:
-        """The first module with parameters behind the blocks, which hands on the whole sequence."""
+        """The first module with parameters behind the blocks, which gathers the sequence: a norm, else the head."""
         last = self.order[self.order_of_blocks[-1]]
         behind = [
             name
             for name, module in self.tree.modules.items()
-            if module.parameters and self.order.get(name, -1) > last and general(name) == name
+            if module.parameters and self.starts.get(name, -1) > last and general(name) == name
         ]
         if not behind:
             return {}
-        name = min(behind, key=lambda name: self.order[name])
+        name = min(behind, key=lambda name: self.starts[name])
+        head = self.draft.tensor_parallel.get(name)
+        if head is not None and head["style"] == "colwise_gather_output":
+            return {name: {**head, "style": "colwise_seq_gather_output"}}
         return {name: {"style": "sequence_parallel", "output": "gather"}}
