@@ -15,7 +15,10 @@ INDEXER |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
     "big_bird": {"attention_type": "original_full"},  # block-sparse attention is replaced while a short input runs
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "dbrx": {
+        "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
     "hunyuan_v1_dense": {"head_dim": 128},

@@ -60,6 +60,9 @@ def same(value: Tensor, reference: Tensor) -> bool:
     return alike and close(value, reference, _tolerance(reference, 0.0))
 
 
+PAIRED = 2**24  # elements that are compared pair by pair to find out which slices a value consists of
+
+
 def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     """Start and length of a rank's ceil-chunk."""
     length = -(-size // ranks)
@@ -130,7 +133,9 @@ def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tu
     columns = torch.nan_to_num(reference.movedim(dim, 0).reshape(reference.shape[dim], -1))
     if not rows.shape[1]:
         return None
-    step = max(1, rows.shape[1] // 64)  # enough elements to tell one slice from another
+    pairs = rows.shape[0] * columns.shape[0]
+    samples = min(64, max(4, PAIRED // pairs))  # enough elements to tell one slice from another
+    step = max(1, rows.shape[1] // samples)
     distances = (rows[:, None, ::step] - columns[None, :, ::step]).abs().amax(-1)
     nearest = distances.argmin(1)
     if not close(rows, columns[nearest], tolerance):

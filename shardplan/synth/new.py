@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,8 +38,6 @@ def new_plan(
     tp: int = 2,
     sequence_parallel: bool = False,
     name: str | None = None,
-    description: str | None = None,
-    comments: tuple[str, ...] = (),
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
     """Find a plan and write it down.
@@ -48,8 +46,7 @@ def new_plan(
         found: the model.
         tp: the size for which it is tried.
         sequence_parallel: with an overlay.
-        name, description: of the plan; without them the model's type, and what is split.
-        comments: lines above everything.
+        name: of the plan; without it the model's type.
         progress: is told what is being done.
 
     Raises:
@@ -57,20 +54,27 @@ def new_plan(
             is wanted and none is found (SP531).
     """
     derived = derive(found, tp, sequence_parallel=sequence_parallel, progress=progress)
-    kept = tuple(_kept(found, whole) for whole in derived.whole)
     if not derived.draft.tensor_parallel:
-        reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept)
+        reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept_whole(found, derived))
         raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))
     if derived.no_overlay is not None:
         message = f"no sequence-parallel overlay is found for {found.name}"
         raise PlanError((_error(NO_OVERLAY, message, f"on the small copy: {derived.no_overlay}"),))
+    return written(found, derived, name)
+
+
+def written(found: FoundModel, derived: Derived, name: str | None = None) -> NewPlan:
+    """What was found as a plan file."""
+    kept = kept_whole(found, derived)
     model = found.tree.model_type or found.tree.class_names[0]
+    notes = [f"{d.message}; {d.notes[0]}." for d in kept]
+    if derived.no_overlay is not None:
+        notes.append(f"No sequence parallelism; on the small copy: {derived.no_overlay}.")
     heading = Heading(
         name=name or model,
-        description=description or _description(derived),
+        description=_description(derived),
         models=(model,),
-        comments=comments,
-        notes=tuple(line for d in kept for line in _note(d)),
+        notes=tuple(line for note in notes for line in textwrap.wrap(note, WIDTH)),
     )
     units = tuple(dict.fromkeys(general(u) for u in found.tree.modules if element(u) and _has_rules(derived, u)))
     return NewPlan(
@@ -78,6 +82,11 @@ def new_plan(
         document=document(heading, derived.draft, units),
         diagnostics=kept,
     )
+
+
+def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
+    """What stays whole on every rank, as findings."""
+    return tuple(_kept(found, whole) for whole in derived.whole)
 
 
 def _has_rules(derived: Derived, unit: str) -> bool:
@@ -115,10 +124,6 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
         message=f"{listed} stay whole on every rank ({size / everything:.1%} of all parameters)",
         notes=(f"on the small copy: {whole.reason}",),
     )
-
-
-def _note(diagnostic: Diagnostic) -> Iterator[str]:
-    yield from textwrap.wrap(f"{diagnostic.message}: {diagnostic.notes[0]}", WIDTH)
 
 
 def _error(code: Code, message: str, *notes: str) -> Diagnostic:

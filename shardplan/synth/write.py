@@ -44,14 +44,12 @@ class Heading:
         name: of the plan.
         description: in one line.
         models: model types or class names that it is for.
-        comments: lines above everything.
         notes: lines above the rules.
     """
 
     name: str
     description: str
     models: tuple[str, ...]
-    comments: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -61,8 +59,7 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree, units: Sequence[
     Args:
         units: patterns of the modules that data parallelism wraps.
     """
-    lines = [f"# {line}" for line in heading.comments]
-    lines += ['version: "1"', f"name: {heading.name}", f"description: {_scalar(heading.description)}"]
+    lines = ['version: "1"', f"name: {heading.name}", f"description: {_scalar(heading.description)}"]
     lines += [f"models: [{', '.join(heading.models)}]", ""]
     lines += [f"# {line}" for line in heading.notes]
     said: set[str] = set()
