@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from shardplan.core.layout import R
-from shardplan.core.tree import ModuleTree, ancestors, element, parent
+from shardplan.core.tree import ModuleTree, ancestors, element, full_name, parent
 from shardplan.layout import Workbench
 from shardplan.layout.model import ModelLayouts
 from shardplan.layout.repairs import general
@@ -126,10 +126,17 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
     split = {**dict.fromkeys(embeddings, EMBEDDING), **dict.fromkeys(heads, HEAD)}
     for names in ((*embeddings, *heads), heads, embeddings):
         if names:
-            more = board.mended(draft.with_rules({name: split[name] for name in names}))
+            tied = {bias: {"style": "colwise"} for name in names if name in heads for bias in tied_to(board, name)}
+            more = board.mended(draft.with_rules({**{name: split[name] for name in names}, **tied}))
             if more is not None:
                 return more
     return draft
+
+
+def tied_to(board: Board, head: str) -> tuple[str, ...]:
+    """Other names of a head's bias."""
+    bias = full_name(head, "bias")
+    return tuple(name for group in board.tree.tied if bias in group for name in group if name != bias)
 
 
 def with_doors(board: Board, draft: Draft) -> Draft:

@@ -114,7 +114,7 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
     patterns = dict.fromkeys((*whole.group.columns, *whole.group.rows))
     names = {f"{p}{end}" for p in patterns for end in ("", ".weight", ".bias")}
     size, everything = (
-        sum(p.numel() for full, (_, p) in found.tree.parameters.items() if wanted is None or general(full) in wanted)
+        sum(p.numel for full, (_, p) in found.tree.parameters.items() if wanted is None or general(full) in wanted)
         for wanted in (names, None)
     )
     listed = ", ".join(folded({pattern: {"style": "replicate"} for pattern in patterns}))

@@ -7,8 +7,10 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
+from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent
 from shardplan.layout.repairs import general
+from shardplan.styles import STYLES
 
 from .draft import Board, Draft, Options, Rules
 from .flow import Flow
@@ -63,6 +65,11 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
         outside = {p: o for p, o in rules.items() if p != part and not p.startswith(f"{part}.")}
         draft = replace(draft, sequence_parallel={**outside, part: {**options, "style": "replicate_seq"}})
     return None
+
+
+def reads(style: str) -> bool:
+    """Whether a style is for what reads the values in front of a split part."""
+    return R in STYLES[style].takes
 
 
 class Overlay:
@@ -198,7 +205,7 @@ class Overlay:
             return self._whole(self.tree.modules[child], pattern)
         if any(options["style"] == "rowwise_split_input" for options in inside.values()):
             return {pattern: {"style": "replicate_seq"}}  # what is between its matrices is computed whole
-        rules: dict[str, Options] = {}
+        rules: dict[str, Options] = self._between(child, inside) if pattern not in inside else {}
         container = False
         for rule, options in inside.items():
             style = options["style"]
@@ -211,11 +218,28 @@ class Overlay:
                 rules[rule] = {**options, "style": "rowwise_seq"}
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
-        if not any(options["style"] == DOOR for options in inside.values()) and pattern not in inside:
+        nested = any(options["style"] == DOOR for options in inside.values())
+        if not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
             rules[pattern] = COMPLETE
         elif pattern in inside and inside[pattern]["style"] == "replicate":
             rules[pattern] = {**inside[pattern], **COMPLETE}
         return rules
+
+    def _between(self, child: str, inside: Rules) -> Rules:
+        """Norms of a split part that stand beside the doors inside it, or behind its last matrix."""
+        doors = [rule for rule, options in inside.items() if options["style"] == DOOR]
+        found = (
+            (general(name), module)
+            for name, module in self.tree.modules.items()
+            if name.startswith(f"{child}.") and module.parameters and general(name) not in inside
+        )
+        return {
+            pattern: {"style": "sequence_parallel"}
+            for pattern, module in found
+            if (doors or not any(reads(options["style"]) for options in inside.values()))
+            and not any(pattern == door or pattern.startswith(f"{door}.") for door in doors)
+            and all(len(p.shape) == 1 for p in module.parameters)
+        }
 
     def _is_module(self, pattern: str) -> bool:
         return any(general(name) == pattern for name in self.tree.modules)
@@ -245,4 +269,6 @@ class Overlay:
         head = self.draft.tensor_parallel.get(name)
         if head is not None and head["style"] == "colwise_gather_output":
             return {name: {**head, "style": "colwise_seq_gather_output"}}
+        if self.tree.modules[name].kind in ("linear", "conv1d"):
+            return {name: COMPLETE}
         return {name: {"style": "sequence_parallel", "output": "gather"}}
