@@ -17,10 +17,11 @@ from shardplan.layout.boundaries import missing
 from shardplan.lower import lower
 from shardplan.models import find_model
 from shardplan.models.tree import tree_of
-from shardplan.parse import builtin_plans, parse_plan
+from shardplan.parse import parse_plan
 from shardplan.styles import STYLES
 from shardplan.styles.record import ParameterStyle, Style
 from shardplan.twin import make_twin
+from tests.proofs import PLANS
 
 
 @cache
@@ -55,7 +56,7 @@ def extended(parent: str, **sections: dict) -> dict:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("name", sorted(builtin_plans()))
+@pytest.mark.parametrize("name", PLANS)
 def test_builtin_plans_are_proven(name: str, tp: int, sequence_parallel: bool) -> None:
     report = checked(bench_of(parse_plan(name).plan.models[0], tp), name, tp=tp, sequence_parallel=sequence_parallel)
     assert report.diagnostics == () and report.secondary == ()

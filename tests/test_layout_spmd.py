@@ -10,7 +10,8 @@ from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout.run import prove
-from shardplan.parse import builtin_plans, parse_plan
+from shardplan.parse import parse_plan
+from tests.proofs import PLANS
 from tests.soundness.edits import edits, written_out
 from tests.soundness.judge import parse, subject
 from tests.spmd import objection
@@ -18,7 +19,7 @@ from tests.spmd import objection
 GRADIENTS = ("partial", "meeting")  # the mistakes that both must see
 
 
-@pytest.mark.parametrize("name", sorted(builtin_plans()))
+@pytest.mark.parametrize("name", PLANS)
 def test_right_plans_have_no_objection(name: str) -> None:
     plan = parse_plan(name).plan
     model = subject(plan.models[0], 2)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from shardplan import compile_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.parse import builtin_plans
+from tests.proofs import PLANS
 
 GOLDEN = Path(__file__).parent / "golden"
 # Sizes small enough to read and large enough that every part differs from every other.
@@ -33,7 +33,7 @@ OWN_SIZES = {
     "qwen3_moe": SIZES | {"num_experts": 4, "moe_intermediate_size": 32, "mlp_only_layers": [1]},
     "gemma3": {"text_config": SIZES, "vision_config": {"num_hidden_layers": 1}},
 }
-VARIANTS = {f"{plan}-{'sp' if sp else 'tp'}": (plan, sp) for plan in sorted(builtin_plans()) for sp in (False, True)}
+VARIANTS = {f"{plan}-{'sp' if sp else 'tp'}": (plan, sp) for plan in PLANS for sp in (False, True)}
 
 
 def described(plan: str, sequence_parallel: bool) -> str:

@@ -88,7 +88,10 @@ def _auto_plan(found: FoundModel) -> Parsed:
     from shardplan.models import choose_plan
     from shardplan.parse import builtin_plans, parse_plan
 
-    plans = [parse_plan(name).plan for name in builtin_plans()]
+    wanted = (*found.tree.class_names, str(found.tree.model_type))
+    texts = {name: path.read_text("utf-8") for name, path in builtin_plans().items()}
+    naming = [name for name, text in texts.items() if any(word in text for word in wanted)]  # few of many are parsed
+    plans = [parse_plan(name).plan for name in naming or texts]
     return parse_plan(choose_plan(found.tree, [plan for plan in plans if plan is not None]))
 
 

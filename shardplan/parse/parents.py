@@ -14,6 +14,7 @@ from .files import CANNOT_READ, ENDINGS, CannotRead, builtin_plans, read_text
 from .findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
 from .limits import MAX_ANCESTORS
 
+LISTED = "`shardplan list` shows the built-in plans"
 NO_PARENT = Code(
     code="SP108",
     title="the plan to extend is not found",
@@ -156,7 +157,7 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
         return None
     if child.folder is None:
         message = f"{quoted(word)} is a file, but this plan has no folder"
-        findings.add(NO_PARENT, message, PATH, help=f"extend a built-in plan: {', '.join(builtin_plans())}")
+        findings.add(NO_PARENT, message, PATH, help=f"extend a built-in plan; {LISTED}")
         return None
     path = child.folder / word
     if os.path.dirname(_real(path)) != _real(child.folder):
@@ -172,7 +173,7 @@ def _similar(word: str, folder: Path | None) -> str:
     if f"{word}.yaml" in beside:
         return f"write `{word}.yaml` for the file beside this plan"
     near = closest(word, [*builtin_plans(), *beside])
-    return f"did you mean `{near}`?" if near else f"the built-in plans are {', '.join(builtin_plans())}"
+    return f"did you mean `{near}`?" if near else LISTED
 
 
 def _plan_files(folder: Path) -> list[str]:

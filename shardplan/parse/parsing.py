@@ -19,7 +19,7 @@ from .findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
 from .form import check_form
 from .json_reader import read_json
 from .nodes import Document, Scalar, node_at, spans, split_lines
-from .parents import Origin, builtin_origin, file_origin, find_parent
+from .parents import LISTED, Origin, builtin_origin, file_origin, find_parent
 from .python_reader import read_python
 from .rules import check_rules
 from .yaml_reader import read_yaml
@@ -109,7 +109,7 @@ def _similar_builtin(word: str) -> str:
     near = closest(word, builtin_plans())
     if near:
         return f"did you mean `{near}`?"
-    return f"name a file with its ending, or one of {', '.join(builtin_plans())}"
+    return f"name a file with its ending, or a built-in plan; {LISTED}"
 
 
 def _parse(text: str, chain: tuple[Origin, ...]) -> Parsed:

@@ -13,7 +13,8 @@ import torch
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from shardplan.parse import builtin_plans, parse_plan  # noqa: E402
+from shardplan.parse import parse_plan  # noqa: E402
+from tests.proofs import PLANS as STUDIED  # noqa: E402
 
 from .edits import Edit, edits, written_out  # noqa: E402
 from .judge import Subject, judge, parse, subject  # noqa: E402
@@ -21,7 +22,7 @@ from .table import Row, row_of  # noqa: E402
 
 # Every built-in plan, and more architectures that these plans fit (or nearly): `plan=architecture`, tied where said.
 PLANS = (
-    *builtin_plans(),
+    *STUDIED,
     "llama=llama:tied",
     "gpt2=gpt2:tied",
     "llama=arcee",
