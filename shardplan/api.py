@@ -15,7 +15,7 @@ from shardplan.compiler.variants import (
     prove_layouts,
     wanted_variants,
 )
-from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan, PlanFile
 from shardplan.core.report import Report, VerifyReport, as_errors, ordered, variant_name
@@ -138,7 +138,8 @@ def init_plan(
 ) -> NewPlan:
     """Write a plan for a model, from its structure and a run of a small copy of it; validated and proven numerically.
 
-    What cannot be split stays whole, and the plan says so; its `diagnostics` too.
+    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too, with what keeps the model itself
+    from being trained with any plan (its dropout).
 
     Args:
         model: as for `validate`.
@@ -169,11 +170,15 @@ def init_plan(
     sizes = MeshSizes(tp=tp)
     wanted = wanted_variants(parsed.plan, None)
     variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
-    _raise_errors(variants.together, parsed.sources, strict=False)
-    _raise_errors(prove_layouts(variants, parsed.plan, found).together, parsed.sources, strict=False)
+    about_rules = [d for d in variants.together if d.primary is not None]
+    _raise_errors(about_rules, parsed.sources, strict=False)
+    layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, found)
+    _raise_errors(layouts.together, parsed.sources, strict=False)
     proof = prove(source, parsed.plan, sizes, wanted, logits="plan", processes=False, progress=progress)
     assert proof.ok, f"the plan that was found is refuted:\n{made.text}"
-    return made
+    # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
+    about_model = [replace(d, severity=Severity.WARNING) for d in variants.together if d.primary is None]
+    return replace(made, diagnostics=(*made.diagnostics, *about_model))
 
 
 def compile_plan(

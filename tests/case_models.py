@@ -8,12 +8,12 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """An MLP of 16 features, 64 wide."""
+    """An MLP of 16 features, 64 wide or as wide as is said."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
-        self.up = nn.Linear(16, 64, bias=False)
-        self.down = nn.Linear(64, 16, bias=False)
+        self.up = nn.Linear(16, width, bias=False)
+        self.down = nn.Linear(width, 16, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.relu(self.up(x)))
@@ -71,6 +71,11 @@ class ReadingBlock(Block):
 def narrow_blocks() -> nn.Module:
     """Two blocks that do something else on a slice."""
     return Stack([NarrowBlock(), NarrowBlock()])
+
+
+def odd_blocks() -> nn.Module:
+    """Two blocks that no number of ranks divides."""
+    return Stack([Block(63), Block(63)])
 
 
 def reading_blocks() -> nn.Module:

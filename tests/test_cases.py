@@ -12,6 +12,9 @@ ELSEWHERE: dict[str, str] = {
     "SP520": "tests/test_twin.py::test_a_model_that_changes_its_layers_is_refused",
     "SP521": "tests/test_twin.py::test_a_small_copy_that_stays_large_is_refused",
     "SP522": "tests/test_twin.py::test_own_modules_that_cannot",
+    "SP530": "tests/test_cli_init.py::test_nothing_can_be_split",
+    "SP531": "tests/test_cli_init.py::test_no_overlay_is_found",
+    "SP532": "tests/test_cli_init.py::test_what_stays_whole_is_said",
     "SP512": "tests/test_models_auto.py::test_several",
     "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,8 @@ class Workbench:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
         self.model, self.inputs, self.tree = model, inputs, tree
         self.atoms = frozenset(name for name, module in tree.modules.items() if module.kind in ATOMS)
-        self.reference = record(model, inputs, self.atoms)
+        # A copy: some models keep states of a run on their modules.
+        self.reference = record(copy.deepcopy(model), inputs, self.atoms)
         self.elsewhere = read_elsewhere(self.reference)
 
 

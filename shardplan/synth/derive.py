@@ -110,7 +110,7 @@ def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
 
 def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
     """With the embedding of the tokens and the output head split too, as far as that is right."""
-    rows = board.tree.numbers.get("vocab_size")
+    rows = board.tree.numbers.get("vocab_size") or _largest_table(board)
     embeddings, heads = [], []
     for product in dict.fromkeys(flow.products.values()):
         module = board.tree.modules.get(product.name)
@@ -131,6 +131,12 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
             if more is not None:
                 return more
     return draft
+
+
+def _largest_table(board: Board) -> int:
+    """The rows of the longest table outside the blocks: that of the tokens."""
+    tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and general(name) == name)
+    return max((module.parameter("weight").shape[0] for module in tables), default=0)
 
 
 def tied_to(board: Board, head: str) -> tuple[str, ...]:

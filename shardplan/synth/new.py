@@ -103,7 +103,7 @@ def _description(derived: Derived) -> str:
     outside = [rule for rule in _rules(derived) if "*" not in rule]
     words = [f"{_listed(list(parts))} of each layer"] if parts else []
     words += [f"{_listed(outside)} over the vocabulary"] if outside else []
-    return f"Splits {' and '.join(words)}."
+    return f"Splits {', and '.join(words)}."
 
 
 def _listed(words: list[str]) -> str:
