@@ -91,6 +91,30 @@ class ModuleTree:
         """The name that rules see for a module or parameter."""
         return f"{self.base_prefix}.{name}" if self.base_prefix and name else (self.base_prefix or name)
 
+    def pattern(self, name: str) -> str:
+        """The name with its list indices starred, those of a Sequential kept that holds different things: a plan's words for
+        it and all that is like it (`model.layers.*.mlp.up_proj`, `blocks.*.mlp.0`)."""
+        if name not in self._patterns:
+            parts, above = [], ""
+            for part in name.split("."):
+                parts.append("*" if part.isdecimal() and above not in self._sequences else part)
+                above = f"{above}.{part}" if above else part
+            self._patterns[name] = ".".join(parts)
+        return self._patterns[name]
+
+    @cached_property
+    def _patterns(self) -> dict[str, str]:
+        return {}
+
+    @cached_property
+    def _sequences(self) -> frozenset[str]:
+        """The Sequential modules whose children are of several classes."""
+        return frozenset(
+            name
+            for name, module in self.modules.items()
+            if module.class_name == "Sequential" and len({self.modules[c].class_name for c in self.children[name]}) > 1
+        )
+
     @cached_property
     def parameters(self) -> Mapping[str, tuple[ModuleInfo, ParameterInfo]]:
         """Every parameter by full name, with its owner. Tied parameters appear under each of their names."""

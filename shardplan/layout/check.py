@@ -9,13 +9,13 @@ from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.layout import Layout
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import ancestors, full_name
+from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.twin import Twin
 
 from .finding import Finding
 from .prover import Proof
 from .reads import SharedRead
-from .repairs import OURS, Repair, general, repairs, together
+from .repairs import OURS, Repair, repairs, together
 from .run import Workbench, prove
 from .words import diagnostic
 
@@ -183,7 +183,7 @@ def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:
 
 def _key(f: Finding) -> Key:
     source = f"{f.source.file}:{f.source.line}" if f.source else ""
-    return (f.kind, general(f.module), general(f.subject), f.operation, source, f.arrived, f.wanted)
+    return (f.kind, starred(f.module), starred(f.subject), f.operation, source, f.arrived, f.wanted)
 
 
 def _mend(

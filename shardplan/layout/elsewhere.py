@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from shardplan.core.tree import ModuleTree, full_name, parent
 from shardplan.twin.trace import Trace
 
-from .repairs import general
-
 
 def read_elsewhere(run: Trace) -> Mapping[str, tuple[str, ...]]:
     """Each module that ran -> the parameters of modules below it that its own code reads, by full name."""
@@ -33,9 +31,9 @@ def elsewhere_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mappin
     known: dict[str, dict[str, None]] = {}
     for module, names in reads.items():
         suffixes = (name.removeprefix(full_name(module, "")) for name in names)
-        known.setdefault(general(module), {}).update(dict.fromkeys(suffixes))
+        known.setdefault(tree.pattern(module), {}).update(dict.fromkeys(suffixes))
     return {
-        module: tuple(n for suffix in known[general(module)] if (n := full_name(module, suffix)) in tree.parameters)
+        module: tuple(n for suffix in known[tree.pattern(module)] if (n := full_name(module, suffix)) in tree.parameters)
         for module in tree.modules
-        if general(module) in known
+        if tree.pattern(module) in known
     }

@@ -21,7 +21,6 @@ from .check import LayoutReport, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
 from .reads import SharedRead
-from .repairs import general
 from .run import Workbench
 
 
@@ -110,8 +109,8 @@ def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str
     """The arrivals at a model's modules, from those at its small copy's, where all layers agree."""
     known: dict[str, set[Layout]] = {}
     for name, layout in arrivals.items():
-        known.setdefault(general(name), set()).add(layout)
-    return {name: next(iter(found)) for name in tree.modules if len(found := known.get(general(name), set())) == 1}
+        known.setdefault(tree.pattern(name), set()).add(layout)
+    return {name: next(iter(found)) for name in tree.modules if len(found := known.get(tree.pattern(name), set())) == 1}
 
 
 def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,9 +119,9 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
     here, there = ({*one.modules, *one.parameters} for one in (tree, small))
     result: dict[str, None] = {}
     for name in names:
-        pattern = general(name)
-        if all(other in names for other in there if general(other) == pattern):
-            result.update((other, None) for other in (*tree.modules, *tree.parameters) if general(other) == pattern)
+        pattern = tree.pattern(name)
+        if all(other in names for other in there if tree.pattern(other) == pattern):
+            result.update((other, None) for other in (*tree.modules, *tree.parameters) if tree.pattern(other) == pattern)
             continue
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         known = number is not None and number < len(layers)
@@ -134,12 +133,12 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
 def reads_of(tree: ModuleTree, reads: Iterable[SharedRead]) -> Iterator[SharedRead]:
     """The same values in all layers of a model that have these modules."""
     known = {
-        (general(read.module), read.argument, tuple(reader.removeprefix(read.module) for reader in read.readers))
+        (tree.pattern(read.module), read.argument, tuple(reader.removeprefix(read.module) for reader in read.readers))
         for read in reads
     }
     for pattern, argument, readers in sorted(known):
         for name in tree.modules:
-            if general(name) == pattern and all(name + reader in tree.modules for reader in readers):
+            if tree.pattern(name) == pattern and all(name + reader in tree.modules for reader in readers):
                 yield SharedRead(name, argument, tuple(name + reader for reader in readers))
 
 

@@ -152,11 +152,6 @@ def _value(value: object) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def general(name: str) -> str:
-    """`model.layers.*.mlp` for `model.layers.3.mlp`."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
 def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
     """The modules and parameters whose rule may be to blame, the likeliest first."""
     tree = plan.tree
@@ -272,7 +267,7 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
 def _repair(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
     tree = plan.tree
     single = new is not None and P in STYLES[new.style].takes  # the door into the sequence-parallel region: one block's
-    pattern = name if single else general(name)
+    pattern = name if single else tree.pattern(name)
     among = tree.parameters if name in tree.parameters else tree.modules
-    names = tuple(other for other in among if (other if single else general(other)) == pattern)
+    names = tuple(other for other in among if (other if single else tree.pattern(other)) == pattern)
     return Repair(pattern, names, old, new, section)

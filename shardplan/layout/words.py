@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.tree import starred
 from shardplan.styles import STYLES
 
 from . import codes
 from .finding import Finding, Kind, Operand
-from .repairs import Repair, general
+from .repairs import Repair
 
 NAMES = {
     "I": "whole, with a complete gradient",
@@ -35,17 +36,17 @@ def layout_words(layout: str) -> str:
 
 def _partial(f: Finding) -> str:
     if f.operands and f.operands[0].parameter:
-        return f"the gradient of {general(f.subject)} would be a partial sum, and is taken as complete"
-    where = general(f.module) or "the model"
+        return f"the gradient of {starred(f.subject)} would be a partial sum, and is taken as complete"
+    where = starred(f.module) or "the model"
     if f.subject == f.module:
         return f"a gradient inside {where} would be a partial sum, and is taken as complete"
-    handed = f"what {general(f.subject) or 'the model'} hands to {where}"
+    handed = f"what {starred(f.subject) or 'the model'} hands to {where}"
     return f"the gradient of {handed} would be a partial sum, and is taken as complete"
 
 
 def _crash(f: Finding) -> str:
     reason = f.message.split("\n")[0]
-    return f"{general(f.module) or 'the model'} raises when it is split: {reason[:160].rstrip('. ')}"
+    return f"{starred(f.module) or 'the model'} raises when it is split: {reason[:160].rstrip('. ')}"
 
 
 MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
@@ -53,38 +54,38 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "complete": (
         codes.COMPLETE,
         lambda f: (
-            f"the gradient of {general(f.subject)} is complete, but declared a partial sum: it would be tp times too large"
+            f"the gradient of {starred(f.subject)} is complete, but declared a partial sum: it would be tp times too large"
         ),
     ),
     "meeting": (
         codes.MEETING,
         lambda f: (
-            f"in {general(f.module) or 'the model'} a value with a complete gradient meets one with a partial gradient"
+            f"in {starred(f.module) or 'the model'} a value with a complete gradient meets one with a partial gradient"
         ),
     ),
     "arrival": (
         codes.MISFIT,
         lambda f: (
-            f"what arrives at {general(f.subject)} is {layout_words(f.arrived)}; its style takes {layout_words(f.wanted)}"
+            f"what arrives at {starred(f.subject)} is {layout_words(f.arrived)}; its style takes {layout_words(f.wanted)}"
         ),
     ),
     "result": (
         codes.MISFIT,
         lambda f: (
-            f"what {general(f.subject)} computes is {layout_words(f.arrived)}; its rule says {layout_words(f.wanted)}"
+            f"what {starred(f.subject)} computes is {layout_words(f.arrived)}; its rule says {layout_words(f.wanted)}"
         ),
     ),
     "sum": (
         codes.SUM,
         lambda f: (
-            f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} acts on a partial sum, "
+            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} acts on a partial sum, "
             "and its results do not add up"
         ),
     ),
     "slices": (
         codes.SLICES,
         lambda f: (
-            f"{f.operation or 'reading a value'} in {general(f.module) or 'the model'} gives no slice of the whole result"
+            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} gives no slice of the whole result"
         ),
     ),
     "output": (
@@ -96,12 +97,12 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     ),
     "untyped": (
         codes.UNTYPED,
-        lambda f: f"the layout of what {general(f.module) or 'the model'} computes cannot be told",
+        lambda f: f"the layout of what {starred(f.module) or 'the model'} computes cannot be told",
     ),
     "outside": (
         codes.OUTSIDE,
         lambda f: (
-            f"{general(f.subject)} is read by the code of {general(f.module) or 'the model'}, where it is a DTensor"
+            f"{starred(f.subject)} is read by the code of {starred(f.module) or 'the model'}, where it is a DTensor"
         ),
     ),
     "crash": (codes.CRASH, _crash),

@@ -9,7 +9,6 @@ from shardplan.core.layout import R
 from shardplan.core.tree import ModuleTree, ancestors, element, full_name, parent
 from shardplan.layout import Workbench
 from shardplan.layout.model import ModelLayouts
-from shardplan.layout.repairs import general
 from shardplan.models import FoundModel
 from shardplan.styles import STYLES
 
@@ -77,18 +76,16 @@ def derive(
     board, flow = Board(benches, tp), Flow(benches[0].reference, benches[0].tree)
     solver = Solver(board, flow, found.tree)
     draft, whole = Draft({}), []
-    for group in grouped(regions(flow), board.tree):
+    groups = list(grouped(regions(flow), board.tree))
+    for group in groups:
         progress(f"splitting {', '.join((*group.columns, *group.rows))}")
-        solved = solver.solve(group)
-        if isinstance(solved, str):
-            whole.append(Whole(group, solved))
-            continue
-        both = draft.with_rules(solved.tensor_parallel)
-        more = board.mended(both)
-        if more is None:
-            whole.append(Whole(group, board.objection(both)))
-        else:
+        more = _with_group(board, draft, solver.solve(group))
+        if isinstance(more, Draft):
             draft = more
+        elif len(group.regions) > 1:
+            groups += [Group((region,)) for region in group.regions]  # what does not go together may go alone
+        else:
+            whole.append(Whole(group, more))
     progress("splitting the vocabulary")
     draft = with_doors(board, with_vocabulary(board, flow, draft))
     progress("splitting the sequence")
@@ -96,6 +93,14 @@ def derive(
     if isinstance(overlaid, str):
         return Derived(draft, board.tree, tuple(whole), overlaid)
     return Derived(overlaid, board.tree, tuple(whole))
+
+
+def _with_group(board: Board, draft: Draft, solved: Draft | str) -> Draft | str:
+    """The draft with the rules of a group too, or what is said against that."""
+    if isinstance(solved, str):
+        return solved
+    both = draft.with_rules(solved.tensor_parallel)
+    return board.mended(both) or board.objection(both)
 
 
 def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
@@ -117,7 +122,7 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
         weight = module.parameter("weight") if module is not None else None
         if weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
             continue
-        if general(product.name) != product.name:
+        if board.tree.pattern(product.name) != product.name:
             continue  # a layer's
         if module.kind == "embedding":
             embeddings.append(product.name)
@@ -135,7 +140,7 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
 
 def _largest_table(board: Board) -> int:
     """The rows of the longest table outside the blocks: that of the tokens."""
-    tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and general(name) == name)
+    tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and board.tree.pattern(name) == name)
     return max((module.parameter("weight").shape[0] for module in tables), default=0)
 
 
@@ -150,7 +155,7 @@ def with_doors(board: Board, draft: Draft) -> Draft:
     report = board.report(draft)
     doors: dict[str, Options] = {}
     for read in report.reads:
-        pattern = general(read.module)
+        pattern = board.tree.pattern(read.module)
         rule = draft.tensor_parallel.get(pattern, {})
         if rule.get("style", "replicate") == "replicate":
             doors[pattern] = {"style": DOOR, **door_argument(board, read.module, read.argument)}
@@ -169,11 +174,11 @@ def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for name in board.tree.modules:
         part = next((a for a in (name, *ancestors(name)) if element(parent(a))), None)
-        rule = draft.tensor_parallel.get(general(name))
+        rule = draft.tensor_parallel.get(board.tree.pattern(name))
         if part not in (None, name) and rule is not None and R in STYLES[rule["style"]].takes:
-            around = {draft.tensor_parallel.get(general(a), {}).get("style") for a in ancestors(name)}
+            around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
             if DOOR not in around:
-                found[general(part)] = None
+                found[board.tree.pattern(part)] = None
     return tuple(found)
 
 

@@ -12,7 +12,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.layout.prover import Proof
-from shardplan.layout.repairs import OURS, Repair, general
+from shardplan.layout.repairs import OURS, Repair
 from shardplan.layout.run import prove
 from shardplan.parse import parse_plan
 from shardplan.twin.recorder import argument_names
@@ -115,26 +115,25 @@ class Board:
             changes = [repair for repair in report.repairs if repair is not None]
             changed = draft
             for repair in changes:
-                changed = _changed(changed, repair, overlay)
+                changed = self._changed(changed, repair, overlay)
             if changed == draft:
                 return None
             draft = changed
         return None
 
-
-def _changed(draft: Draft, repair: Repair, overlay: bool) -> Draft:
-    """With a change, each pattern by itself; one that is for the overlay's sake is made there."""
-    section = "sequence_parallel" if overlay else repair.section
-    rules = dict(getattr(draft, section) or {})
-    literal = repair.pattern in repair.names
-    for pattern in [repair.pattern] if literal else dict.fromkeys(general(name) for name in repair.names):
-        if repair.new is not None:
-            rules[pattern] = options_of(repair.new)
-        elif overlay and pattern in draft.tensor_parallel:
-            rules[pattern] = {"style": "replicate"}
-        else:
-            rules.pop(pattern, None)
-    return replace(draft, **{section: rules})
+    def _changed(self, draft: Draft, repair: Repair, overlay: bool) -> Draft:
+        """With a change, each pattern by itself; one that is for the overlay's sake is made there."""
+        section = "sequence_parallel" if overlay else repair.section
+        rules = dict(getattr(draft, section) or {})
+        literal = repair.pattern in repair.names
+        for pattern in [repair.pattern] if literal else dict.fromkeys(self.tree.pattern(name) for name in repair.names):
+            if repair.new is not None:
+                rules[pattern] = options_of(repair.new)
+            elif overlay and pattern in draft.tensor_parallel:
+                rules[pattern] = {"style": "replicate"}
+            else:
+                rules.pop(pattern, None)
+        return replace(draft, **{section: rules})
 
 
 def options_of(rule: Rule) -> Options:

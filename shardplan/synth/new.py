@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
-from shardplan.core.tree import block, element
-from shardplan.layout.repairs import general
+from shardplan.core.tree import element
 from shardplan.models import FoundModel
 
 from .codes import NO_OVERLAY, NOTHING, WHOLE
@@ -76,7 +75,7 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
         models=(model,),
         notes=tuple(line for note in notes for line in textwrap.wrap(note, WIDTH)),
     )
-    units = tuple(dict.fromkeys(general(u) for u in found.tree.modules if element(u) and _has_rules(derived, u)))
+    units = tuple(dict.fromkeys(found.tree.pattern(u) for u in found.tree.modules if element(u) and _has_rules(found.tree.pattern(u), derived)))
     return NewPlan(
         text=plan_text(heading, derived.draft, derived.tree, units),
         document=document(heading, derived.draft, units),
@@ -89,8 +88,8 @@ def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
     return tuple(_kept(found, whole) for whole in derived.whole)
 
 
-def _has_rules(derived: Derived, unit: str) -> bool:
-    return any(block(rule.replace("*", "0")) == block(general(unit).replace("*", "0")) for rule in _rules(derived))
+def _has_rules(unit: str, derived: Derived) -> bool:
+    return any(rule == unit or rule.startswith(f"{unit}.") for rule in _rules(derived))
 
 
 def _rules(derived: Derived) -> tuple[str, ...]:
@@ -114,7 +113,7 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
     patterns = dict.fromkeys((*whole.group.columns, *whole.group.rows))
     names = {f"{p}{end}" for p in patterns for end in ("", ".weight", ".bias")}
     size, everything = (
-        sum(p.numel for full, (_, p) in found.tree.parameters.items() if wanted is None or general(full) in wanted)
+        sum(p.numel for full, (_, p) in found.tree.parameters.items() if wanted is None or found.tree.pattern(full) in wanted)
         for wanted in (names, None)
     )
     listed = ", ".join(folded({pattern: {"style": "replicate"} for pattern in patterns}))

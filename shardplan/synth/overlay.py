@@ -9,7 +9,6 @@ from itertools import product
 
 from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent
-from shardplan.layout.repairs import general
 from shardplan.styles import STYLES
 
 from .draft import Board, Draft, Options, Rules
@@ -41,7 +40,7 @@ def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
         found = with_whole_parts(board, candidate)
         if found is not None:
             return found
-    return board.objection(candidates[0], overlay=True)
+    return board.objection(candidates[-1], overlay=True)
 
 
 def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
@@ -55,7 +54,7 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
             report = board.report(draft, overlay=True)
             return draft if report is not None and report.ok else None
         module = proof.findings[0].module
-        part = next((general(a) for a in (module, *ancestors(module)) if element(parent(a))), None)
+        part = next((board.tree.pattern(a) for a in (module, *ancestors(module)) if element(parent(a))), None)
         rules = draft.sequence_parallel
         if part is None or rules.get(part, {}).get("style") == "replicate_seq":
             return None
@@ -129,7 +128,7 @@ class Overlay:
         return tuple(sorted(blocks, key=lambda name: self.order[name]))
 
     def _split_below(self, name: str) -> bool:
-        pattern = general(name)
+        pattern = self.tree.pattern(name)
         return any(rule == pattern or rule.startswith(f"{pattern}.") for rule in self.draft.tensor_parallel)
 
     @cached_property
@@ -141,7 +140,7 @@ class Overlay:
         rules: dict[str, Options] = {}
         for name in dict.fromkeys(made.name for made in self.flow.products.values()):
             module = self.tree.modules.get(name)
-            if module is None or module.kind != "embedding" or general(name) != name:
+            if module is None or module.kind != "embedding" or self.tree.pattern(name) != name:
                 continue
             style = "embedding_rowwise_seq" if name in split else "embedding_replicated_seq"
             if self.order[name] < self.order[self.first]:
@@ -176,14 +175,14 @@ class Overlay:
                     for source in (left[number] for number in event.inputs if number in left):
                         readers.setdefault(source, []).append(event.module)
             for source, found in readers.items():
-                doors = [reader for reader in found if self.within.get(general(reader), {}).get("style") in GATHERING]
+                doors = [reader for reader in found if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING]
                 if self._is_norm(source) and len(doors) > 1 and len(doors) == len(found):
-                    rules[general(source)] = {"style": "sequence_parallel", "output": "gather"}
-                    rules.update({general(d): self._without_door(general(d)) for d in doors})
+                    rules[self.tree.pattern(source)] = {"style": "sequence_parallel", "output": "gather"}
+                    rules.update({self.tree.pattern(d): self._without_door(self.tree.pattern(d)) for d in doors})
         return rules
 
     def _is_norm(self, name: str) -> bool:
-        return self.within.get(general(name), {}).get("style") == "sequence_parallel"
+        return self.within.get(self.tree.pattern(name), {}).get("style") == "sequence_parallel"
 
     def _without_door(self, pattern: str) -> Options:
         options = self.within[pattern]
@@ -195,7 +194,7 @@ class Overlay:
 
     def _part(self, child: str) -> Rules:
         """One part of a block: split, a token-wise module, or one that needs all of the sequence and stays whole."""
-        pattern = general(child)
+        pattern = self.tree.pattern(child)
         inside = {
             rule: options
             for rule, options in self.draft.tensor_parallel.items()
@@ -229,9 +228,9 @@ class Overlay:
         """Norms of a split part that stand beside the doors inside it, or behind its last matrix."""
         doors = [rule for rule, options in inside.items() if options["style"] == DOOR]
         found = (
-            (general(name), module)
+            (self.tree.pattern(name), module)
             for name, module in self.tree.modules.items()
-            if name.startswith(f"{child}.") and module.parameters and general(name) not in inside
+            if name.startswith(f"{child}.") and module.parameters and self.tree.pattern(name) not in inside
         )
         return {
             pattern: {"style": "sequence_parallel"}
@@ -242,7 +241,7 @@ class Overlay:
         }
 
     def _is_module(self, pattern: str) -> bool:
-        return any(general(name) == pattern for name in self.tree.modules)
+        return any(self.tree.pattern(name) == pattern for name in self.tree.modules)
 
     def _whole(self, module: ModuleInfo, pattern: str) -> Rules:
         below = [m for name, m in self.tree.modules.items() if name == module.name or name.startswith(f"{module.name}.")]
@@ -251,7 +250,7 @@ class Overlay:
         if len(below) == 1 and (module.kind != "other" or all(len(p.shape) == 1 for p in module.parameters)):
             return {pattern: {"style": "sequence_parallel"}}
         if all(len(p.shape) == 1 for m in below for p in m.parameters):  # a norm in a wrapper
-            return {general(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}
+            return {self.tree.pattern(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}
         return {pattern: {"style": "replicate_seq"}}
 
     @cached_property
@@ -261,7 +260,7 @@ class Overlay:
         behind = [
             name
             for name, module in self.tree.modules.items()
-            if module.parameters and self.starts.get(name, -1) > last and general(name) == name
+            if module.parameters and self.starts.get(name, -1) > last and self.tree.pattern(name) == name
         ]
         if not behind:
             return {}

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplan.core.tree import ModuleTree, block, element, parent
-from shardplan.layout.repairs import general
 
 from .flow import Flow, Product
 
@@ -54,7 +53,7 @@ class Group:
 
 def grouped(found: Sequence[Region], tree: ModuleTree) -> Sequence[Group]:
     """The regions, those around experts together."""
-    modules = {general(name) for name in tree.modules}
+    modules = {tree.pattern(name) for name in tree.modules}
     containers = dict.fromkeys(parent(parent(region.row)) for region in found if region.row not in modules)
     inside = {c: tuple(r for r in found if r.row.startswith(f"{c}.")) for c in containers}
     grouped = [Group(regions, container) for container, regions in inside.items()]
@@ -74,7 +73,7 @@ def regions(flow: Flow) -> Sequence[Region]:
     for product in reversed(products):
         feeding, complete = flow.feeding(product)
         home = block(product.module)
-        if not feeding or not complete or general(product.name) in taken:
+        if not feeding or not complete or flow.tree.pattern(product.name) in taken:
             continue
         if any(block(other.module) != home or other.name == product.name for other in feeding):
             continue
@@ -87,11 +86,11 @@ def regions(flow: Flow) -> Sequence[Region]:
 
 
 def _region(flow: Flow, row: Product, columns: Sequence[Product]) -> Region:
-    names = {general(column.name) for column in columns}
+    names = {flow.tree.pattern(column.name) for column in columns}
     latent = dict.fromkeys(
-        general(source.name)
+        flow.tree.pattern(source.name)
         for column in columns
         for source in flow.feeding(column)[0]
-        if general(source.name) in names and general(source.name) != general(column.name)
+        if flow.tree.pattern(source.name) in names and flow.tree.pattern(source.name) != flow.tree.pattern(column.name)
     )
-    return Region(tuple(dict.fromkeys(general(c.name) for c in columns)), general(row.name), tuple(latent))
+    return Region(tuple(dict.fromkeys(flow.tree.pattern(c.name) for c in columns)), flow.tree.pattern(row.name), tuple(latent))

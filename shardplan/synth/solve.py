@@ -10,7 +10,6 @@ from typing import NamedTuple
 from shardplan.check.requirements import HEAD_SIZES
 from shardplan.core.tree import ModuleTree, ancestors, block
 from shardplan.layout.prover import Proof
-from shardplan.layout.repairs import general
 from shardplan.styles import feature_dim
 
 from .draft import MENDABLE, Board, Draft, Options, Rules
@@ -61,7 +60,7 @@ class Solver:
     def solve(self, group: Group) -> Draft | str:
         """Rules that split a group, and are right for it alone; where none are found, what is said against the best."""
         draft, objection = self._split_through(group)
-        if draft is None and group.container is None:
+        if draft is None and not self._experts(group):
             draft = self.board.mended(self._gathered(group))
         return draft if draft is not None else objection
 
@@ -96,11 +95,9 @@ class Solver:
         """What may be said of the matrices, the likeliest first."""
         choices = [list(self._column(group, column)) for column in group.columns]
         for styles in islice(product(*choices), MOST_DRAFTS):
-            if group.container is None:
-                yield Draft(self._split(group, styles, names=self._itself))
-                continue
-            door = {group.container: {"style": "input_with_grad_allreduce", "output": "all_reduce"}}
-            yield Draft({**door, **self._split(group, styles, names=self._named)})
+            if group.container is not None:
+                door = {group.container: {"style": "input_with_grad_allreduce", "output": "all_reduce"}}
+                yield Draft({**door, **self._split(group, styles, names=self._named)})
             yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
 
     def _split(
@@ -121,19 +118,19 @@ class Solver:
         return {**options, "style": TURNED.get(options["style"], options["style"])}
 
     def _product(self, pattern: str) -> Product:
-        return next(p for p in self.flow.products.values() if general(p.name) == pattern)
+        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
 
     def _itself(self, pattern: str) -> tuple[str, ...]:
         return (pattern,)
 
     def _named(self, pattern: str) -> tuple[str, ...]:
         """In a container rules name parameters: it moves the values for all."""
-        modules = [module for name, module in self.board.tree.modules.items() if general(name) == pattern]
+        modules = [module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern]
         return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
 
     def _experts(self, group: Group) -> Rules:
         """The modules that own matrices as parameters move values for themselves alone."""
-        parameters = {general(name): general(owner.name) for name, (owner, _) in self.board.tree.parameters.items()}
+        parameters = {self.board.tree.pattern(name): self.board.tree.pattern(owner.name) for name, (owner, _) in self.board.tree.parameters.items()}
         owners = dict.fromkeys(parameters[pattern] for pattern in (*group.columns, *group.rows) if pattern in parameters)
         return {owner: {"style": "moe_tp_experts"} for owner in owners}
 
@@ -151,7 +148,7 @@ class Solver:
 
     def _out_features(self, pattern: str) -> int:
         """Of the model's own matrix."""
-        name = next(n for n in (*self.tree.modules, *self.tree.parameters) if general(n) == pattern)
+        name = next(n for n in (*self.tree.modules, *self.tree.parameters) if self.tree.pattern(n) == pattern)
         if name in self.tree.parameters:
             owner, parameter = self.tree.parameters[name]
         else:
@@ -192,7 +189,7 @@ class Solver:
         matrices = {*group.columns, *group.rows}
         names = self._modules(group)
         found = (
-            general(full)
+            self.board.tree.pattern(full)
             for full, (owner, p) in self.board.tree.parameters.items()
             if owner.name in names and owner.kind == "other" and any(n % self.board.tp == 0 for n in p.shape)
         )
@@ -201,12 +198,12 @@ class Solver:
     def _modules(self, group: Group) -> Mapping[str, None]:
         """The modules of the group's matrices, and those around them within the block."""
         tree = self.board.tree
-        own = {general(full): owner.name for full, (owner, _) in tree.parameters.items()}
+        own = {self.board.tree.pattern(full): owner.name for full, (owner, _) in tree.parameters.items()}
         return dict.fromkeys(
             other
             for pattern in (*group.rows, *group.columns)
             for name in (*tree.modules, own.get(pattern, ""))
-            if name and (general(name) == pattern or name == own.get(pattern))
+            if name and (self.board.tree.pattern(name) == pattern or name == own.get(pattern))
             for other in (name, *ancestors(name))
             if other != block(name) and other and other not in ancestors(block(name))
         )
@@ -218,7 +215,7 @@ class Solver:
             module = self.board.tree.modules[name]
             config = {f"config.{n}": value for n, value in (module.config or {}).items()}
             for attribute, value in {**module.numbers, **config}.items():
-                key = (general(name), attribute)
+                key = (self.board.tree.pattern(name), attribute)
                 if attribute.removeprefix("config.") in HEAD_SIZES:
                     continue  # heads are split, not their features
                 if type(value) is int and value > 1 and value % self.board.tp == 0 and key not in seen:

@@ -9,7 +9,6 @@ from operator import itemgetter
 from typing import Any
 
 from shardplan.core.tree import ModuleTree
-from shardplan.layout.repairs import general
 
 from .draft import Draft, Options, Rules
 
@@ -92,8 +91,8 @@ def in_order(rules: Rules, tree: ModuleTree) -> Rules:
     places: dict[str, int] = {}
     for number, name in enumerate((*tree.modules, *tree.parameters)):
         places.setdefault(name, number)
-        places.setdefault(general(name), number)
-    owners = {general(full): places[general(owner.name)] for full, (owner, _) in tree.parameters.items()}
+        places.setdefault(tree.pattern(name), number)
+    owners = {tree.pattern(full): places[tree.pattern(owner.name)] for full, (owner, _) in tree.parameters.items()}
 
     def place(pattern: str) -> tuple[float, str]:
         if pattern in owners:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from shardplan.layout.repairs import general
+from shardplan.core.tree import starred
 
 from .edits import Edit
 from .judge import Subject, Verdict
@@ -62,11 +62,11 @@ def row_of(plan: str, subject: Subject, sequence_parallel: bool, edit: Edit, ver
 def _named(edit: Edit, verdict: Verdict) -> str:
     first = verdict.layout.diagnostics[0]
     repair = verdict.layout.repairs[0]
-    places = {general(name) for name in first.modules}
-    places |= {repair.pattern, *(general(name) for name in repair.names)} if repair else set()
+    places = {starred(name) for name in first.modules}
+    places |= {repair.pattern, *(starred(name) for name in repair.names)} if repair else set()
     if first.primary is not None:
         places |= {str(first.primary.location.path[-1])} if first.primary.location.path else set()
-    targets = {general(target) for target in edit.targets}
+    targets = {starred(target) for target in edit.targets}
     owners = {place.rpartition(".")[0] for place in places} | places
     if targets & owners:
         return "rule"
