@@ -15,7 +15,8 @@ class ParameterProgram:
     Args:
         name: short name in its module.
         dim: the dim (from 0) that is split over tp, or None for a whole copy.
-        gradient: how the gradient of the local tensor arrives: "shard", "complete" or "partial" (core/layout.py).
+        gradient: how the gradient of the local tensor arrives: "shard", "complete" or "partial" (core/layout.py); "divided"
+            is complete, and the module's forward reads 1/tp of the value.
         parts: sizes of the packed parts along `dim`; empty where the dim is one part. Every rank holds its share of
             each part, in the order of the parts.
         withheld: the parameter (a bias) takes no part in the module's own forward, which sees None or zeros instead;
@@ -24,7 +25,7 @@ class ParameterProgram:
 
     name: str
     dim: int | None
-    gradient: Literal["shard", "complete", "partial"]
+    gradient: Literal["shard", "complete", "partial", "divided"]
     parts: tuple[int, ...] = ()
     withheld: Literal["none", "zeros"] | None = None
 

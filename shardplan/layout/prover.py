@@ -37,6 +37,9 @@ from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
 from .types import FREE, LAYOUTS, Type, declared, same_order
 
+# The type of a whole parameter, by how its gradient arrives.
+HELD = {"complete": Type("I"), "partial": Type("R"), "divided": Type("P", SUM)}
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -112,7 +115,7 @@ class Prover:
                 order = self._packed(parameter.parts) if parameter.parts else None
                 self.types[number] = Type("V", Spread("split", parameter.dim, order))
             else:
-                self.types[number] = Type("R" if parameter.gradient == "partial" else "I")
+                self.types[number] = HELD[parameter.gradient]
             self.maker[number] = name.rpartition(".")[0]
 
     def _packed(self, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:

@@ -135,7 +135,7 @@ def chosen_arguments(boundary: Boundary, module: nn.Module, named: Mapping[str, 
 def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:
     """A rank's shard of a parameter."""
     if parameter.dim is None:
-        return whole
+        return whole / ranks if parameter.gradient == "divided" else whole
     if parameter.parts:
         whole = pack(whole, parameter.dim, parameter.parts, ranks)
     return whole.narrow(parameter.dim, *chunk(whole.shape[parameter.dim], ranks, rank)).clone()

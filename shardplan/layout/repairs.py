@@ -45,6 +45,7 @@ CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
         "parameter": (
             *_plain("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce"),
             REMOVE,
+            *_plain("replicated_divided"),
         ),
     },
     True: {
@@ -69,6 +70,7 @@ CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
         "parameter": (
             *_plain("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce"),
             REMOVE,
+            *_plain("replicated_divided"),
         ),
     },
 }

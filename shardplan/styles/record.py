@@ -37,12 +37,13 @@ class ParameterStyle:
 
     Args:
         shard: the features that are split, or None for a whole copy on every rank.
-        gradient: "shard" (the gradient of a shard), "complete" (equal on all ranks), "partial" (a sum to be reduced).
+        gradient: "shard" (the gradient of a shard), "complete" (equal on all ranks), "partial" (a sum to be reduced),
+            "divided" (complete, of a value of which each rank reads 1/tp: moved I -> P).
         packed: split each of the rule's `packed` parts, not the dimension as a whole.
     """
 
     shard: Features | None
-    gradient: Literal["shard", "complete", "partial"]
+    gradient: Literal["shard", "complete", "partial", "divided"]
     packed: bool = False
 
 

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, V
 
-from .record import WHOLE, WHOLE_PARTIAL, Style
+from .record import WHOLE, WHOLE_PARTIAL, ParameterStyle, Style
 
 STYLES = (
     Style(
@@ -30,5 +30,12 @@ STYLES = (
         on_parameters=True,
         weight=WHOLE_PARTIAL,
         output_option=("all_reduce", "reduce_scatter"),
+    ),
+    Style(
+        name="replicated_divided",
+        summary="Whole on every rank, each of which reads 1/tp of it: what is added to a partial sum (a bias behind experts "
+        "that are split by their input features).",
+        on_parameters=True,
+        weight=ParameterStyle(None, "divided"),
     ),
 )

@@ -180,7 +180,7 @@ class Solver:
                 yield draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
         for pattern in self._vectors(group):
             if pattern not in draft.tensor_parallel:
-                for style in ("colwise", "rowwise"):
+                for style in ("colwise", "rowwise", "replicated_divided"):
                     yield draft.with_rules({pattern: {"style": style}})
 
     def _vectors(self, group: Group) -> Iterator[str]:

@@ -28,6 +28,7 @@ WHY = {
     "read, is summed.",
     "replicated_with_grad_allreduce": "Whole, but applied to a rank's own part: the gradient is a partial sum.",
     "rowwise_split_input": "The code between the matrices needs all of their results: they are gathered, and split again.",
+    "replicated_divided": "Added to a partial sum: each rank adds 1/tp of it.",
     "colwise_gather_output": "Split by output features, and the result is gathered.",
     "colwise_seq_gather_output": "The sequence is gathered in front of the head.",
     "sequence_parallel": "Works token by token, on a slice of the sequence.",

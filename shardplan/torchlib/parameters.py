@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from shardplan.core.layout import I, P
 from shardplan.core.program import ParameterProgram
 
-from .moves import sum_gradients
+from .moves import move, sum_gradients
 from .packing import pack
 from .regime import Regime
 
-Gradient = Literal["shard", "complete", "partial"]
+Gradient = Literal["shard", "complete", "partial", "divided"]
 
 
 def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None) -> None:
@@ -39,7 +40,8 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
 
 
 def to_local(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Tensor | None:
-    """The local tensor of a DTensor parameter; a partial gradient is summed over tp before it reaches the DTensor.
+    """The local tensor of a DTensor parameter, or this rank's part of it where it is divided; a partial gradient is summed
+    over tp before it reaches the DTensor.
 
     What is no DTensor (already read by an enclosing block) is returned as it is.
     """
@@ -50,7 +52,7 @@ def to_local(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Te
     local = parameter.to_local(grad_placements=[Replicate()])
     if gradient == "partial" and local.requires_grad:
         (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
-    return local
+    return move(local, parameter.device_mesh, I, P) if gradient == "divided" else local
 
 
 class LocalParameters:
