@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all soundness generated clean
+.PHONY: demo test test-all soundness zoo generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -27,6 +27,9 @@ test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md
+
+zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
+	$(BIN)/python -m tests.zoo --table docs/model-types.md
 
 generated: $(VENV)/.installed  ## schemas, generated docs, and the expected texts of cases and docs
 	$(BIN)/python tools/generate.py

@@ -48,7 +48,13 @@ def test_a_file_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
     assert "warning[SP370]: dropout is 0.1" in err, "of the model, whatever the plan"
     plan = parse_plan(str(file)).plan
     assert plan is not None and plan.name == "mine" and plan.models == ("gpt2",)
-    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0, "vocab_size": 50304}
+    still = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "summary_first_dropout": 0.0,
+        "vocab_size": 50304,
+    }
     assert validate("gpt2", str(file), tp=4, settings=still).diagnostics == ()
     before = file.read_text("utf-8")
     code, _, err = run(capsys, "gpt2", "-o", str(file))
@@ -69,7 +75,9 @@ def test_what_stays_whole_is_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_nothing_can_be_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.yaml"
-    code, out, _ = run(capsys, "tests.case_models:odd_blocks", "-o", str(file), "--inputs", "tests.case_models:features")
+    code, out, _ = run(
+        capsys, "tests.case_models:odd_blocks", "-o", str(file), "--inputs", "tests.case_models:features"
+    )
     assert code == 1 and out.startswith("error[SP530]: nothing of tests.case_models:odd_blocks can be split at tp=2")
     assert not file.exists()
 

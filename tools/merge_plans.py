@@ -30,6 +30,7 @@ from shardplan.core.plan import PlanFile  # noqa: E402
 from shardplan.core.tree import ModuleTree  # noqa: E402
 from shardplan.parse import parse_plan  # noqa: E402
 from shardplan.parse.files import builtin_plans  # noqa: E402
+from shardplan.synth.derive import with_whole_named  # noqa: E402
 from shardplan.synth.draft import Draft  # noqa: E402
 from shardplan.synth.write import Heading, in_order, plan_text  # noqa: E402
 from tests.model_settings import find  # noqa: E402
@@ -67,7 +68,10 @@ def with_any_base(document: Document) -> Document:
         if section in document:
             result[section] = {renamed(p): o for p, o in document[section].items()}
     if "data_parallel" in document:
-        result["data_parallel"] = {**document["data_parallel"], "units": [renamed(u) for u in document["data_parallel"]["units"]]}
+        result["data_parallel"] = {
+            **document["data_parallel"],
+            "units": [renamed(u) for u in document["data_parallel"]["units"]],
+        }
     return result
 
 
@@ -175,7 +179,9 @@ def main(argv: Iterable[str]) -> None:
         tree = find(new[0]).tree
         units = document.get("data_parallel", {}).get("units", [])
         draft = Draft(flat(document)["tensor_parallel"], flat(document)["sequence_parallel"] or None)
-        heading = Heading(lead, document["description"], tuple(new), notes[new[0]])
+        draft = with_whole_named(draft, tree, 2)
+        document = document | {"tensor_parallel": draft.tensor_parallel}
+        heading = Heading(lead, _described(document["description"], notes[new[0]]), tuple(new), notes[new[0]])
         full = plan_text(heading, draft, tree, units)
         best, parent = full, None
         target = args.plans / f"{lead}.yaml"
@@ -214,6 +220,12 @@ def _parsed(target: Path, text: str) -> PlanFile:
 
 def _notes(text: str) -> tuple[str, ...]:
     return tuple(line[2:] for line in text.splitlines() if line.startswith("# "))
+
+
+def _described(text: str, notes: tuple[str, ...]) -> str:
+    """The description with what stays whole."""
+    whole = re.findall(r"(?:^|\. )(\S+(?:, \S+)*) stay whole on every rank", " ".join(notes))
+    return f"{text.rstrip('.')}; {' and '.join(whole)} whole." if whole else text
 
 
 def _models(names: Iterable[str]) -> str:

@@ -211,7 +211,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "shardplan lint plans/*.yaml --strict",
         _lint,
     ),
-    "list": ("List the built-in plans.", "shardplan list", _list),
+    "list": ("List the model types and the built-in plan for each.", "shardplan list", _list),
     "explain": ("Explain a diagnostic code.", "shardplan explain SP301", _explain),
     "schema": ("Print the JSON Schema of plans.", "shardplan schema > plan.schema.json", _schema),
 }

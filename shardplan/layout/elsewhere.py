@@ -33,7 +33,9 @@ def elsewhere_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mappin
         suffixes = (name.removeprefix(full_name(module, "")) for name in names)
         known.setdefault(tree.pattern(module), {}).update(dict.fromkeys(suffixes))
     return {
-        module: tuple(n for suffix in known[tree.pattern(module)] if (n := full_name(module, suffix)) in tree.parameters)
+        module: tuple(
+            n for suffix in known[tree.pattern(module)] if (n := full_name(module, suffix)) in tree.parameters
+        )
         for module in tree.modules
         if tree.pattern(module) in known
     }

@@ -121,7 +121,9 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
     for name in names:
         pattern = tree.pattern(name)
         if all(other in names for other in there if tree.pattern(other) == pattern):
-            result.update((other, None) for other in (*tree.modules, *tree.parameters) if tree.pattern(other) == pattern)
+            result.update(
+                (other, None) for other in (*tree.modules, *tree.parameters) if tree.pattern(other) == pattern
+            )
             continue
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         known = number is not None and number < len(layers)

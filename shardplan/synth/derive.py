@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shardplan.bind import bind
+from shardplan.check import check, half_covered
 from shardplan.core.layout import R
+from shardplan.core.mesh import MeshSizes
 from shardplan.core.tree import ModuleTree, ancestors, element, full_name, parent
 from shardplan.layout import Workbench
 from shardplan.layout.model import ModelLayouts
@@ -19,6 +22,7 @@ from .regions import Group, grouped, regions
 from .solve import Solver
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
+BESIDE = tuple(code.code for code in half_covered.CODES)
 DOOR = "input_with_grad_allreduce"
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 HEAD: Options = {"style": "colwise_gather_output", "optional": True}
@@ -90,9 +94,19 @@ def derive(
     draft = with_doors(board, with_vocabulary(board, flow, draft))
     progress("splitting the sequence")
     overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
-    if isinstance(overlaid, str):
-        return Derived(draft, board.tree, tuple(whole), overlaid)
-    return Derived(overlaid, board.tree, tuple(whole))
+    objection = overlaid if isinstance(overlaid, str) else None
+    result = draft if isinstance(overlaid, str) else overlaid
+    return Derived(with_whole_named(result, board.tree, tp), board.tree, tuple(whole), objection)
+
+
+def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
+    """The draft with a rule for what stays whole beside what is split, so that a reader sees that it is meant."""
+    plan = draft.plan()
+    if plan is None or not draft.tensor_parallel:
+        return draft
+    resolved, _ = bind(plan, tree, MeshSizes(tp=tp), sequence_parallel=False)
+    beside = (name for d in check(resolved, seq_len=None) if d.code in BESIDE for name in d.modules)
+    return draft.with_rules(dict.fromkeys(map(tree.pattern, beside), {"style": "replicate"}))
 
 
 def _with_group(board: Board, draft: Draft, solved: Draft | str) -> Draft | str:

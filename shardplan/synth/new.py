@@ -75,7 +75,13 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
         models=(model,),
         notes=tuple(line for note in notes for line in textwrap.wrap(note, WIDTH)),
     )
-    units = tuple(dict.fromkeys(found.tree.pattern(u) for u in found.tree.modules if element(u) and _has_rules(found.tree.pattern(u), derived)))
+    units = tuple(
+        dict.fromkeys(
+            found.tree.pattern(u)
+            for u in found.tree.modules
+            if element(u) and _has_rules(found.tree.pattern(u), derived)
+        )
+    )
     return NewPlan(
         text=plan_text(heading, derived.draft, derived.tree, units),
         document=document(heading, derived.draft, units),
@@ -113,7 +119,11 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
     patterns = dict.fromkeys((*whole.group.columns, *whole.group.rows))
     names = {f"{p}{end}" for p in patterns for end in ("", ".weight", ".bias")}
     size, everything = (
-        sum(p.numel for full, (_, p) in found.tree.parameters.items() if wanted is None or found.tree.pattern(full) in wanted)
+        sum(
+            p.numel
+            for full, (_, p) in found.tree.parameters.items()
+            if wanted is None or found.tree.pattern(full) in wanted
+        )
         for wanted in (names, None)
     )
     listed = ", ".join(folded({pattern: {"style": "replicate"} for pattern in patterns}))

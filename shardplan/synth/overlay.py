@@ -168,14 +168,20 @@ class Overlay:
         rules: dict[str, Options] = {}
         for name in self.order_of_blocks:
             parts = self.tree.children[name]
-            left = {n: e.module for e in self.flow.run.events if e.kind == "leave" and e.module in parts for n in e.outputs}
+            left = {
+                n: e.module for e in self.flow.run.events if e.kind == "leave" and e.module in parts for n in e.outputs
+            }
             readers: dict[str, list[str]] = {}
             for event in self.flow.run.events:
                 if event.kind == "enter" and event.module in parts:
                     for source in (left[number] for number in event.inputs if number in left):
                         readers.setdefault(source, []).append(event.module)
             for source, found in readers.items():
-                doors = [reader for reader in found if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING]
+                doors = [
+                    reader
+                    for reader in found
+                    if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING
+                ]
                 if self._is_norm(source) and len(doors) > 1 and len(doors) == len(found):
                     rules[self.tree.pattern(source)] = {"style": "sequence_parallel", "output": "gather"}
                     rules.update({self.tree.pattern(d): self._without_door(self.tree.pattern(d)) for d in doors})
@@ -244,7 +250,9 @@ class Overlay:
         return any(self.tree.pattern(name) == pattern for name in self.tree.modules)
 
     def _whole(self, module: ModuleInfo, pattern: str) -> Rules:
-        below = [m for name, m in self.tree.modules.items() if name == module.name or name.startswith(f"{module.name}.")]
+        below = [
+            m for name, m in self.tree.modules.items() if name == module.name or name.startswith(f"{module.name}.")
+        ]
         if module.kind == "list" or not any(m.parameters for m in below):
             return {}
         if len(below) == 1 and (module.kind != "other" or all(len(p.shape) == 1 for p in module.parameters)):

@@ -93,4 +93,6 @@ def _region(flow: Flow, row: Product, columns: Sequence[Product]) -> Region:
         for source in flow.feeding(column)[0]
         if flow.tree.pattern(source.name) in names and flow.tree.pattern(source.name) != flow.tree.pattern(column.name)
     )
-    return Region(tuple(dict.fromkeys(flow.tree.pattern(c.name) for c in columns)), flow.tree.pattern(row.name), tuple(latent))
+    return Region(
+        tuple(dict.fromkeys(flow.tree.pattern(c.name) for c in columns)), flow.tree.pattern(row.name), tuple(latent)
+    )

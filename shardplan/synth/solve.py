@@ -125,13 +125,20 @@ class Solver:
 
     def _named(self, pattern: str) -> tuple[str, ...]:
         """In a container rules name parameters: it moves the values for all."""
-        modules = [module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern]
+        modules = [
+            module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
+        ]
         return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
 
     def _experts(self, group: Group) -> Rules:
         """The modules that own matrices as parameters move values for themselves alone."""
-        parameters = {self.board.tree.pattern(name): self.board.tree.pattern(owner.name) for name, (owner, _) in self.board.tree.parameters.items()}
-        owners = dict.fromkeys(parameters[pattern] for pattern in (*group.columns, *group.rows) if pattern in parameters)
+        parameters = {
+            self.board.tree.pattern(name): self.board.tree.pattern(owner.name)
+            for name, (owner, _) in self.board.tree.parameters.items()
+        }
+        owners = dict.fromkeys(
+            parameters[pattern] for pattern in (*group.columns, *group.rows) if pattern in parameters
+        )
         return {owner: {"style": "moe_tp_experts"} for owner in owners}
 
     def _column(self, group: Group, column: str) -> Iterator[Options | None]:

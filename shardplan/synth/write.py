@@ -28,6 +28,7 @@ WHY = {
     "read, is summed.",
     "replicated_with_grad_allreduce": "Whole, but applied to a rank's own part: the gradient is a partial sum.",
     "rowwise_split_input": "The code between the matrices needs all of their results: they are gathered, and split again.",
+    "replicate": "Whole on purpose.",
     "replicated_divided": "Added to a partial sum: each rank adds 1/tp of it.",
     "colwise_gather_output": "Split by output features, and the result is gathered.",
     "colwise_seq_gather_output": "The sequence is gathered in front of the head.",
@@ -68,7 +69,8 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree, units: Sequence[
         ("sequence_parallel", draft.sequence_parallel),
     ):
         if rules:
-            lines += [f"{section}:", *_rules(folded(in_order(rules, tree)), said), ""]
+            parameters = frozenset(map(tree.pattern, tree.parameters))
+            lines += [f"{section}:", *_rules(folded(in_order(rules, tree), parameters), said), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
         lines += ["  reshard_after_forward: all_but_last", ""]
@@ -103,12 +105,17 @@ def in_order(rules: Rules, tree: ModuleTree) -> Rules:
     return dict(sorted(rules.items(), key=lambda item: place(item[0])))
 
 
-def folded(rules: Rules) -> Rules:
-    """Rules that say the same of names that differ in one part as one rule with `{a,b}` there, where the first stood."""
-    numbered = [(number, tuple(p.split(".")), _text(o)) for number, (p, o) in enumerate(rules.items())]
+def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:
+    """Rules that say the same of names that differ in one part as one rule with `{a,b}` there, where the first stood.
+
+    Args:
+        parameters: those patterns that are of parameters; a rule names either these or modules.
+    """
+    keyed = [(number, p, (_text(o), p in parameters)) for number, (p, o) in enumerate(rules.items())]
     placed: list[tuple[int, str, Options]] = []
-    for options in {_text(o): o for o in rules.values()}.values():
-        rows = {parts: number for number, parts, text in numbered if text == _text(options)}
+    for wanted in dict.fromkeys(key for _, _, key in keyed):
+        rows = {tuple(p.split(".")): number for number, p, key in keyed if key == wanted}
+        options = next(rules[p] for _, p, key in keyed if key == wanted)
         for position in reversed(range(max(map(len, rows)))):
             rows = _fold(rows, position)
         placed += [(number, ".".join(parts), options) for parts, number in rows.items()]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from shardplan.bind import bind
-from shardplan.core.diagnostics import PlanError
+from shardplan.check import check
+from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
-from shardplan.core.tree import block, element
+from shardplan.core.tree import ModuleTree, block, element
 from shardplan.lower import lower
 from shardplan.lower.collectives import expected_collectives
 from shardplan.models import choose_plan
@@ -79,25 +81,42 @@ def entry(name: str) -> Entry:
     if plan is None:
         return Entry(name, reason="no built-in plan is for it")
     verdicts = {
-        f"{word}{tp}": _verdict(small[tp], plan, on) for word, on in (("tp", False), ("sp", True)) for tp in SIZES
+        f"{word}{tp}": _structure(found.tree, plan, tp, on) or _verdict(small[tp], plan, on)
+        for word, on in (("tp", False), ("sp", True))
+        for tp in SIZES
     }
     return Entry(
         name,
         plan.name,
         verdicts,
         _sharded(small[SIZES[0]], plan),
-        {word: _collectives(small[SIZES[0]], plan, word == "sp") for word in ("tp", "sp") if verdicts[f"{word}2"] == "right"},
+        {
+            word: _collectives(small[SIZES[0]], plan, word == "sp")
+            for word in ("tp", "sp")
+            if verdicts[f"{word}2"] == "right"
+        },
     )
 
 
-def _verdict(small: Subject, plan: PlanFile, overlay: bool) -> str:
+def _structure(tree: ModuleTree, plan: PlanFile, tp: int, overlay: bool) -> str:
+    """What is said against the plan for the model itself; nothing of what is the model's alone (its dropout)."""
     if overlay and not plan.has_overlay:
         return "none"
+    resolved, about = bind(plan, tree, MeshSizes(tp=tp), sequence_parallel=overlay)
+    return _structural([d for d in (*about, *check(resolved, seq_len=None)) if d.is_error and d.primary is not None])
+
+
+def _structural(errors: Sequence[Diagnostic]) -> str:
+    if not errors:
+        return ""
+    codes = sorted({d.code for d in errors})
+    return f"size {codes[0]}" if set(codes) <= set(SIZE_CODES) else f"{errors[0].code}: {errors[0].message}"
+
+
+def _verdict(small: Subject, plan: PlanFile, overlay: bool) -> str:
     said = judge(small, plan, sequence_parallel=overlay, help=False)
     if said.structure:
-        codes = sorted({d.code for d in said.structure})
-        sizes = all(code in SIZE_CODES for code in codes)
-        return f"size {codes[0]}" if sizes else f"{said.structure[0].code}: {said.structure[0].message}"
+        return _structural(said.structure)
     if said.layout.diagnostics:
         about = said.layout.diagnostics[0]
         return f"{about.code}: {about.message}" + ("" if said.right else f"; {said.worst}")
@@ -107,7 +126,10 @@ def _verdict(small: Subject, plan: PlanFile, overlay: bool) -> str:
 def _sharded(small: Subject, plan: PlanFile) -> float:
     resolved, _ = bind(plan, small.tree, MeshSizes(tp=small.tp), sequence_parallel=False)
     split = {
-        (module.name, p.name) for module in lower(resolved).modules.values() for p in module.parameters if p.dim is not None
+        (module.name, p.name)
+        for module in lower(resolved).modules.values()
+        for p in module.parameters
+        if p.dim is not None
     }
     inside = [
         ((owner.name, p.name) in split, p.numel)

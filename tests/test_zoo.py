@@ -1,0 +1,90 @@
+"""The collection of plans against its committed table, docs/model-types.json; `make zoo` proves all of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shardplan import verify
+from shardplan.cli.main import main
+from shardplan.parse import builtin_plans, parse_plan
+from tests.zoo.__main__ import page, right
+from tests.zoo.entry import Entry, entry
+
+DOCS = Path(__file__).parent.parent / "docs"
+TABLE = {row["name"]: Entry(**row) for row in json.loads((DOCS / "model-types.json").read_text("utf-8"))}
+PLANNED = sorted(name for name, found in TABLE.items() if found.verdicts)
+# One of each structure, and more by a seed.
+FAMILIES = (
+    "bamba",
+    "bert",
+    "cohere",
+    "deepseek_v3",
+    "falcon",
+    "gemma3",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "llama",
+    "mixtral",
+    "opt",
+    "phi3",
+    "rwkv",
+)
+SAMPLE = (*FAMILIES, *random.Random(4).sample([name for name in PLANNED if name not in FAMILIES], 30))
+
+
+def test_every_type_is_in_the_table() -> None:
+    assert set(TABLE) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert all(found.verdicts or found.reason for found in TABLE.values())
+
+
+def test_every_plan_is_for_a_type_of_the_table() -> None:
+    plans = {name: parse_plan(name).plan for name in builtin_plans()}
+    named = {model: name for name, plan in plans.items() for model in plan.models if model in TABLE}
+    assert named == {name: TABLE[name].plan for name in TABLE if TABLE[name].plan is not None}
+
+
+def test_nothing_in_the_table_is_wrong() -> None:
+    wrong = {name: text for name, found in TABLE.items() for text in found.verdicts.values() if not right(text)}
+    assert wrong == {}
+
+
+def test_the_goal_is_met() -> None:
+    split = [found for found in TABLE.values() if found.has("tp") and found.sharded > 0]
+    assert len(split) >= 165
+    assert sum(found.has("sp") for found in split) >= 150
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert (DOCS / "model-types.md").read_text("utf-8") == page(list(TABLE.values()))
+
+
+def test_the_collection_stays_readable() -> None:
+    assert sum(len(path.read_text("utf-8").splitlines()) for path in builtin_plans().values()) < 3000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_type_is_as_the_table_says(name: str) -> None:
+    assert entry(name) == TABLE[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bamba", "cohere", "deepseek_v3", "gpt_neox", "gpt_oss"])
+def test_a_family_in_real_processes(name: str) -> None:
+    """dp 2 x tp 2 with FSDP2; the first plans are proven so by tests/test_processes_verify.py."""
+    report = verify(name, "auto", tp=2, dp_shard=2, processes=True)
+    assert report.ok, report
+    assert {one.variant for one in report.variants} == {"tensor_parallel", "sequence_parallel"}
+
+
+def test_list_has_every_type(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert sorted(rows) == sorted([model, name] for name in builtin_plans() for model in parse_plan(name).plan.models)
