@@ -119,7 +119,10 @@ def keys(plan: PlanFile) -> dict[str, dict[str, str]]:
 def child(document: Document, parent: PlanFile, tree: ModuleTree) -> Draft:
     """What a plan says beyond its parent."""
     wanted, draft = flat(document), {}
-    names = (*tree.modules, *tree.parameters)
+    first: dict[str, str] = {}
+    for name in (*tree.modules, *tree.parameters):
+        first.setdefault(tree.pattern(name), name)
+    names = tuple(first.values())  # one of each kind
     inherited = {s: {} for s in SECTIONS}
     for file in parent.lineage:
         for section in SECTIONS:
