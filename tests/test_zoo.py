@@ -36,7 +36,7 @@ FAMILIES = (
     "phi3",
     "rwkv",
 )
-SAMPLE = (*FAMILIES, *random.Random(4).sample([name for name in PLANNED if name not in FAMILIES], 30))
+SAMPLE = (*FAMILIES, *random.Random(4).sample([name for name in PLANNED if name not in FAMILIES], 15))
 
 
 def test_every_type_is_in_the_table() -> None:
@@ -76,7 +76,7 @@ def test_a_type_is_as_the_table_says(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bamba", "cohere", "deepseek_v3", "gpt_neox", "gpt_oss"])
+@pytest.mark.parametrize("name", ["bamba", "cohere", "deepseek_v3", "gpt_oss"])
 def test_a_family_in_real_processes(name: str) -> None:
     """dp 2 x tp 2 with FSDP2; the first plans are proven so by tests/test_processes_verify.py."""
     report = verify(name, "auto", tp=2, dp_shard=2, processes=True)
