@@ -163,8 +163,10 @@ def main(argv: Iterable[str]) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--plans", type=Path, default=ROOT / "plans")
     args = parser.parse_args(list(argv))
-    documents = {f.stem: json.loads(f.read_text("utf-8")) for f in sorted(args.folder.glob("*.json"))}
-    notes = {name: _notes((args.folder / f"{name}.yaml").read_text("utf-8")) for name in documents}
+    found = {f.stem: json.loads(f.read_text("utf-8")) for f in sorted(args.folder.glob("*.json"))}
+    # By what `config.model_type` says, which is not always the type's name.
+    documents = {document["models"][0]: document for document in found.values()}
+    notes = {d["models"][0]: _notes((args.folder / f"{name}.yaml").read_text("utf-8")) for name, d in found.items()}
     existing = {name: parse_plan(name).plan for name in builtin_plans()}
     of_type = {model: name for name, plan in existing.items() for model in plan.models}
     roots = dict(existing)
