@@ -180,7 +180,9 @@ def main(argv: Iterable[str]) -> None:
             path = builtin_plans()[plan.name]
             text = path.read_text("utf-8")
             listed = sorted({*plan.models, *new}, key=lambda n: (n not in plan.models, n))
-            path.write_text(re.sub(r"^models: \[.*?\]", f"models: [{', '.join(listed)}]", text, flags=re.M | re.S), "utf-8")
+            path.write_text(
+                re.sub(r"^models: \[.*?\]", f"models: [{', '.join(listed)}]", text, flags=re.M | re.S), "utf-8"
+            )
             print(f"{plan.name}: also {', '.join(new)}")
             continue
         lead = new[0].replace("-", "_")
