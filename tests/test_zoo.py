@@ -31,6 +31,7 @@ FAMILIES = (
     "gpt_oss",
     "gptj",
     "llama",
+    "megatron-bert",  # its tables run in another order than they are registered in
     "mixtral",
     "opt",
     "phi3",

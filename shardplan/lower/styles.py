@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shardplan.core.layout import P
 from shardplan.core.program import ModuleProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
 from shardplan.torchlib.style import ModuleStyle
@@ -31,8 +32,8 @@ def _link(program: Program) -> PartialEmbedding | None:
     doors = [m for m in program.modules.values() if m.link == "door"]
     if not doors:
         return None
-    sources = tuple(m.name for m in program.modules.values() if m.link == "source")
-    return PartialEmbedding(sources, doors[0].enter[0].dst.dim)
+    split = frozenset(m.name for m in program.modules.values() if m.link == "source" and m.leave.src == P)
+    return PartialEmbedding(split, doors[0].enter[0].dst.dim)
 
 
 def _reduce_dtype(program: Program) -> torch.dtype | None:

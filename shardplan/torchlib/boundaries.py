@@ -81,7 +81,9 @@ class Leave:
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
         if program.outside:
-            output = tuple(move(x, mesh, R, I) if i in program.outside else x for i, x in enumerate(output))
+            output = tuple(
+                move(x, mesh, R, I) if i in program.outside and x is not None else x for i, x in enumerate(output)
+            )
         if program.logits is not None:
             output = as_dtensor(output, program.logits, mesh)
         return output

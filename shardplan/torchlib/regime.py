@@ -30,17 +30,17 @@ class PartialEmbedding:
     """Knows, within one forward of the module that holds both ends, whether the value that reaches the
     `split_seq_input` door is a partial sum from the plan's embeddings.
 
-    An embedding hands its partial sum on only where the door will see it: inside that forward, and if every embedding
-    that runs before it did so too (with `inputs_embeds` the first did not run: the value is complete, and so must be
-    what is added to it).
+    An embedding hands its partial sum on only where the door will see it: inside that forward. A whole table's vectors
+    join the partial sum only once the split tables gave theirs (with `inputs_embeds` these did not run: the value is
+    complete, and so must be what is added to it). Models run their tables in any order.
 
     Args:
-        sources: the names of the embeddings that hand on partial sums, in the order in which the model runs them.
+        split: the names of the embeddings whose rows are split.
         seq_dim: the sequence dimension of what the door splits.
     """
 
-    def __init__(self, sources: tuple[str, ...], seq_dim: int = 1):
-        self.sources = sources
+    def __init__(self, split: frozenset[str], seq_dim: int = 1):
+        self.split = split
         self.seq_dim = seq_dim
         self.running = False
         self.pending: set[str] = set()
@@ -59,8 +59,8 @@ class PartialEmbedding:
 
     def keeps_partial(self, source: str) -> bool:
         """Called by an embedding with its name: whether to hand on its partial sum as it is."""
-        before = self.sources[: self.sources.index(source)]
-        if not self.running or self.complete or not self.pending.issuperset(before):
+        joins = source in self.split or self.pending.issuperset(self.split)
+        if not self.running or self.complete or not joins:
             self.complete = True
             return False
         self.pending.add(source)
