@@ -20,6 +20,8 @@ from .lines import model_line, raising_line
 from .nests import named_results, replaced, tensors_in
 from .trace import Event, Place, Trace
 
+# Tensors whose content is whatever was in memory.
+UNFILLED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 # Questions about a tensor; nothing that they return is a value of the model.
 QUIET = frozenset(
     "__get__ __set__ __len__ __repr__ __bool__ __int__ __float__ __index__ __format__ __hash__ __contains__ __array__ "
@@ -145,6 +147,9 @@ class Recorder(TorchFunctionMode):
                 raise
             written = [t for t, version in zip(operands, versions, strict=True) if _version(t) != version]
             results = [*tensors_in(result)] or written
+            if name in UNFILLED:
+                for t in results:
+                    t.zero_()  # what was in memory would be equal on all ranks, or not, by chance
             if results:
                 self._add_operation(name, operands, inputs, written, results)
             return result
