@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shardplan.apply import Applied
     from shardplan.compiler.inputs import AnyModel
     from shardplan.compiler.overrides import Logits, Override
+    from shardplan.core.coverage import Coverage
     from shardplan.lower import Program
     from shardplan.models import FoundModel
     from shardplan.synth.new import NewPlan
@@ -123,6 +124,36 @@ def _check(
     names = tuple(variant_name(on) for on in bound.resolved)
     report = replace(report, checked_tp=tp, variants=names, allowed_tp=tuple(sorted(allowed)))
     return report, check_variants(bound.at(tp), seq_len=seq_len)
+
+
+def coverage(
+    model: AnyModel,
+    plan: AnyPlan = "auto",
+    *,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> Coverage:
+    """What a plan splits of a model, what stays whole on every rank, and the tp sizes that both allow; nothing is proven.
+
+    Args:
+        model, plan, settings, trust_remote_code: as for `validate`.
+
+    Raises:
+        PlanError: the model cannot be found, or the plan does not bind to it.
+    """
+    from shardplan.check import allowed_tp
+    from shardplan.core.coverage import Coverage, covered
+    from shardplan.lower import split_parameters
+
+    source = ModelSource(model, settings or {}, trust_remote_code)
+    found, about_model = find_model(source)
+    read, sources, about_plan = read_plan(plan, found)
+    _raise_errors((*about_model, *about_plan), sources, strict=False)
+    bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None))
+    _raise_errors(bound.together, sources, strict=False)
+    split, whole = covered(found.tree, split_parameters(bound.resolved[False]))
+    allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
+    return Coverage(source.name, read.name, allowed, split, whole)
 
 
 def init_plan(

@@ -91,3 +91,17 @@ def test_a_module_is_called_with_the_inputs_that_are_named(capsys):
 def test_show_prints_the_findings_of_a_plan_that_does_not_fit(capsys):
     assert main(["show", QWEN, "qwen3", "--tp", "3"]) == 1
     assert "error[SP301]" in capsys.readouterr().out
+
+
+def test_a_plan_with_which_the_model_does_not_run_is_a_finding(tmp_path, capsys):
+    """The code between the matrices counts all heads, where each rank has its own."""
+    path = tmp_path / "raises.yaml"
+    path.write_text(
+        'version: "1"\nname: raises\ntensor_parallel:\n'
+        "  transformer.h.*.attn: input_with_grad_allreduce\n"
+        "  transformer.h.*.attn.{k,v,q}_proj: colwise\n  transformer.h.*.attn.out_proj: rowwise\n",
+        "utf-8",
+    )
+    quiet = [f"--set={name}=0" for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop")]
+    assert main(["verify", "gptj", str(path), "--tp", "2", *quiet]) == 1
+    assert "error[SP408]" in capsys.readouterr().out

@@ -83,9 +83,3 @@ def test_a_family_in_real_processes(name: str) -> None:
     report = verify(name, "auto", tp=2, dp_shard=2, processes=True)
     assert report.ok, report
     assert {one.variant for one in report.variants} == {"tensor_parallel", "sequence_parallel"}
-
-
-def test_list_has_every_type(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    rows = [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]]
-    assert sorted(rows) == sorted([model, name] for name in builtin_plans() for model in parse_plan(name).plan.models)

@@ -26,13 +26,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
 
-WHOLE_HEAD = {"head_dim", "head_size"}  # what modules call the features of one head
-HEAD_SIZES = (
-    "head_dim",
-    "head_size",
-    "qk_head_dim",
-    "v_head_dim",
-)  # or those of its share in q and k, and in v
+# What modules call the features of one head,
+WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
+HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
 LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
 WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
 
@@ -127,7 +123,7 @@ def head_count(facts: Facts, held: Held, size: int) -> int | None:
         return max(agreed)
     if size in said:
         return size
-    sure = len(head_sizes) == 1 and head_sizes.keys() <= WHOLE_HEAD
+    sure = len(head_sizes) == 1 and head_sizes.keys() <= set(WHOLE_HEAD)
     return counts[0] if counts and sure else None
 
 

@@ -14,8 +14,14 @@ def vocabulary_rows(facts: Facts, held: Held) -> bool:
 
     By structure: rows that are looked up by id; or the output features of a head that hands on all of them
     (or a DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is split by
-    rows.
+    rows; or the same Parameter under another name (a head's bias that the module around it owns too).
     """
+    names = {name for group in facts.resolved.tree.tied if not set(group).isdisjoint(held.names) for name in group}
+    others = (facts.held[name] for name in names if name in facts.held)
+    return any(_holds_rows(facts, one) for one in (held, *others))
+
+
+def _holds_rows(facts: Facts, held: Held) -> bool:
     if held.style.vocabulary:
         return True
     if held.module.kind == "embedding" or held.how.shard != "out" or held.how.packed:

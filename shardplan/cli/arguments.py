@@ -123,7 +123,10 @@ def _lint(parser: Parser) -> None:
 
 
 def _list(parser: Parser) -> None:
-    del parser
+    text = "say what the built-in plan for this model splits, and at which tp sizes; MODEL is as for validate"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    _configuration(parser)
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
 def _explain(parser: Parser) -> None:
@@ -159,7 +162,7 @@ def _dp_shard(parser: Parser) -> None:
     parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help=text)
 
 
-def _model_options(parser: Parser) -> None:
+def _configuration(parser: Parser) -> None:
     parser.add_argument(
         "--set",
         dest="settings",
@@ -170,12 +173,16 @@ def _model_options(parser: Parser) -> None:
         help="a number of the model's configuration to change; may be repeated",
     )
     parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the code that the model's folder brings along"
+    )
+
+
+def _model_options(parser: Parser) -> None:
+    _configuration(parser)
+    parser.add_argument(
         "--inputs",
         metavar="MODULE:CALLABLE",
         help="what to call a module of your own with: a function from a seed to keyword arguments of its forward",
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that the model's folder brings along"
     )
 
 
@@ -211,7 +218,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "shardplan lint plans/*.yaml --strict",
         _lint,
     ),
-    "list": ("List the model types and the built-in plan for each.", "shardplan list", _list),
+    "list": (
+        "List the model types and the built-in plan for each; of one model, what its plan splits and the tp sizes.",
+        "shardplan list qwen3 --set num_key_value_heads=4",
+        _list,
+    ),
     "explain": ("Explain a diagnostic code.", "shardplan explain SP301", _explain),
     "schema": ("Print the JSON Schema of plans.", "shardplan schema > plan.schema.json", _schema),
 }

@@ -1,22 +1,46 @@
-"""`shardplan list`: the model types and the built-in plan for each."""
+"""`shardplan list`: the model types and the built-in plan for each; for one model, what its plan splits."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
 
+from shardplan import api
+from shardplan.core.coverage import Coverage
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.report import Report
 from shardplan.parse import builtin_plans, parse_plan
+from shardplan.render import json_text
 
-from .exits import CLEAN
+from .exits import CLEAN, UsageError
+from .output import finish
 
 HEADER = ("model", "plan", "sequence parallel", "description")
 
 
 def run(args: argparse.Namespace) -> int:
-    del args
-    rows = [HEADER, *sorted(row for name in builtin_plans() for row in _rows(name))]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
-    for row in rows:
-        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    if args.model is None:
+        if args.settings or args.trust_remote_code:
+            raise UsageError("--set and --trust-remote-code are for a MODEL")
+        return _collection(args)
+    try:
+        with redirect_stdout(sys.stderr):  # what transformers prints while it builds the model
+            found = api.coverage(args.model, settings=dict(args.settings), trust_remote_code=args.trust_remote_code)
+    except PlanError as error:
+        return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
+    print(json_text(found.data) if args.json else _aligned(_about(found)))
+    return CLEAN
+
+
+def _collection(args: argparse.Namespace) -> int:
+    rows = sorted(row for name in builtin_plans() for row in _rows(name))
+    if args.json:
+        names = ("model", "plan", "sequence_parallel", "description")
+        print(json_text([dict(zip(names, (*row[:2], row[2] == "yes", row[3]), strict=True)) for row in rows]))
+    else:
+        print(_aligned([HEADER, *rows]))
     return CLEAN
 
 
@@ -25,3 +49,22 @@ def _rows(name: str) -> list[tuple[str, ...]]:
     assert plan is not None, name  # tests hold every built-in plan to having no findings
     overlay = "yes" if plan.has_overlay else "no"
     return [(model, name, overlay, " ".join(plan.description.split())) for model in plan.models]
+
+
+def _about(found: Coverage) -> Iterator[tuple[str, str]]:
+    yield "model", found.model
+    yield "plan", found.plan
+    for variant, sizes in found.allowed_tp.items():
+        yield f"tp sizes, {variant.replace('_', ' ')}", ", ".join(map(str, sizes))
+    if "sequence_parallel" not in found.allowed_tp:
+        yield "tp sizes, sequence parallel", "none: the plan has no sequence_parallel section"
+    yield "split inside the layers", f"{found.split:.1%} of the parameters"
+    for part, share in found.whole.items():
+        yield "whole on every rank", f"{part}, {f'{share:.1%}' if share >= 0.001 else 'under 0.1%'}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]] | Iterator[tuple[str, ...]]) -> str:
+    rows = list(rows)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)

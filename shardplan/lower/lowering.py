@@ -48,6 +48,16 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     return _with_groups(plan, programs)
 
 
+def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
+    """Full names of the parameters that are split over tp."""
+    return frozenset(
+        full_name(name, p.name)
+        for name, module in plan.tree.modules.items()
+        for p in lower_parameters(plan, module)
+        if p.dim is not None
+    )
+
+
 def _lower_module(
     plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment | None, link: Link | None
 ) -> ModuleProgram:

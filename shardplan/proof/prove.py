@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -59,7 +60,7 @@ def prove(
         variants: with the overlay (True) or without (False), or both.
 
     Raises:
-        PlanError: no small copy of the model can be made.
+        PlanError: no small copy of the model can be made, or the sharded one does not run.
         ValueError: a process group exists already, and the simulation needs its own.
     """
     start = time.monotonic()
@@ -71,7 +72,8 @@ def prove(
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
         case = TwinCase(source, plan, sizes, on, logits)
         program = program_of(compiled, on, logits=logits)
-        rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, processes, dtype))
+        with _running(compiled, on):
+            rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, processes, dtype))
         proofs.append(VariantProof(variant_name(on), rows, *_counts(small.benches[0].model, program.modules)))
     return VerifyReport(
         model=source.name,
@@ -81,6 +83,22 @@ def prove(
         processes=processes,
         seconds=time.monotonic() - start,
     )
+
+
+@contextmanager
+def _running(compiled: Variants, on: On) -> Iterator[None]:
+    """Around the sharded run: what the layout check said of a plan that does not run is why.
+
+    Raises:
+        PlanError: the model's code raised, and the layout check has findings.
+    """
+    try:
+        yield
+    except Exception as error:
+        report = compiled.layouts.get(on)
+        if report is None or report.ok or isinstance(error, PlanError):
+            raise
+        raise PlanError(report.diagnostics) from error
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from shardplan.parse import builtin_plans, parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import Subject, judge, subject
 
-SIZES = (2,)
+SIZES = (2, 4)
 # Structural findings that say: not at this size, with the head counts of the type's default configuration.
 SIZE_CODES = ("SP301", "SP302", "SP303", "SP304", "SP305")
 
@@ -33,9 +33,9 @@ class Entry:
     Args:
         name: the type.
         plan: the built-in plan for it, or None.
-        verdicts: "tp2" and "sp2" (without and with sequence parallelism) -> "right" (`validate` has no finding, and loss,
-            logits and every gradient are the unsharded model's); "size SPnnn" (its default configuration does not allow the size); "none" (no overlay); or
-            what is wrong.
+        verdicts: "tp2", "sp2" and so on (without and with sequence parallelism, at each size) -> "right" (`validate` has
+            no finding, and loss, logits and every gradient are the unsharded model's); "size SPnnn" (its default
+            configuration does not allow the size); "none" (no overlay); or what is wrong.
         sharded: the share of the bytes of the parameters inside the layers that is split over tp.
         collectives: at tp 2, a step's, by variant: "forward" and "backward" -> operation -> how many.
         reason: why there is no plan, or no verdict.
@@ -93,7 +93,7 @@ def entry(name: str) -> Entry:
         {
             word: _collectives(small[SIZES[0]], plan, word == "sp")
             for word in ("tp", "sp")
-            if verdicts[f"{word}2"] == "right"
+            if verdicts[f"{word}{SIZES[0]}"] == "right"
         },
     )
 
