@@ -10,7 +10,6 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan import verify
-from shardplan.cli.main import main
 from shardplan.parse import builtin_plans, parse_plan
 from tests.zoo.__main__ import page, right
 from tests.zoo.entry import Entry, entry

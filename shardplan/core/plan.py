@@ -228,6 +228,7 @@ class ResolvedPlan:
             `output: gather` hands on; None where it did not run.
         elsewhere: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
             name.
+        sums: module whose partial sum waits -> the module of its block that reduces it together with its own.
     """
 
     plan: PlanFile
@@ -243,6 +244,7 @@ class ResolvedPlan:
     compile_modules: tuple[str, ...] = ()
     arrivals: Mapping[str, Layout] | None = None
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    sums: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def modules(self) -> Mapping[str, Assignment]:

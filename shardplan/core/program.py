@@ -73,6 +73,10 @@ class ModuleProgram:
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` door: "source" is
             an embedding, "door" the module where the value is reduced and split, "scope" the module whose forward
             holds both.
+        joins: the module at which the output, a partial sum, is reduced together with that module's; zeros are handed on
+            in its place.
+        joined: the modules whose outputs are reduced with this one's.
+        collects: those of the modules below this block at which others join: nothing waits once its forward is over.
         logits: the length of the whole vocabulary, where the output is handed on as a DTensor Shard(-1).
         tail: how many trailing output features alone pass a move I -> R.
         outside: positions in the output that are read outside (R -> I).
@@ -90,6 +94,9 @@ class ModuleProgram:
     leave: OutputMove | None = None
     vocabulary: int | None = None
     link: Literal["source", "door", "scope"] | None = None
+    joins: str | None = None
+    joined: tuple[str, ...] = ()
+    collects: tuple[str, ...] = ()
     logits: int | None = None
     tail: int = 0
     outside: tuple[int, ...] = ()

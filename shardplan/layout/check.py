@@ -17,6 +17,7 @@ from .prover import Proof
 from .reads import SharedRead
 from .repairs import OURS, Repair, repairs, together
 from .run import Workbench, prove
+from .sums import SharedSum
 from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -37,6 +38,7 @@ class LayoutReport:
             on: `ResolvedPlan.arrivals`, for the lowering.
         elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
         reads: values that several modules move I -> R, each on its own, where one door would do.
+        sums: partial sums that are added to each other once each is reduced on its own.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
     """
 
@@ -46,6 +48,7 @@ class LayoutReport:
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
+    sums: tuple[SharedSum, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -72,6 +75,7 @@ def check_layout(
     changes: list[Repair | None] = []
     arrivals: dict[str, Layout] = {}
     reads: list[SharedRead] | None = None
+    sums: list[SharedSum] | None = None
     for bench in benches:
         proof = prove(resolved, bench)
         first, mended, following = _explain(resolved, bench, proof, help)
@@ -82,6 +86,7 @@ def check_layout(
         secondary += [one for one in following if one not in secondary]
         arrivals = {**proof.arrivals, **arrivals}
         reads = [read for read in proof.reads if reads is None or read in reads]
+        sums = [one for one in proof.sums if sums is None or one in sums]
     return LayoutReport(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
@@ -89,6 +94,7 @@ def check_layout(
         elsewhere=_joined(bench.elsewhere for bench in benches),
         repairs=tuple(changes),
         reads=tuple(reads or ()),
+        sums=tuple(sums or ()),
     )
 
 

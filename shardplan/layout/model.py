@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,7 +12,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import ModuleTree, block, element
 from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin, make_twin
@@ -22,6 +22,7 @@ from .codes import UNTYPED
 from .elsewhere import elsewhere_of
 from .reads import SharedRead
 from .run import Workbench
+from .sums import SharedSum, in_every_block, moved
 
 
 class ModelLayouts:
@@ -84,6 +85,7 @@ class ModelLayouts:
             arrivals=arrivals_of(self.found.tree, report.arrivals),
             elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
             reads=tuple(reads_of(self.found.tree, report.reads)),
+            sums=tuple(sums_of(self.found.tree, tree, report.sums)),
             diagnostics=tuple(self._about_the_model(d, tree) for d in report.diagnostics),
             secondary=tuple(self._about_the_model(d, tree) for d in report.secondary),
         )
@@ -135,13 +137,29 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
 def reads_of(tree: ModuleTree, reads: Iterable[SharedRead]) -> Iterator[SharedRead]:
     """The same values in all layers of a model that have these modules."""
     known = {
-        (tree.pattern(read.module), read.argument, tuple(reader.removeprefix(read.module) for reader in read.readers))
+        (tree.pattern(home), read.module.removeprefix(home), read.argument, _below(home, read.readers))
         for read in reads
+        for home in (block(read.module),)
     }
-    for pattern, argument, readers in sorted(known):
+    for pattern, module, argument, readers in sorted(known, key=repr):
         for name in tree.modules:
-            if tree.pattern(name) == pattern and all(name + reader in tree.modules for reader in readers):
-                yield SharedRead(name, argument, tuple(name + reader for reader in readers))
+            if tree.pattern(name) == pattern and all(name + other in tree.modules for other in (module, *readers)):
+                yield SharedRead(name + module, argument, tuple(name + reader for reader in readers))
+
+
+def _below(home: str, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(name.removeprefix(home) for name in names)
+
+
+def sums_of(tree: ModuleTree, small: ModuleTree, sums: Sequence[SharedSum]) -> Iterator[SharedSum]:
+    """The same sums in all blocks of a model whose small copies all have them."""
+    for pattern in dict.fromkeys(tree.pattern(block(one.closer)) for one in sums):
+        copies = [name for name in small.modules if element(name) and small.pattern(name) == pattern]
+        if not in_every_block(sums, copies):
+            continue
+        blocks = [name for name in tree.modules if element(name) and tree.pattern(name) == pattern]
+        everywhere = (moved(one, home) for one in sums if block(one.closer) == copies[0] for home in blocks)
+        yield from (one for one in everywhere if all(name in tree.modules for name in one.members))
 
 
 def _unproven(diagnostic: Diagnostic) -> Diagnostic:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardplan.core.layout import I, Layout, R
+from shardplan.core.layout import I, Layout, P, R
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.torchlib.packing import packed_order
 from shardplan.twin.recorder import argument_names
@@ -35,6 +35,7 @@ from .origins import Origins
 from .reads import SharedRead, shared_reads
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
+from .sums import SharedSum, shared_sums
 from .types import FREE, LAYOUTS, Type, declared, same_order
 
 # The type of a whole parameter, by how its gradient arrives.
@@ -49,12 +50,14 @@ class Proof:
         findings: in the order of the run.
         arrivals: what arrives at each module that takes I or R; at one that gathers its output, what it hands on.
         reads: values that several modules move I -> R, each on its own.
+        sums: partial sums that are added to each other once each is reduced on its own.
         operations: how many operations were typed.
     """
 
     findings: tuple[Finding, ...]
     arrivals: Mapping[str, Layout]
     reads: tuple[SharedRead, ...]
+    sums: tuple[SharedSum, ...]
     operations: int
 
 
@@ -91,6 +94,7 @@ class Prover:
         self.operations = 0
         self.running: list[str] = []  # the modules whose forwards run, outermost first
         self.entering: list[tuple[int, str]] = []  # (value, module): an I that a module moves to R
+        self.reduced: list[tuple[int, str]] = []  # (value, module): what a module hands on of a partial sum
 
     def prove(self) -> Proof:
         self._parameters()
@@ -105,7 +109,8 @@ class Prover:
                 self._crash(run.crash, other_rank=True)
         taken = (name for name, boundary in self.plan.items() if boundary.assignment is not None)
         reads = shared_reads(self.run, self.entering, taken)
-        return Proof(tuple(self.findings), self.arrivals, reads, self.operations)
+        sums = shared_sums(self.run, self.reduced)
+        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations)
 
     def _parameters(self) -> None:
         held = {full_name(b.name, p.name): p for b in self.plan.values() for p in b.parameters}
@@ -344,6 +349,8 @@ class Prover:
             hands = self.arrivals[boundary.name] = self.gathers.get(boundary.name, R)
         if boundary.scope is not None and boundary.scope not in self.running:
             hands = I
+        if boundary.computes == P and hands.kind in "IV" and not boundary.vocabulary:
+            self.reduced.append((handed, boundary.name))
         if handed != number:
             self.types[handed] = declared(hands, self.run.values[handed].ndim)
             self.maker[handed] = boundary.name

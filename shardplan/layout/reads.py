@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.core.tree import ancestors
+from shardplan.core.tree import ancestors, parent
 from shardplan.twin.trace import Event, Trace
 
 
@@ -14,14 +14,14 @@ class SharedRead:
     """One value, moved I -> R by each of several readers.
 
     Args:
-        module: the innermost module that gets the value as an argument and in which nothing else differentiable reads
-            it: where one door would do.
-        argument: the argument.
+        module: where one door would do: the innermost module that gets the value as an argument and in which nothing else
+            differentiable reads it; else the one whose result it is.
+        argument: the argument; None for the result.
         readers: the modules that move it.
     """
 
     module: str
-    argument: str
+    argument: str | None
     readers: tuple[str, ...]
 
 
@@ -57,6 +57,9 @@ def _door(run: Trace, number: int, readers: list[str], taken: set[str]) -> Share
                 and _alone(run, reading, number, module, readers, passed)
             ):
                 return SharedRead(module, door, tuple(dict.fromkeys(readers)))
+        maker = _maker(reading.get(number, []), common)
+        if maker is not None and maker not in taken and _alone(run, reading, number, "", (*readers, maker), passed):
+            return SharedRead(maker, None, tuple(dict.fromkeys(readers)))
         before = producers.get(number)
         if before is None or before.place[2] == "atom":
             return None
@@ -83,15 +86,23 @@ def _argument(events: list[Event], module: str, number: int) -> str | None:
     return None
 
 
+def _maker(events: list[Event], common: list[str]) -> str | None:
+    """The module inside the readers' common one whose first result a value is."""
+    for event in events:
+        if event.kind == "leave" and parent(event.module) == common[0] and common[0]:
+            return event.module
+    return None
+
+
 def _alone(
-    run: Trace, reading: Mapping[int, list[Event]], number: int, module: str, readers: list[str], passed: set[int]
+    run: Trace, reading: Mapping[int, list[Event]], number: int, module: str, readers: Sequence[str], passed: set[int]
 ) -> bool:
     """Whether, inside the module, only the readers make something differentiable of the value."""
     inside = f"{module}." if module else ""
     for event in reading.get(number, []):
         if not (event.module == module or event.module.startswith(inside)) or id(event) in passed:
             continue
-        if event.kind == "leave":
+        if event.kind == "leave" and event.module not in readers:
             return False
         if event.kind == "op" and event.module not in readers and any(run.requires_grad[o] for o in event.outputs):
             return False

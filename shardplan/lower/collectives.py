@@ -30,7 +30,7 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[str, str]]:
     for boundary in program.enter:
         ops = move_ops(boundary.src, boundary.dst)
         yield ops.forward, ops.backward
-    if program.leave is not None and program.link != "source":
+    if program.leave is not None and program.link != "source" and program.joins is None:
         ops = move_ops(program.leave.src, program.leave.dst)
         yield ops.forward, ops.backward
     if program.tail:

@@ -54,6 +54,8 @@ def _argument(move: InputMove) -> str:
 def leaving(module: ModuleProgram) -> str:
     """What a module's output goes through, in words."""
     assert module.leave is not None
+    if module.joins is not None:
+        return f"{module.leave.src}, reduced at {module.joins}"
     if module.link == "source":
         return f"{module.leave.src}, joins the partial sum" if module.leave.src == I else "P until the door"
     return f"{module.leave.src} -> {module.leave.dst}"

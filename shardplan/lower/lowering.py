@@ -45,7 +45,7 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
             continue
         lowered = _lower_module(plan, module, assignment, ends.get(name))
         programs[name] = replace(lowered, also_reads=also_reads)
-    return _with_groups(plan, programs)
+    return _with_sums(plan, _with_groups(plan, programs))
 
 
 def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
@@ -155,3 +155,15 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
         base = programs.get(home) or ModuleProgram(home)
         programs[home] = replace(base, group=tuple(members))
     return {name: programs[name] for name in plan.tree.modules if name in programs}
+
+
+def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Let partial sums wait for those that they are reduced with."""
+    found = dict(programs)
+    for carrier, closer in plan.sums.items():
+        home = block(closer)
+        found[carrier] = replace(found[carrier], joins=closer)
+        found[closer] = replace(found[closer], joined=(*found[closer].joined, carrier))
+        base = found.get(home) or ModuleProgram(home)
+        found[home] = replace(base, collects=tuple(dict.fromkeys((*base.collects, closer))))
+    return {name: found[name] for name in plan.tree.modules if name in found}

@@ -8,6 +8,7 @@ from shardplan.core.layout import P
 from shardplan.core.program import ModuleProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
 from shardplan.torchlib.style import ModuleStyle
+from shardplan.torchlib.sums import Waiting
 
 from .program import Program
 
@@ -17,7 +18,9 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
     variants = {program.sequence_parallel: program.modules}
     if program.tensor_parallel_modules is not None:
         variants[False] = program.tensor_parallel_modules
-    shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program))
+    closers = (name for modules in variants.values() for name, module in modules.items() if module.joined)
+    waiting = {name: Waiting() for name in dict.fromkeys(closers)}
+    shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting)
     names = [n for n in program.resolved.tree.modules if any(n in modules for modules in variants.values())]
     styles = {
         name: ModuleStyle(

@@ -8,10 +8,11 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.layout import LayoutReport
 
 from .doors import merge_doors
+from .sums import merge_sums
 
 Pass = Callable[[ResolvedPlan, LayoutReport], ResolvedPlan]
 
-PASSES: tuple[Pass, ...] = (merge_doors,)
+PASSES: tuple[Pass, ...] = (merge_doors, merge_sums)
 
 
 def optimise(plan: ResolvedPlan, report: LayoutReport) -> ResolvedPlan:

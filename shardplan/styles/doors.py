@@ -27,6 +27,15 @@ STYLES = (
         source="arXiv 1909.08053, the operator f",
     ),
     Style(
+        name="output_with_grad_allreduce",
+        summary="The same behind a module: the gradient of what it hands on is all-reduced once for all that read it (a "
+        "norm in front of parallel attention and MLP).",
+        owns_parameters=False,
+        computes=I,
+        hands=R,
+        source="arXiv 1909.08053, the operator f",
+    ),
+    Style(
         name="split_seq_input",
         summary="The door into the sequence-parallel region: the argument is split along the sequence; partial sums "
         "from an embedding are reduced on the way.",

@@ -71,7 +71,12 @@ class Leave:
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
         program = self.programs[self.shared.regime.sequence_parallel]
         mesh = self.mesh
-        if (boundary := program.leave) is not None:
+        waiting = self.shared.waiting
+        if program.joined:
+            output = on_first(output, lambda x: waiting[program.name].take(program.joined, x))
+        if (boundary := program.leave) is not None and program.joins is not None:
+            output = on_first(output, lambda x: waiting[program.joins].put(program.name, x, boundary.dst, mesh))
+        elif boundary is not None:
             dst = P if self._stays_partial(program) else boundary.dst
             output = on_first(output, lambda x: move(x, mesh, boundary.src, dst, size=boundary.size))
         for parameter in program.parameters:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from .private import private
+from .sums import Waiting
 
 _current_graph_task_id = private("current_graph_task_id")
 _PARTIAL = "_shardplan_partial"  # on a tensor that reached the door: whether it was a partial sum
@@ -91,7 +93,13 @@ class PartialEmbedding:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the styles of one program share. `link` is there where the plan has a `split_seq_input` door."""
+    """What the styles of one program share.
+
+    Args:
+        link: where the plan has a `split_seq_input` door.
+        waiting: by module, the partial sums that are reduced with its own.
+    """
 
     regime: Regime
     link: PartialEmbedding | None = None
+    waiting: Mapping[str, Waiting] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from .forward import wrap_forward
 from .outputs import gather_hidden_states
 from .parameters import GroupedGradients, LocalParameters, ParametersBelow, distribute
 from .regime import Shared
+from .sums import Collects
 from .vocabulary import VocabularyLookup
 
 
@@ -78,6 +79,9 @@ class ModuleStyle(ParallelStyle):
                 for mode, pr in self.programs.items()
             }
             wrap_forward(module, GroupedGradients(members, regime))
+        closers = [closer for pr in self.programs.values() for closer in pr.collects]
+        if closers:
+            wrap_forward(module, Collects({closer: self.shared.waiting[closer] for closer in closers}))
 
     def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
         programs = self.programs.values()

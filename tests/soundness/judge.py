@@ -18,6 +18,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.lower import lower
 from shardplan.models.tree import tree_of
+from shardplan.optimise import optimise
 from shardplan.parse import parse_plan
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import Step, cast, reference_step
@@ -70,6 +71,7 @@ class Verdict:
         right: what the numeric proof says.
         silent: wrong, but with the right loss.
         worst: the tensor that differs most, or the exception.
+        resolved: the plan as it is lowered.
         mended: the changes that the report proposes leave nothing to find; None where none was looked for.
     """
 
@@ -78,6 +80,7 @@ class Verdict:
     right: bool
     silent: bool
     worst: str
+    resolved: ResolvedPlan
     mended: bool | None = None
 
     @property
@@ -96,7 +99,9 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
         if help and layout.diagnostics:
             mended = _mends(subject, resolved, layout)
         resolved = replace(resolved, arrivals=layout.arrivals, elsewhere=layout.elsewhere)
-    return Verdict(structure, layout, *_numbers(subject, resolved), mended)
+        if layout.ok:
+            resolved = optimise(resolved, layout)
+    return Verdict(structure, layout, *_numbers(subject, resolved), resolved, mended)
 
 
 def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,20 +10,26 @@ import torch
 
 from shardplan.bind import bind
 from shardplan.check import check
+from shardplan.core.coverage import covered
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
-from shardplan.core.tree import ModuleTree, block, element
-from shardplan.lower import lower
+from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.tree import ModuleTree
+from shardplan.lower import lower, split_parameters
 from shardplan.lower.collectives import expected_collectives
 from shardplan.models import choose_plan
 from shardplan.parse import builtin_plans, parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import Subject, judge, subject
 
+from .minimum import minimum
+
 SIZES = (2, 4)
+WORTH_SAYING = 0.01  # of the parameters inside the layers
 # Structural findings that say: not at this size, with the head counts of the type's default configuration.
 SIZE_CODES = ("SP301", "SP302", "SP303", "SP304", "SP305")
+
+Collectives = dict[str, dict[str, int]]  # "forward" and "backward" -> operation -> how many a step runs
 
 
 @dataclass(frozen=True)
@@ -36,16 +42,22 @@ class Entry:
         verdicts: "tp2", "sp2" and so on (without and with sequence parallelism, at each size) -> "right" (`validate` has
             no finding, and loss, logits and every gradient are the unsharded model's); "size SPnnn" (its default
             configuration does not allow the size); "none" (no overlay); or what is wrong.
-        sharded: the share of the bytes of the parameters inside the layers that is split over tp.
-        collectives: at tp 2, a step's, by variant: "forward" and "backward" -> operation -> how many.
+        split: the share of the parameters inside the layers that is split over tp, in the type's default configuration.
+        whole: what is not: part of a layer -> its share.
+        collectives: at tp 2, by variant.
+        minimum: the fewest that the same split allows.
+        init: the verdicts of the plan that `init` writes.
         reason: why there is no plan, or no verdict.
     """
 
     name: str
     plan: str | None = None
     verdicts: dict[str, str] = field(default_factory=dict)
-    sharded: float = 0.0
-    collectives: dict[str, dict[str, dict[str, int]]] = field(default_factory=dict)
+    split: float = 0.0
+    whole: dict[str, float] = field(default_factory=dict)
+    collectives: dict[str, Collectives] = field(default_factory=dict)
+    minimum: dict[str, Collectives] = field(default_factory=dict)
+    init: dict[str, str] = field(default_factory=dict)
     reason: str = ""
 
     @property
@@ -55,8 +67,13 @@ class Entry:
 
     def has(self, variant: str) -> bool:
         """Whether the plan is right at a size of the variant ("tp" or "sp"), and wrong at none."""
-        said = [text for key, text in self.verdicts.items() if key.startswith(variant)]
-        return "right" in said and all(text == "right" or text.startswith("size ") for text in said)
+        return has(self.verdicts, variant)
+
+
+def has(verdicts: Mapping[str, str], variant: str) -> bool:
+    """Whether what was judged is right at a size of the variant ("tp" or "sp"), and wrong at none."""
+    said = [text for key, text in verdicts.items() if key.startswith(variant)]
+    return "right" in said and all(text == "right" or text.startswith("size ") for text in said)
 
 
 def entry(name: str) -> Entry:
@@ -66,9 +83,8 @@ def entry(name: str) -> Entry:
         found = find(name)
     except PlanError as error:
         return Entry(name, reason=f"cannot be built: {error.diagnostics[0].message}")
-    plans = [parse_plan(plan).plan for plan in builtin_plans()]
     try:
-        plan = parse_plan(choose_plan(found.tree, plans)).plan
+        plan = parse_plan(choose_plan(found.tree, [parse_plan(plan).plan for plan in builtin_plans()])).plan
     except PlanError:
         plan = None
     try:
@@ -80,22 +96,39 @@ def entry(name: str) -> Entry:
         return Entry(name, plan.name if plan else None, reason=f"does not run: {type(error).__name__}: {error}")
     if plan is None:
         return Entry(name, reason="no built-in plan is for it")
-    verdicts = {
-        f"{word}{tp}": _structure(found.tree, plan, tp, on) or _verdict(small[tp], plan, on)
-        for word, on in (("tp", False), ("sp", True))
-        for tp in SIZES
+    verdicts = judged(found.tree, plan, small)
+    split, whole = covered(
+        found.tree, split_parameters(bind(plan, found.tree, MeshSizes(), sequence_parallel=False)[0])
+    )
+    counted = {
+        word: resolved for (word, tp), (_, resolved) in verdicts.items() if resolved is not None and tp == SIZES[0]
     }
     return Entry(
         name,
         plan.name,
-        verdicts,
-        _sharded(small[SIZES[0]], plan),
-        {
-            word: _collectives(small[SIZES[0]], plan, word == "sp")
-            for word in ("tp", "sp")
-            if verdicts[f"{word}{SIZES[0]}"] == "right"
-        },
+        {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()},
+        round(split, 3),
+        {part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
+        {word: collectives(resolved) for word, resolved in counted.items()},
+        {word: minimum(resolved, small[SIZES[0]].bench) for word, resolved in counted.items()},
     )
+
+
+def judged(
+    tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subject]
+) -> dict[tuple[str, int], tuple[str, ResolvedPlan | None]]:
+    """(variant, tp size) -> what is said of a plan, and, where it is right, the plan as it is lowered.
+
+    Args:
+        tree: the model's own.
+        small: its small copies, by tp size.
+    """
+    found: dict[tuple[str, int], tuple[str, ResolvedPlan | None]] = {}
+    for word, on in (("tp", False), ("sp", True)):
+        for tp, one in small.items():
+            said = _structure(tree, plan, tp, on)
+            found[word, tp] = (said, None) if said else _verdict(one, plan, on)
+    return found
 
 
 def _structure(tree: ModuleTree, plan: PlanFile, tp: int, overlay: bool) -> str:
@@ -113,34 +146,17 @@ def _structural(errors: Sequence[Diagnostic]) -> str:
     return f"size {codes[0]}" if set(codes) <= set(SIZE_CODES) else f"{errors[0].code}: {errors[0].message}"
 
 
-def _verdict(small: Subject, plan: PlanFile, overlay: bool) -> str:
+def _verdict(small: Subject, plan: PlanFile, overlay: bool) -> tuple[str, ResolvedPlan | None]:
     said = judge(small, plan, sequence_parallel=overlay, help=False)
     if said.structure:
-        return _structural(said.structure)
+        return _structural(said.structure), None
     if said.layout.diagnostics:
         about = said.layout.diagnostics[0]
-        return f"{about.code}: {about.message}" + ("" if said.right else f"; {said.worst}")
-    return "right" if said.right else f"valid, but wrong: {said.worst}"
+        return f"{about.code}: {about.message}" + ("" if said.right else f"; {said.worst}"), None
+    return ("right", said.resolved) if said.right else (f"valid, but wrong: {said.worst}", None)
 
 
-def _sharded(small: Subject, plan: PlanFile) -> float:
-    resolved, _ = bind(plan, small.tree, MeshSizes(tp=small.tp), sequence_parallel=False)
-    split = {
-        (module.name, p.name)
-        for module in lower(resolved).modules.values()
-        for p in module.parameters
-        if p.dim is not None
-    }
-    inside = [
-        ((owner.name, p.name) in split, p.numel)
-        for owner, p in small.tree.parameters.values()
-        if element(block(owner.name))
-    ]
-    total = sum(n for _, n in inside)
-    return round(sum(n for on, n in inside if on) / total, 3) if total else 0.0
-
-
-def _collectives(small: Subject, plan: PlanFile, overlay: bool) -> dict[str, dict[str, int]]:
-    resolved, _ = bind(plan, small.tree, MeshSizes(tp=small.tp), sequence_parallel=overlay)
+def collectives(resolved: ResolvedPlan) -> Collectives:
+    """What a step of the program runs on the tp axis."""
     counted = expected_collectives(lower(resolved).modules)
     return {when: dict(sorted(counts.items())) for when, counts in counted.items()}

@@ -2,90 +2,201 @@
 
 A matrix that is split by its output features makes a split value, one that is split by its input features makes of it a
 partial sum, as does a table that is split by rows. Partial sums may be added to each other and to whole values, cut and
-reshaped; anything else needs the sum, which is then reduced once, whatever reads it. What must be reduced forward must be
-reduced backward: the gradient of what a split part reads is a partial sum (Megatron-LM, arXiv 1909.08053); of the table's
-rows it need not, of the head's input it must.
+reshaped; anything else needs the sum, which is then reduced once, whatever reads it. So the number of reductions forward is
+that of the sums that are needed. Backward it is the same: the gradient of what a split part reads is a partial sum, which
+what stands before the part needs whole; only that of a table's rows needs none, that of a split head one more (Megatron-LM,
+arXiv 1909.08053; with the sequence split each reduction is a reduce-scatter and each part begins with an all-gather, arXiv
+2205.05198). Whole parameters that meet split values have partial gradients, which one all-reduce for each block sums; with
+the sequence split those of all whole parameters are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Literal
 
-from shardplan.synth.flow import Flow, Product
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import block, element
+from shardplan.layout import Workbench
+from shardplan.lower import split_parameters
+from shardplan.styles import STYLES
+from shardplan.synth.flow import Flow
 from shardplan.twin.trace import Event
 
 Features = Literal["out", "in", "rows"]
+Kind = Literal["whole", "split", "sum"]
 
-# What hands a sum on as a sum of what it is given.
+# What of a sum makes a sum.
 LINEAR = frozenset(
-    """__add__ __radd__ __iadd__ add add_ sub __sub__ __getitem__ view reshape transpose permute contiguous to float type_as
-    clone squeeze unsqueeze flatten unflatten expand chunk split index_select gather dropout index_add_ index_add
-    zeros_like sum movedim __setitem__ cat index_copy_ scatter_add_ type half bfloat16 detach T.__get__ masked_scatter""".split()
+    """__add__ __radd__ __iadd__ __sub__ add add_ sub view reshape transpose permute contiguous to float type_as clone
+    squeeze unsqueeze flatten unflatten expand chunk split __getitem__ index_select gather dropout index_add_ index_add
+    sum movedim __setitem__ cat type half bfloat16 T.__get__""".split()
 )
-# These too, by a whole factor.
-SCALING = frozenset("mul __mul__ __rmul__ div __truediv__ mul_ __imul__".split())
+SCALING = frozenset("mul __mul__ __rmul__ div __truediv__ mul_ __imul__".split())  # this too, by a whole factor
+
+
+def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int]]:
+    """The fewest collectives on the tp axis of a step in which the same parameters are split.
+
+    Args:
+        resolved: says which; bound to the small copy.
+        bench: the unsharded run.
+    """
+    run = Reductions(Flow(bench.reference, bench.tree), split_features(resolved))
+    forward, backward = Counter(), Counter()
+    parts = run.count - run.tables
+    groups = len(set(map(_home, run.partial)))
+    if resolved.sequence_parallel:
+        groups = len({_home(name) for name in run.whole if element(block(name)) or run.is_behind(name)})
+        forward.update(reduce_scatter=run.count, all_gather=parts + 1)
+        backward.update(reduce_scatter=parts + run.heads, all_gather=parts + 1)
+    else:
+        forward.update(all_reduce=run.count)
+        backward.update(all_reduce=parts + run.heads)
+    backward.update(all_reduce=groups)
+    forward.update(all_gather=run.heads)  # the logits
+    return {
+        when: {op: n for op, n in sorted(counts.items()) if n}
+        for when, counts in (("forward", forward), ("backward", backward))
+    }
+
+
+def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
+    """Module or parameter -> which of its features the plan splits."""
+    split: dict[str, Features] = {}
+    for name, assignment in resolved.assignments.items():
+        style = STYLES[assignment.rule.style]
+        if style.vocabulary and style.shards_parameters:
+            split[name] = "rows"
+        elif style.weight.shard is not None:
+            split[name] = style.weight.shard
+    return {**dict.fromkeys(split_parameters(resolved), "out"), **split}
+
+
+def _home(name: str) -> str:
+    """The block of a parameter, or its module."""
+    return block(name) if element(block(name)) else name.rpartition(".")[0]
 
 
 class Reductions:
-    """Counts what must be reduced forward.
+    """Walks an unsharded run.
 
     Args:
-        flow: the unsharded run.
-        split: module or parameter -> which of its features are split.
+        flow: the run.
+        split: see `split_features`.
     """
 
     def __init__(self, flow: Flow, split: Mapping[str, Features]):
         self.flow, self.split = flow, split
-        self.kinds: dict[int, str] = {}
-        self.roots: dict[int, int] = {}
+        self.kinds: dict[int, Kind] = {}
+        self.roots: dict[int, int] = {}  # a sum under another shape -> the sum
         self.count = 0
-        self.where: list[str] = []
         for event in flow.run.events:
             if event.kind == "op":
                 self._step(event)
 
-    def kind(self, number: int) -> str:
-        """ "whole", "split" or "sum"."""
+    @property
+    def tables(self) -> int:
+        """1 where the first sum is of a table that is split by rows."""
+        return int(any(name in self.split and self.split[name] == "rows" for name in self._ran))
+
+    @property
+    def heads(self) -> int:
+        """The number of matrices outside the blocks that are split by their output features."""
+        return sum(self.split.get(name) == "out" and not element(block(name)) for name in self._ran)
+
+    @cached_property
+    def _ran(self) -> frozenset[str]:
+        return frozenset(product.name for product in self.flow.products.values())
+
+    @cached_property
+    def whole(self) -> tuple[str, ...]:
+        """Parameters that were read and are not split."""
+        return tuple(name for name in self.flow.run.parameters.values() if not self._is_split(name))
+
+    @cached_property
+    def partial(self) -> tuple[str, ...]:
+        """Those of them that meet what is split or a partial sum before the next split part begins."""
+        numbers = {name: number for number, name in self.flow.run.parameters.items()}
+        return tuple(name for name in self.whole if self._meets_split(numbers[name], set()))
+
+    def is_behind(self, name: str) -> bool:
+        """Whether a parameter is read behind the first block."""
+        numbers = {name: number for number, name in self.flow.run.parameters.items()}
+        events = [event for event in self.flow.run.events if event.kind == "op"]
+        first = next(i for i, event in enumerate(events) if element(block(event.module)))
+        return any(numbers[name] in event.inputs for event in events[first:])
+
+    def _meets_split(self, number: int, seen: set[int]) -> bool:
+        if number in seen or (number not in self.flow.run.parameters and self._is_door(number)):
+            return False
+        seen.add(number)
+        for event in self.flow.readers.get(number, ()):
+            others = [self.kinds.get(self.roots.get(n, n)) for n in event.inputs if n != number]
+            added = event.name in LINEAR  # its gradient is the sum's, which is complete
+            if "split" in others or ("sum" in others and not added):
+                return True
+            if any(self._meets_split(n, seen) for n in event.outputs if self.kinds.get(n, "whole") == "whole"):
+                return True
+        return False
+
+    def _is_door(self, number: int) -> bool:
+        """Whether a split part begins at a value, or at a view of it."""
+        for event in self.flow.readers.get(number, ()):
+            if self._features(event) == "out":
+                return True
+            views = event.name in LINEAR and sum(self.flow.run.requires_grad[n] for n in event.inputs) == 1
+            if views and any(self._is_door(n) for n in event.outputs if n > number):
+                return True
+        return False
+
+    def _is_split(self, name: str) -> bool:
+        return name in self.split or name.rpartition(".")[0] in self.split
+
+    def _kind(self, number: int) -> Kind:
         return self.kinds.get(self.roots.get(number, number), "whole")
 
+    def _features(self, event: Event) -> Features | None:
+        fresh = (n for n in event.outputs if n not in event.inputs)
+        made = next((self.flow.products[n] for n in fresh if n in self.flow.products), None)
+        found = None if made is None else self.split.get(made.name) or self.split.get(f"{made.name}.weight")
+        return found or ("out" if any(name in self.split for name in self._parameters(event)) else None)
+
+    def _parameters(self, event: Event) -> Iterator[str]:
+        return (self.flow.run.parameters[n] for n in event.inputs if n in self.flow.run.parameters)
+
     def _step(self, event: Event) -> None:
-        made: Product | None = next((self.flow.products[n] for n in event.outputs if n in self.flow.products), None)
-        features = None if made is None else self.split.get(made.name)
-        given = [self.kind(n) for n in event.inputs]
+        features = self._features(event)
+        given = [self._kind(n) for n in event.inputs]
         if features == "rows" or (features == "in" and "split" in given):
             self._give(event, "sum")
-        elif features == "out" or "split" in given or self._reads_split_parameter(event):
+        elif features is not None or "split" in given:
             self._reduce(event)
             self._give(event, "split")
         elif "sum" in given:
             if event.name in LINEAR or (event.name in SCALING and given.count("sum") == 1):
-                self._pass(event)
+                self._hand_on(event)
             else:
                 self._reduce(event)
 
-    def _reads_split_parameter(self, event: Event) -> bool:
-        names = (self.flow.run.parameters.get(n) for n in event.inputs)
-        return any(name in self.split for name in names if name is not None)
-
-    def _give(self, event: Event, kind: str) -> None:
+    def _give(self, event: Event, kind: Kind) -> None:
         for number in event.outputs:
             self.roots.pop(number, None)
             self.kinds[number] = kind
 
-    def _pass(self, event: Event) -> None:
-        sums = [n for n in event.inputs if self.kind(n) == "sum"]
-        for number in event.outputs:
-            if len(event.inputs) == 1 and number != sums[0]:
-                self.roots[number] = self.roots.get(sums[0], sums[0])  # the same sum under another shape
+    def _hand_on(self, event: Event) -> None:
+        source = next(n for n in event.inputs if self._kind(n) == "sum")
+        for number in (n for n in event.outputs if n != source):
+            if len(event.inputs) == 1:
+                self.roots[number] = self.roots.get(source, source)
             else:
                 self.roots.pop(number, None)
                 self.kinds[number] = "sum"
 
     def _reduce(self, event: Event) -> None:
         for number in event.inputs:
-            if self.kind(number) == "sum":
+            if self._kind(number) == "sum":
                 self.kinds[self.roots.get(number, number)] = "whole"
                 self.count += 1
-                self.where.append(f"{event.module} {event.name}")
