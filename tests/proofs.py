@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
-from shardplan import applied, load_plan
+from shardplan import applied, compile_plan, load_plan
 from shardplan.apply.apply import apply_program
 from shardplan.apply.mesh import read_mesh
 from shardplan.apply.state import packed_parameters
@@ -103,7 +103,7 @@ def program_of(
     **sections: Any,
 ) -> Program:
     """What `compile_plan` gives, without the layout check, which refuses the plans that are wrong on purpose (and
-    without the optimiser, which has nothing to do in built-in plans: tests/test_plans_matrix.py)."""
+    without the optimiser, which has nothing to do in the hand-written built-in plans: tests/test_plans_matrix.py)."""
     read = load_plan(plan).file
     if (document := overriding_document(sections)) is not None:
         read = with_parent(load_plan(document).file, read)
@@ -119,6 +119,13 @@ def planned(
     """What `apply_plan` does, with `program_of`."""
     program = program_of(model, plan, mesh.size(), **options)
     apply_program(model, read_mesh(mesh), program, src_data_rank=src_data_rank)
+    return model
+
+
+def optimised(model: nn.Module, mesh: DeviceMesh, plan: Any, **options: Any) -> nn.Module:
+    """What `apply_plan` does with ranks that all live here: with the layout check and the optimiser."""
+    program = compile_plan(model, MeshSizes(tp=mesh.size()), plan, **options)
+    apply_program(model, read_mesh(mesh), program, src_data_rank=None)
     return model
 
 

@@ -25,7 +25,7 @@ from shardplan import applied
 from shardplan.apply import without_sequence_parallel
 from shardplan.lower.collectives import expected_collectives
 from shardplan.proof.counter import CollectiveCounter
-from tests.proofs import PLANS, fake_mesh, plan_like, step, twin
+from tests.proofs import PLANS, fake_mesh, optimised, plan_like, step, twin
 from tests.proofs import planned as apply
 
 TP = 2
@@ -101,6 +101,20 @@ def test_the_collectives_of_a_step_are_the_minimum(plan, sp, logits, mesh):
     layers = model.config.get_text_config().num_hidden_layers
     assert found == minimum(plan, layers, sp=sp, logits=logits)
     assert found == expected_with_loss(model, logits)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+def test_parallel_attention_and_mlp_are_one_boundary(sp, mesh):
+    """Cohere's block adds both to the residual, and both read one norm: B is one for each layer."""
+    model = optimised(twin("cohere", TP).build(), mesh, "cohere", sequence_parallel=sp, logits="sharded")
+    layers = model.config.num_hidden_layers
+    found = counted(model, short_inputs("cohere"))
+    forward = {"reduce_scatter": layers + 1, "all_gather": layers + 1} if sp else {"all_reduce": layers + 1}
+    backward = {"reduce_scatter": layers + 1, "all_gather": layers + 1, "all_reduce": layers + 1}
+    loss = Counter(all_reduce=2)
+    assert found["forward"] == Counter(forward) + loss
+    assert found["backward"] == Counter(backward if sp else forward)
+    assert found == expected_with_loss(model, "sharded")
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])

@@ -57,6 +57,11 @@ class Boundary:
     declared: bool = False
 
     @property
+    def moves(self) -> bool:
+        """Whether its rule says of what arrives or is handed on what it is to be."""
+        return bool(self.takes) or self.inside is not None or self.computes is not None or self.hands is not None
+
+    @property
     def style(self) -> Style | None:
         return STYLES[self.assignment.rule.style] if self.assignment else None
 

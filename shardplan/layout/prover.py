@@ -107,7 +107,7 @@ class Prover:
         for run in self.runs[1:]:
             if run.crash is not None and self.run.crash is None:
                 self._crash(run.crash, other_rank=True)
-        taken = (name for name, boundary in self.plan.items() if boundary.assignment is not None)
+        taken = (name for name, boundary in self.plan.items() if boundary.moves)
         reads = shared_reads(self.run, self.entering, taken)
         sums = shared_sums(self.run, self.reduced)
         return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations)

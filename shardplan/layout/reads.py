@@ -31,7 +31,7 @@ def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterabl
     Args:
         run: of a rank.
         arrivals: (value, module) for each I that a module moves to R.
-        taken: modules that have a rule: they can have no other.
+        taken: modules that have a rule for their argument or their result: they can have no other.
     """
     readers: dict[int, list[str]] = {}
     for number, module in arrivals:

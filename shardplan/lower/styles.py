@@ -18,8 +18,12 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
     variants = {program.sequence_parallel: program.modules}
     if program.tensor_parallel_modules is not None:
         variants[False] = program.tensor_parallel_modules
-    closers = (name for modules in variants.values() for name, module in modules.items() if module.joined)
-    waiting = {name: Waiting() for name in dict.fromkeys(closers)}
+    waiting = {
+        (mode, name): Waiting(module.joined)
+        for mode, modules in variants.items()
+        for name, module in modules.items()
+        if module.joined
+    }
     shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting)
     names = [n for n in program.resolved.tree.modules if any(n in modules for modules in variants.values())]
     styles = {

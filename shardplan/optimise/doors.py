@@ -22,13 +22,13 @@ ADDED = Location("<merged doors>")
 
 def merge_doors(plan: ResolvedPlan, report: LayoutReport) -> ResolvedPlan:
     """Give each value that several modules move I -> R one door: around them, or behind the module that makes it."""
-    reads = [read for read in report.reads if read.module not in plan.assignments]
-    if not reads:
+    if not report.reads:
         return plan
-    inside = {reader for read in reads for reader in read.readers}
-    merged = {read.module: _rule(plan, read.module, _door(read)) for read in reads}
-    opened = {name: _rule(plan, name, _without_door(plan.assignments[name].rule)) for name in inside}
-    assignments = {**plan.assignments, **opened, **merged}
+    inside = {reader for read in report.reads for reader in read.readers}
+    opened = {name: _without_door(plan.assignments[name].rule) for name in inside}
+    merged = {read.module: _door(read, plan.assignments.get(read.module)) for read in report.reads}
+    added = {name: Assignment(name, False, rule, "tensor_parallel") for name, rule in {**opened, **merged}.items()}
+    assignments = {**plan.assignments, **added}
     order = (*plan.tree.modules, *plan.tree.parameters)
     return replace(
         plan,
@@ -37,13 +37,10 @@ def merge_doors(plan: ResolvedPlan, report: LayoutReport) -> ResolvedPlan:
     )
 
 
-def _rule(plan: ResolvedPlan, name: str, rule: Rule) -> Assignment:
-    return Assignment(name, False, rule, "tensor_parallel")
-
-
-def _door(read: SharedRead) -> Rule:
-    style = DOOR if read.argument is not None else DOOR_BEHIND
-    return Rule(pattern=read.module, style=style, location=ADDED, argument=read.argument)
+def _door(read: SharedRead, own: Assignment | None) -> Rule:
+    """With what the module's own rule says beside its style, which moves nothing."""
+    rule = own.rule if own is not None else Rule(pattern=read.module, style=DOOR, location=ADDED)
+    return replace(rule, style=DOOR if read.argument is not None else DOOR_BEHIND, argument=read.argument)
 
 
 def _without_door(rule: Rule) -> Rule:

@@ -67,15 +67,17 @@ class Leave:
 
     def __init__(self, programs: Programs, shared: Shared, mesh: DeviceMesh):
         self.programs, self.shared, self.mesh = programs, shared, mesh
+        # By variant: what waits for this module, and where its own partial sum waits.
+        self.waiting = {mode: shared.waiting.get((mode, pr.name)) for mode, pr in programs.items()}
+        self.joins = {mode: shared.waiting.get((mode, pr.joins)) for mode, pr in programs.items()}
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        program = self.programs[self.shared.regime.sequence_parallel]
-        mesh = self.mesh
-        waiting = self.shared.waiting
-        if program.joined:
-            output = on_first(output, lambda x: waiting[program.name].take(program.joined, x))
-        if (boundary := program.leave) is not None and program.joins is not None:
-            output = on_first(output, lambda x: waiting[program.joins].put(program.name, x, boundary.dst, mesh))
+        mode, mesh = self.shared.regime.sequence_parallel, self.mesh
+        program, joins = self.programs[mode], self.joins[mode]
+        if (waiting := self.waiting[mode]) is not None:
+            output = on_first(output, waiting.take)
+        if (boundary := program.leave) is not None and joins is not None:
+            output = on_first(output, lambda x: joins.put(x, boundary.dst, mesh))
         elif boundary is not None:
             dst = P if self._stays_partial(program) else boundary.dst
             output = on_first(output, lambda x: move(x, mesh, boundary.src, dst, size=boundary.size))

@@ -97,9 +97,9 @@ class Shared:
 
     Args:
         link: where the plan has a `split_seq_input` door.
-        waiting: by module, the partial sums that are reduced with its own.
+        waiting: by variant (with sequence parallelism or without) and module, what is reduced with its own partial sum.
     """
 
     regime: Regime
     link: PartialEmbedding | None = None
-    waiting: Mapping[str, Waiting] = field(default_factory=dict)
+    waiting: Mapping[tuple[bool, str | None], Waiting] = field(default_factory=dict)

@@ -79,9 +79,9 @@ class ModuleStyle(ParallelStyle):
                 for mode, pr in self.programs.items()
             }
             wrap_forward(module, GroupedGradients(members, regime))
-        closers = [closer for pr in self.programs.values() for closer in pr.collects]
-        if closers:
-            wrap_forward(module, Collects({closer: self.shared.waiting[closer] for closer in closers}))
+        waiting = [self.shared.waiting[mode, name] for mode, pr in self.programs.items() for name in pr.collects]
+        if waiting:
+            wrap_forward(module, Collects(waiting))
 
     def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
         programs = self.programs.values()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,29 +12,36 @@ from shardplan.core.layout import Layout
 
 
 class Waiting:
-    """The partial sums that wait for one module's."""
+    """The partial sums that wait for one module's.
 
-    def __init__(self) -> None:
-        self.sums: dict[str, Tensor] = {}
+    Args:
+        modules: whose they are. Their names are for messages alone: compiled layers share what does not depend on a name.
+    """
 
-    def put(self, module: str, x: Tensor, dst: Layout, mesh: DeviceMesh) -> Tensor:
-        """Keep a module's partial sum; returns zeros of the shape that the reduced one would have."""
-        self.sums[module] = x
+    def __init__(self, modules: tuple[str, ...]):
+        self.modules = modules
+        self.count = len(modules)
+        self.sums: list[Tensor] = []
+
+    def put(self, x: Tensor, dst: Layout, mesh: DeviceMesh) -> Tensor:
+        """Keep a partial sum; returns zeros of the shape that the reduced one would have."""
+        self.sums.append(x)
         shape = list(x.shape)
         if dst.kind == "V":
             shape[dst.dim] //= mesh.size()
         return x.new_zeros(shape)
 
-    def take(self, modules: Sequence[str], x: Tensor) -> Tensor:
-        """A partial sum with those of the modules added.
+    def take(self, x: Tensor) -> Tensor:
+        """A partial sum with those that wait for it added.
 
         Raises:
-            RuntimeError: one of them did not run before.
+            RuntimeError: not all of them ran before.
         """
-        for module in modules:
-            if module not in self.sums:
-                raise RuntimeError(f"{module} did not run in this forward, but its partial sum is to be reduced here")
-            x = x + self.sums.pop(module)
+        if len(self.sums) != self.count:
+            raise RuntimeError(f"of {', '.join(self.modules)} only {len(self.sums)} ran before their sum is reduced")
+        for other in self.sums:
+            x = x + other
+        self.sums.clear()
         return x
 
 
@@ -43,18 +50,18 @@ class Collects:
     second run where the last tensor is there that backward needs.
 
     Args:
-        waiting: by the module that they wait for.
+        waiting: what may wait in it.
     """
 
-    def __init__(self, waiting: Mapping[str, Waiting]):
-        self.waiting = tuple(waiting.values())
+    def __init__(self, waiting: Sequence[Waiting]):
+        self.waiting = tuple(waiting)
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         try:
             result = forward(*args, **kwargs)
             for one in self.waiting:
                 if one.sums:
-                    raise RuntimeError(f"the partial sums of {', '.join(one.sums)} were not reduced in this forward")
+                    raise RuntimeError(f"partial sums of {', '.join(one.modules)} were not reduced in this forward")
             return result
         finally:
             for one in self.waiting:

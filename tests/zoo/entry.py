@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from shardplan.lower import lower, split_parameters
 from shardplan.lower.collectives import expected_collectives
 from shardplan.models import choose_plan
 from shardplan.parse import builtin_plans, parse_plan
+from shardplan.twin.trace import Trace
 from tests.model_settings import find
 from tests.soundness.judge import Subject, judge, subject
 
@@ -109,7 +111,7 @@ def entry(name: str) -> Entry:
         {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()},
         round(split, 3),
         {part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
-        {word: collectives(resolved) for word, resolved in counted.items()},
+        {word: collectives(resolved, small[SIZES[0]].bench.reference) for word, resolved in counted.items()},
         {word: minimum(resolved, small[SIZES[0]].bench) for word, resolved in counted.items()},
     )
 
@@ -156,7 +158,11 @@ def _verdict(small: Subject, plan: PlanFile, overlay: bool) -> tuple[str, Resolv
     return ("right", said.resolved) if said.right else (f"valid, but wrong: {said.worst}", None)
 
 
-def collectives(resolved: ResolvedPlan) -> Collectives:
-    """What a step of the program runs on the tp axis."""
-    counted = expected_collectives(lower(resolved).modules)
-    return {when: dict(sorted(counts.items())) for when, counts in counted.items()}
+def collectives(resolved: ResolvedPlan, run: Trace) -> Collectives:
+    """What a step of the program runs on the tp axis, each module as often as in the unsharded run."""
+    times = Counter(event.module for event in run.events if event.kind == "enter")
+    total = {"forward": Counter(), "backward": Counter()}
+    for name, module in lower(resolved).modules.items():
+        for when, counts in expected_collectives({name: module}).items():
+            total[when].update({op: n * times[name] for op, n in counts.items()})
+    return {when: {op: n for op, n in sorted(counts.items()) if n} for when, counts in total.items()}

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
+from shardplan.core.layout import I
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import block, element
 from shardplan.layout import Workbench
@@ -31,7 +32,7 @@ Kind = Literal["whole", "split", "sum"]
 # What of a sum makes a sum.
 LINEAR = frozenset(
     """__add__ __radd__ __iadd__ __sub__ add add_ sub view reshape transpose permute contiguous to float type_as clone
-    squeeze unsqueeze flatten unflatten expand chunk split __getitem__ index_select gather dropout index_add_ index_add
+    squeeze unsqueeze flatten unflatten expand expand_as chunk split __getitem__ index_select gather dropout index_add_ index_add
     sum movedim __setitem__ cat type half bfloat16 T.__get__""".split()
 )
 SCALING = frozenset("mul __mul__ __rmul__ div __truediv__ mul_ __imul__".split())  # this too, by a whole factor
@@ -64,15 +65,19 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
 
 
 def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
-    """Module or parameter -> which of its features the plan splits."""
+    """Module or parameter -> which of its features the plan splits: "rows" where that makes a sum of a whole value. Where a
+    result inside a block is gathered at once, what reads it is as if nothing was split."""
     split: dict[str, Features] = {}
+    gathered: set[str] = set()
     for name, assignment in resolved.assignments.items():
         style = STYLES[assignment.rule.style]
-        if style.vocabulary and style.shards_parameters:
+        if (style.vocabulary and style.shards_parameters) or (style.weight.shard == "in" and style.takes == (I,)):
             split[name] = "rows"
+        elif style.weight.shard == "out" and style.hands is not None and element(block(name)):
+            gathered.update((name, f"{name}.weight", f"{name}.bias"))
         elif style.weight.shard is not None:
             split[name] = style.weight.shard
-    return {**dict.fromkeys(split_parameters(resolved), "out"), **split}
+    return {**dict.fromkeys(split_parameters(resolved) - gathered, "out"), **split}
 
 
 def _home(name: str) -> str:
@@ -91,7 +96,7 @@ class Reductions:
     def __init__(self, flow: Flow, split: Mapping[str, Features]):
         self.flow, self.split = flow, split
         self.kinds: dict[int, Kind] = {}
-        self.roots: dict[int, int] = {}  # a sum under another shape -> the sum
+        self.roots: dict[int, int] = {}  # a value -> the sum in it
         self.count = 0
         for event in flow.run.events:
             if event.kind == "op":
@@ -100,7 +105,7 @@ class Reductions:
     @property
     def tables(self) -> int:
         """1 where the first sum is of a table that is split by rows."""
-        return int(any(name in self.split and self.split[name] == "rows" for name in self._ran))
+        return int(any(self.split.get(name) == "rows" and not element(block(name)) for name in self._ran))
 
     @property
     def heads(self) -> int:
@@ -162,6 +167,8 @@ class Reductions:
         fresh = (n for n in event.outputs if n not in event.inputs)
         made = next((self.flow.products[n] for n in fresh if n in self.flow.products), None)
         found = None if made is None else self.split.get(made.name) or self.split.get(f"{made.name}.weight")
+        if found is not None and made.turned:  # stored [in, out]: styles of single parameters mean the last two dims
+            found = {"out": "in", "in": "out"}.get(found, found)
         return found or ("out" if any(name in self.split for name in self._parameters(event)) else None)
 
     def _parameters(self, event: Event) -> Iterator[str]:
@@ -187,10 +194,10 @@ class Reductions:
             self.kinds[number] = kind
 
     def _hand_on(self, event: Event) -> None:
-        source = next(n for n in event.inputs if self._kind(n) == "sum")
-        for number in (n for n in event.outputs if n != source):
-            if len(event.inputs) == 1:
-                self.roots[number] = self.roots.get(source, source)
+        sums = [n for n in event.inputs if self._kind(n) == "sum"]
+        for number in (n for n in event.outputs if n not in sums):
+            if len(sums) == 1:  # whole once the one sum in it is
+                self.roots[number] = self.roots.get(sums[0], sums[0])
             else:
                 self.roots.pop(number, None)
                 self.kinds[number] = "sum"
