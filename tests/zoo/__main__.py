@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -17,19 +18,34 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from .entry import SIZES, Entry, entry  # noqa: E402
+from .entry import SIZES, Collectives, Entry, entry, has  # noqa: E402
+from .init import init_verdicts  # noqa: E402
 
 HEAD = """# Model types
 
 Made by `make zoo` with transformers {version}; do not edit. Every causal language model type, the built-in plan for it,
 and what was proven on a small copy of its default configuration (where that cannot be built, the nearest that can):
 `validate` has no finding, and the loss, the logits and every parameter's gradient on every rank are the unsharded
-model's. "size" says that the default configuration does not allow the size. "In the layers" is the share of the
-parameters inside the layers that is split over tensor-parallel ranks; what stays whole is said in the plan.
+model's. "size" says that the default configuration does not allow the size, "none" that the plan has no
+sequence_parallel section.
+
+- "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
+  ranks; what is whole is named where it is at least a hundredth of them.
+- "collectives": of a step of the small copy at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
+  same split allows (tests/zoo/minimum.py), where there are fewer. Why there are more is said below the table.
+- "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
+  at the first size, and with SP.
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
-parallelism too, {wrong} wrong.
+parallelism too, {wrong} wrong. `init` is right for {init_tp}, with sequence parallelism for {init_sp}, wrong for {init_wrong}.
 
+"""
+
+MORE = """
+More collectives than the minimum: results of fused matrices whose parts are not heads in a row, norms over all heads and
+other code between the matrices that needs all of their result are gathered and split again; in latent attention the
+reduction is behind the small latent matrices, not in front of them, three for the queries, the keys and the rotary part, of
+fewer bytes than one of the hidden size; a block with two norms of the same value (GPT-NeoX) has a door behind each.
 """
 
 
@@ -37,49 +53,104 @@ def page(found: Sequence[Entry]) -> str:
     """The table as Markdown."""
     planned = [e for e in found if e.verdicts]
     columns = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
-    titles = [f"{'TP' if column[0] == 't' else 'TP + SP'} {column[2:]}" for column in columns]
-    lines = [f"| model type | plan | {' | '.join(titles)} | in the layers |", "|---" * (len(columns) + 3) + "|"]
+    titles = [f"{'TP' if column[0] == 't' else 'SP'} {column[2:]}" for column in columns]
+    head = ["model type", "plan", *titles, "split", "collectives", "init"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for e in planned:
-        said = " | ".join(e.verdicts[column].replace("|", "\\|") for column in columns)
-        lines.append(f"| {e.name} | [{e.plan}](../plans/{e.plan}.yaml) | {said} | {e.sharded:.1%} |")
-    lines += ["", "## Without a plan", ""]
+        said = [e.verdicts[column].replace("|", "\\|") for column in columns]
+        cells = [e.name, f"[{e.plan}](../plans/{e.plan}.yaml)", *said, share(e), communication(e), by_init(e)]
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [MORE, "## Without a plan", ""]
     lines += [f"- {e.name}: {' '.join(e.reason.split())[:300]}" for e in found if not e.verdicts]
-    good = [e for e in planned if e.has("tp") and e.sharded > 0]
-    head = HEAD.format(
-        version=transformers.__version__,
-        types=len(found),
-        tp=len(good),
-        sp=sum(e.has("sp") for e in good),
-        wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
+    good = [e for e in planned if e.has("tp") and e.split > 0]
+    return (
+        HEAD.format(
+            version=transformers.__version__,
+            types=len(found),
+            tp=len(good),
+            sp=sum(e.has("sp") for e in good),
+            wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
+            init_tp=sum(has(e.init, "tp") for e in found),
+            init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
+            init_wrong=sum(any(not right(text) for text in e.init.values()) for e in found),
+        )
+        + "\n".join(lines)
+        + "\n"
     )
-    return head + "\n".join(lines) + "\n"
+
+
+def share(e: Entry) -> str:
+    """What is split and what is not."""
+    whole = ", ".join(f"`{part.split('*.', 1)[-1]}` {n:.0%}" for part, n in e.whole.items())
+    return f"{e.split:.1%}" + (f"; whole: {whole}" if whole else "")
+
+
+def communication(e: Entry) -> str:
+    """The collectives of each variant, and the minimum where it is less."""
+    return "; ".join(
+        f"{word.upper()} {total(found)}" + (f" of {total(e.minimum[word])}" if more(e, word) else "")
+        for word, found in e.collectives.items()
+    )
+
+
+def more(e: Entry, word: str) -> bool:
+    """Whether a variant runs more of any operation than the minimum."""
+    return any(
+        n > e.minimum[word][when].get(op, 0) for when, counts in e.collectives[word].items() for op, n in counts.items()
+    )
+
+
+def total(found: Collectives) -> str:
+    return " + ".join(str(sum(counts.values())) for counts in found.values())
+
+
+def by_init(e: Entry) -> str:
+    """The verdict on what `init` writes."""
+    if not all(right(text) for text in e.init.values()):
+        return next(text for text in e.init.values() if not right(text)).replace("|", "\\|")
+    words = [word.upper() for word in ("tp", "sp") if has(e.init, word)]
+    return ", ".join(words) or "none"
 
 
 def right(text: str) -> bool:
     """Whether a verdict is no complaint."""
-    return text in ("right", "none") or text.startswith("size ")
+    return text in ("right", "none") or text.startswith(("size ", "none: "))
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo")
     parser.add_argument("types", nargs="*", help="model types (all)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--init", action="store_true", help="what `shardplan init` writes, not the built-in plans")
     parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
     args = parser.parse_args(argv)
     names = args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    found = []
+    known = read(args.table.with_suffix(".json")) if args.table else {}
+    found = {}
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        for one in pool.imap(entry, names):
-            found.append(one)
-            print(one.name, one.plan, one.verdicts or one.reason, one.sharded, file=sys.stderr, flush=True)
-    text = page(found)
-    if args.table is None:
-        print(text)
-    else:
-        args.table.write_text(text, "utf-8")
-        rows = [json.dumps(e.data) for e in found]
-        args.table.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n", "utf-8")
-    return int(any(not right(text) for e in found for text in e.verdicts.values()))
+        for name, one in zip(names, pool.imap(init_verdicts if args.init else entry, names), strict=True):
+            before = known.get(name, Entry(name))
+            found[name] = replace(before, init=one) if args.init else replace(one, init=before.init)
+            print(name, one if args.init else one.verdicts or one.reason, file=sys.stderr, flush=True)
+            if args.table:
+                write(args.table, {**known, **found})
+    if not args.table:
+        print(page(list(found.values())))
+    said = (one.init if args.init else one.verdicts for one in found.values())
+    return int(any(not right(text) for verdicts in said for text in verdicts.values()))
+
+
+def read(file: Path) -> dict[str, Entry]:
+    """The entries of a table."""
+    return {row["name"]: Entry(**row) for row in json.loads(file.read_text("utf-8"))} if file.exists() else {}
+
+
+def write(file: Path, found: Mapping[str, Entry]) -> None:
+    """The page, and its data beside it."""
+    entries = [found[name] for name in sorted(found)]
+    file.write_text(page(entries), "utf-8")
+    rows = [json.dumps(e.data) for e in entries]
+    file.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardplan.core.diagnostics import PlanError
 from shardplan.parse import parse_plan
 from shardplan.synth.derive import derive
@@ -14,6 +16,7 @@ from .entry import SIZES, judged
 
 def init_verdicts(name: str) -> dict[str, str]:
     """As `Entry.verdicts`, of the plan that `init` writes at tp 2; "none" where it says that it cannot."""
+    torch.set_num_threads(1)
     try:
         found = find(name)
         derived = derive(found, sequence_parallel=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
-from shardplan.core.layout import I
+from shardplan.core.layout import SEQ, I, V
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import block, element
 from shardplan.layout import Workbench
@@ -50,9 +50,10 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
     parts = run.count - run.tables
     groups = len(set(map(_home, run.partial)))
     if resolved.sequence_parallel:
+        gathers = _whole_parts(resolved, bench)
         groups = len({_home(name) for name in run.whole if element(block(name)) or run.is_behind(name)})
-        forward.update(reduce_scatter=run.count, all_gather=parts + 1)
-        backward.update(reduce_scatter=parts + run.heads, all_gather=parts + 1)
+        forward.update(reduce_scatter=run.count, all_gather=parts + 1 + gathers)
+        backward.update(reduce_scatter=parts + run.heads, all_gather=parts + 1 + gathers)
     else:
         forward.update(all_reduce=run.count)
         backward.update(all_reduce=parts + run.heads)
@@ -78,6 +79,14 @@ def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
         elif style.weight.shard is not None:
             split[name] = style.weight.shard
     return {**dict.fromkeys(split_parameters(resolved) - gathered, "out"), **split}
+
+
+def _whole_parts(resolved: ResolvedPlan, bench: Workbench) -> int:
+    """How often parts run that are whole and need the whole sequence: each gathers it, and the gradient behind it."""
+    times = Counter(event.module for event in bench.reference.events if event.kind == "enter")
+    styles = {name: STYLES[assignment.rule.style] for name, assignment in resolved.modules.items()}
+    whole = (name for name, style in styles.items() if style.inside == I and style.hands == V(SEQ))
+    return sum(times[name] for name in whole)
 
 
 def _home(name: str) -> str:
