@@ -277,5 +277,5 @@ class Overlay:
         if head is not None and head["style"] == "colwise_gather_output":
             return {name: {**head, "style": "colwise_seq_gather_output"}}
         if self.tree.modules[name].kind in ("linear", "conv1d"):
-            return {name: COMPLETE}
+            return {name: {**COMPLETE, "optional": True}}  # classes with another head, or none, lack it
         return {name: {"style": "sequence_parallel", "output": "gather"}}

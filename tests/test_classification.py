@@ -1,0 +1,50 @@
+"""Models with a head that classifies sequences, as rewards are modelled: the built-in plan of the type fits them, and the
+head, which reads one position of each sequence, is whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+from shardplan import compile_plan, validate, verify
+from shardplan.core.mesh import MeshSizes
+from tests.model_settings import find
+
+FAST = ("bert", "gpt2", "llama", "qwen3")
+SLOW = (
+    *("bloom", "camembert", "data2vec-text", "deepseek_v3", "electra", "ernie", "falcon", "gemma", "gemma2", "gemma3"),
+    *("gemma3_text", "gpt_neox", "gptj", "mistral", "mixtral", "opt", "phi", "phi3", "qwen2", "qwen3_moe", "rembert"),
+    *("roberta", "roc_bert", "roformer", "xlm-roberta"),
+)
+
+
+def classifier(name: str):
+    """The configuration of the type's classifying class, without dropout."""
+    config = copy.deepcopy(find(name).config)
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[name]]
+    for part in (config, config.get_text_config()):
+        for field, value in vars(part).items():
+            if ("drop" in field and isinstance(value, float)) or field.endswith("_pdrop"):
+                setattr(part, field, 0.0)
+        if getattr(part, "classifier_dropout", 0.0) is None:
+            part.classifier_dropout = 0.0
+    return config
+
+
+@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_the_plan_of_the_type_is_right(name: str) -> None:
+    config = classifier(name)
+    checked = validate(config, "auto", tp=2)
+    assert checked.ok, checked
+    assert "not proven" not in " ".join(d.message for d in checked.diagnostics)
+    proven = verify(config, "auto", tp=2)
+    assert proven.ok, proven
+    assert [one.variant for one in proven.variants] == list(checked.variants)
+
+
+def test_the_head_is_whole() -> None:
+    program = compile_plan(classifier("llama"), MeshSizes(tp=2), "auto", sequence_parallel=True)
+    (weight,) = program.modules["score"].parameters
+    assert (weight.name, weight.dim, weight.gradient) == ("weight", None, "complete")
