@@ -128,8 +128,9 @@ def main(argv: list[str]) -> int:
     known = read(args.table.with_suffix(".json")) if args.table else {}
     found = {}
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        for name, one in zip(names, pool.imap(init_verdicts if args.init else entry, names), strict=True):
-            before = known.get(name, Entry(name))
+        rows = [known.get(name, Entry(name)) for name in names]
+        made = pool.imap(init_verdicts, rows) if args.init else pool.imap(entry, names)
+        for name, before, one in zip(names, rows, made, strict=True):
             found[name] = replace(before, init=one) if args.init else replace(one, init=before.init)
             print(name, one if args.init else one.verdicts or one.reason, file=sys.stderr, flush=True)
             if args.table:
