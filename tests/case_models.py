@@ -90,3 +90,30 @@ def features(seed: int) -> dict[str, torch.Tensor]:
 
 def no_features(seed: int) -> dict[str, torch.Tensor]:
     raise FileNotFoundError("no such dataset")
+
+
+def llama_with(**options: object) -> nn.Module:
+    """A small Llama with an adapter of peft."""
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    config_of = LoraConfig if "target_modules" in options else PromptTuningConfig
+    return get_peft_model(LlamaForCausalLM(config), config_of(**options))
+
+
+def llama_with_dora() -> nn.Module:
+    """DoRA at the matrices of attention."""
+    return llama_with(target_modules=["q_proj", "o_proj"], use_dora=True)
+
+
+def llama_with_lora() -> nn.Module:
+    """LoRA at the matrices of attention."""
+    return llama_with(target_modules=["q_proj", "o_proj"])
+
+
+def llama_with_prompts() -> nn.Module:
+    """Prompt tuning: parameters around the model."""
+    return llama_with(task_type="CAUSAL_LM", num_virtual_tokens=4)

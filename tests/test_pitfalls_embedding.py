@@ -10,7 +10,6 @@ import torch
 from shardplan.models import find_any
 from shardplan.proof.counter import CollectiveCounter
 from shardplan.torchlib import vocabulary
-from shardplan.torchlib.parameters import LocalParameters
 from shardplan.torchlib.regime import PartialEmbedding
 from shardplan.twin import make_twin
 from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, twin
@@ -192,13 +191,20 @@ def test_padding_idx_is_a_row_of_the_whole_table(sp, tp, padding, monkeypatch):
     assert not model.model.embed_tokens.weight.grad[padding].any(), "the unsharded row learns nothing"
     if padding == 3 and not sp:
         # Left to the local table, row 3 of *every* rank would learn nothing, and where tp > 1 other ids meet it.
-        monkeypatch.setattr(LocalParameters, "__call__", _without_exchange(LocalParameters.__call__))
+        monkeypatch.setattr(
+            vocabulary.VocabularyLookup, "__call__", _without_exchange(vocabulary.VocabularyLookup.__call__)
+        )
         assert "model.embed_tokens.weight" in padded.wrong()
 
 
 def _without_exchange(real):
     def call(self, forward, module, args, kwargs):
-        self.exchanged = {}
-        return real(self, forward, module, args, kwargs)
+        padding = module.padding_idx
+
+        def left_to_the_table(ids):
+            module.padding_idx = padding
+            return forward(ids)
+
+        return real(self, left_to_the_table, module, args, kwargs)
 
     return call

@@ -303,6 +303,25 @@ def mixtral_with(gate: ParameterInfo) -> ModuleTree:
     return replace(tree, modules=modules)
 
 
+def llama_with_adapters(*, dora: bool) -> ModuleTree:
+    """Llama-3.1-8B of two layers with LoRA of rank 8 at q_proj and o_proj."""
+    tree = llama_8b(layers=2)
+    modules = dict(tree.modules)
+    for name, module in tree.modules.items():
+        if name.endswith(("q_proj", "o_proj")):
+            (weight,) = module.parameters
+            out, into = weight.shape
+            parameters = [
+                replace(weight, name="base_layer.weight", requires_grad=False),
+                ParameterInfo("lora_A.default.weight", (8, into), adapter="A"),
+                ParameterInfo("lora_B.default.weight", (out, 8), adapter="B"),
+            ]
+            if dora:
+                parameters.append(ParameterInfo("lora_magnitude_vector.default.weight", (out,), adapter="magnitude"))
+            modules[name] = replace(module, parameters=tuple(parameters), layer="base_layer")
+    return replace(tree, modules=modules)
+
+
 TREES: dict[str, Callable[[], ModuleTree]] = {
     "llama-3.1-8b": llama_8b,
     "llama-3.1-405b": llama_405b,
@@ -313,6 +332,8 @@ TREES: dict[str, Callable[[], ModuleTree]] = {
     "gpt2": lambda: gpt2(dropout=0.1),
     "gpt2-no-dropout": gpt2,
     "phi-3-mini-4k": phi3_mini,
+    "my_models:llama_with_lora": lambda: llama_with_adapters(dora=False),
+    "my_models:llama_with_dora": lambda: llama_with_adapters(dora=True),
     "mixtral-scalar-gate": lambda: mixtral_with(ParameterInfo("scale", ())),
     "mixtral-float64-router": lambda: mixtral_with(ParameterInfo("weight", (8, 4096), "float64")),
 }

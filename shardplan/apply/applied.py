@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
+from shardplan.models.adapters import unwrapped
 from shardplan.torchlib.regime import Shared
 
 from .state import keep_optimizer_order, packed_parameters
@@ -84,7 +85,7 @@ class Applied:
         """
         self.check_optimizer(optimizer)
         packed = packed_parameters(self.program) if self.tp > 1 else {}
-        keep_optimizer_order(optimizer, self.model, packed, self.tp)
+        keep_optimizer_order(optimizer, unwrapped(self.model), packed, self.tp)
 
 
 def _counted(counter: Counter[str]) -> str:
@@ -92,14 +93,15 @@ def _counted(counter: Counter[str]) -> str:
 
 
 def remember(record: Applied, model: nn.Module) -> None:
-    """Attach the record to the model, and to the wrapper around it if there is one."""
-    model.__dict__[_KEY] = record
+    """Attach the record to the model, to the model inside it if peft wraps one, and to the wrapper around it if there is
+    one."""
+    unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = record
     record.model.__dict__[_KEY] = record
 
 
 def mark_unusable(model: nn.Module, step: str) -> None:
     """Say that a step failed half-way."""
-    model.__dict__[_KEY] = step
+    unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = step
 
 
 def applied(model: nn.Module) -> Applied:
@@ -118,7 +120,7 @@ def applied(model: nn.Module) -> Applied:
 
 def was_touched(model: nn.Module) -> bool:
     """Whether `apply_plan` has changed the model before, to the end or not."""
-    return _KEY in model.__dict__
+    return _KEY in model.__dict__ or _KEY in unwrapped(model).__dict__
 
 
 @contextmanager

@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import DataParallel
+from shardplan.core.tree import full_name
 from shardplan.lower.program import Program
+from shardplan.models.adapters import unwrapped
 from shardplan.torchlib.failures import module_of
 from shardplan.torchlib.regime import Shared
 
@@ -33,7 +35,8 @@ from .ties import restore_ties, tied_groups
 class Work:
     """What the phases act on."""
 
-    model: nn.Module
+    model: nn.Module  # as the caller has it
+    inner: nn.Module  # the model that the program is for: the same, or what peft wraps
     mesh: PlanMesh
     program: Program
     src_data_rank: int | None
@@ -44,36 +47,36 @@ class Work:
 
 
 def _tensor_parallel(work: Work) -> bool:
-    work.ties = tied_groups(work.model)
+    work.ties = tied_groups(work.inner)
     if work.mesh.sizes.tp == 1:
         return False
-    work.shared = shard(work.model, work.mesh.tp, work.program, src_data_rank=work.src_data_rank)
-    use_sharded_loss(work.model, work.program)
-    refuse_attention_maps(work.model)
+    work.shared = shard(work.inner, work.mesh.tp, work.program, src_data_rank=work.src_data_rank)
+    use_sharded_loss(work.inner, work.program)
+    refuse_attention_maps(work.inner)
     return True
 
 
 def _ties(work: Work) -> bool:
-    restore_ties(work.model, work.ties)
+    restore_ties(work.inner, work.ties)
     return bool(work.ties)
 
 
 def _checkpoints(work: Work) -> bool:
     packed = packed_parameters(work.program) if work.shared is not None else {}
-    keep_original_order(work.model, packed, work.mesh.sizes.tp)
-    load_any_layout(work.model, packed)
+    keep_original_order(work.inner, packed, work.mesh.sizes.tp)
+    load_any_layout(work.inner, packed)
     return bool(packed)
 
 
 def _activation_checkpointing(work: Work) -> bool:
-    checkpoint_modules(work.model, work.program.resolved.ac_modules)
+    checkpoint_modules(work.inner, work.program.resolved.ac_modules)
     return bool(work.program.resolved.ac_modules)
 
 
 def _compile(work: Work) -> bool:
     resolved = work.program.resolved
     if resolved.compile is not None:
-        compile_modules(work.model, resolved.compile_modules, resolved.compile)
+        compile_modules(work.inner, resolved.compile_modules, resolved.compile)
     return resolved.compile is not None
 
 
@@ -85,7 +88,9 @@ def _data_parallel(work: Work) -> bool:
     if mesh is None:
         return False
     wrap = BACKENDS[resolved.data_parallel.backend]
-    work.result = wrap(work.model, mesh, resolved.data_parallel, resolved.dp_units)
+    prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
+    units = [full_name(prefix, unit) for unit in resolved.dp_units]
+    work.result = wrap(work.model, mesh, resolved.data_parallel, units)
     return True
 
 
@@ -129,7 +134,7 @@ def apply_program(
     Raises:
         RuntimeError: a step failed; names it and the module. The model is then marked unusable.
     """
-    work = Work(model, mesh, program, src_data_rank)
+    work = Work(model, unwrapped(model), mesh, program, src_data_rank)
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)

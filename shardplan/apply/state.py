@@ -60,7 +60,7 @@ def keep_original_order(model: nn.Module, packed: Mapping[str, ParameterProgram]
 
 def _save_hook(parameter: ParameterProgram, tp: int) -> Any:
     def save(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
-        key = prefix + parameter.name
+        key = prefix + parameter.name.rpartition(".")[2]
         if key in state_dict:
             state_dict[key] = to_original(state_dict[key], parameter, tp)
 

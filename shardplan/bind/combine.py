@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import ResolvedPlan, Rule
-from shardplan.core.tree import named, parent
+from shardplan.core.tree import named
 from shardplan.styles import STYLES, ParameterStyle
 
 CONTRADICTION = Code(
@@ -40,7 +40,7 @@ def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
     """One finding for each two rules that contradict each other."""
     groups: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, assignment in resolved.parameters.items():
-        around = resolved.modules.get(parent(name))
+        around = resolved.modules.get(resolved.tree.owner(name))
         if around is None or STYLES[around.rule.style].is_door:
             continue
         module_says = STYLES[around.rule.style].parameter(name.rpartition(".")[2])

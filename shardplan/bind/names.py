@@ -7,7 +7,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -104,6 +104,7 @@ class Names:
 
     def __init__(self, tree: ModuleTree):
         self.tree = tree
+        self._known: dict[str, Mapping[str, list[str]]] = {}
 
     def starred(self, modules_only: bool) -> tuple[str, ...]:
         """The names that rules see, list indices as `*`, each once; at most MOST_STARRED of them."""
@@ -111,11 +112,16 @@ class Names:
 
     @cached_property
     def _starred_modules(self) -> tuple[str, ...]:
-        return self._star(name for name in self.tree.modules if name or self.tree.base_prefix)
+        seen = (name for name in self.tree.modules if name not in self.tree.inside)
+        return self._star(name for name in seen if name or self.tree.base_prefix)
 
     @cached_property
     def _starred(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((*self._starred_modules, *self._star(self.tree.parameters))))
+        return tuple(dict.fromkeys((*self._starred_modules, *self._star(self._parameters))))
+
+    @property
+    def _parameters(self) -> Iterator[str]:
+        return (name for name, (_, parameter) in self.tree.parameters.items() if parameter.adapter is None)
 
     def _star(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(islice(dict.fromkeys(starred(self.tree.address(name)) for name in names), MOST_STARRED))
@@ -134,21 +140,30 @@ class Names:
             name, place = pending.pop()
             base = f"{name}." if name else ""
             for parameter in self.tree.modules[name].parameters:
-                found = walk.step(place, parameter.name)
+                found = walk.step(place, parameter.short) if parameter.adapter is None else None
                 if found and found.final:
                     parameters.append(base + parameter.name)
             following = []
-            for child in self._children(name, base, place):
-                after = walk.step(place, child[len(base) :])
+            for segment, child in self._children(name, place):
+                after = walk.step(place, segment)
                 if after is not None:
                     following.append((child, after))
             pending += reversed([(child, after) for child, after in following if after.literals != ()])
             modules += [child for child, after in following if after.final]
         return Reached(tuple(modules), tuple(parameters))
 
-    def _children(self, name: str, base: str, place: _Place) -> Sequence[str]:
-        """The children that may lead on."""
-        children = self.tree.children[name]
+    def _children(self, name: str, place: _Place) -> Sequence[tuple[str, str]]:
+        """The children that may lead on: the last part of the name that rules see, and the real name."""
+        children = self.tree.seen(name)
         if place.literals is None or len(place.literals) >= len(children):
             return children
-        return [base + text for text in place.literals if base + text in self.tree.modules]
+        named = self._by_segment(name)
+        return [(text, child) for text in place.literals for child in named.get(text, ())]
+
+    def _by_segment(self, name: str) -> Mapping[str, list[str]]:
+        if name not in self._known:
+            named: dict[str, list[str]] = {}
+            for segment, child in self.tree.seen(name):
+                named.setdefault(segment, []).append(child)
+            self._known[name] = named
+        return self._known[name]

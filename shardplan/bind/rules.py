@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
 from shardplan.core.plan import Assignment, PlanFile, Rule, Section
-from shardplan.core.tree import ModuleTree, full_name, named, parent
+from shardplan.core.tree import ModuleTree, full_name, named
 from shardplan.styles import NONE
 
 from .dead import dead
@@ -122,7 +122,7 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
 
 def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[str]:
     """The names as they stand in the tree, parameters behind their modules."""
-    owners = {parent(name) for name, assignment in assignments.items() if assignment.is_parameter}
+    owners = {tree.owner(name) for name, assignment in assignments.items() if assignment.is_parameter}
     for module in tree.modules.values():
         if module.name in assignments:
             yield module.name

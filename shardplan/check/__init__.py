@@ -8,6 +8,7 @@ from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.plan import ResolvedPlan
 
 from . import (
+    adapters,
     backend,
     checkpointing,
     declared,
@@ -35,6 +36,7 @@ _RULES = (
     doors,
     dropout,
     fsdp,
+    adapters,
     backend,
     checkpointing,
     mesh,

@@ -100,7 +100,7 @@ class Facts:
     def _claims(self) -> Iterator[tuple[str, ModuleInfo, ParameterInfo, Assignment]]:
         tree, misfits = self.resolved.tree, self.misfits
         own = {n: a for n, a in self.resolved.parameters.items() if n not in misfits}
-        owners = {parent(name) for name in own}
+        owners = {tree.owner(name) for name in own}
         for module in tree.modules.values():
             above = self.resolved.modules.get(module.name)
             if above is not None and (module.name in misfits or self.style(above).is_door):
@@ -108,6 +108,8 @@ class Facts:
             if above is None and module.name not in owners:
                 continue
             for parameter in module.parameters:
+                if parameter.adapter is not None:  # held as its layer is: check/adapters.py
+                    continue
                 name = full_name(module.name, parameter.name)
                 assignment = own.get(name, above)
                 if assignment is not None:
@@ -120,7 +122,7 @@ class Facts:
         names, modules, parameters, assignments = zip(*members, strict=True)
         module, parameter, assignment = modules[0], parameters[0], assignments[0]
         style = self.style(assignment)
-        how = style.weight if assignment.is_parameter else style.parameter(parameter.name)
+        how = style.weight if assignment.is_parameter else style.parameter(parameter.short)
         return Held(
             names=names,
             assigned=tuple(a.name for a in assignments),
@@ -184,7 +186,7 @@ class Facts:
     @cached_property
     def _claimed(self) -> frozenset[str]:
         owners = (name for name, a in self.resolved.modules.items() if not self.style(a).is_door)
-        return frozenset(owners) | {parent(name) for name in self.resolved.parameters}
+        return frozenset(owners) | {self.resolved.tree.owner(name) for name in self.resolved.parameters}
 
     @cached_property
     def whole(self) -> frozenset[str]:
@@ -205,5 +207,5 @@ def _dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> i
     """The dim that is split; None for a whole copy, and where the parameter has no such dim."""
     if how.shard is None or not parameter.shape:
         return None
-    dim = feature_dim(module.kind, parameter.name, how.shard, len(parameter.shape))
+    dim = feature_dim(module.kind, parameter.short, how.shard, len(parameter.shape))
     return dim if dim is not None and dim < len(parameter.shape) else None

@@ -73,7 +73,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for held in facts.splits:
         if stays_split(held):
             for name in held.names:
-                owner = parent(name)
+                owner = tree.owner(name)
                 own[owner][name] = held.rule
                 if held.module.kind in MATMUL:
                     split[parent(owner)].setdefault(owner, held.rule)
@@ -107,7 +107,7 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     read what a sibling splits.
     """
     modules = facts.resolved.tree.modules
-    weights = {name: facts.held.get(f"{name}.weight") for name in siblings}
+    weights = {name: facts.held.get(_weight(modules[name])) for name in siblings}
     split = [_widths(modules[name]) for name, held in weights.items() if held is not None and held.how.shard == "out"]
     own = _widths(module)
     if own is None:
@@ -115,6 +115,11 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     out, into = own
     read = [widths for widths in split if widths is not None]
     return any(i == out and i != into for _, i in read) and all(o != into for o, _ in read)
+
+
+def _weight(module: ModuleInfo) -> str | None:
+    weight = module.parameter("weight")
+    return full_name(module.name, weight.name) if weight is not None else None
 
 
 def _widths(module: ModuleInfo) -> tuple[int, int] | None:
@@ -129,7 +134,7 @@ def _widths(module: ModuleInfo) -> tuple[int, int] | None:
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
     for parameter in module.parameters:
         name = full_name(module.name, parameter.name)
-        if name not in facts.held and module.name not in facts.whole:
+        if parameter.adapter is None and name not in facts.held and module.name not in facts.whole:
             yield name
 
 

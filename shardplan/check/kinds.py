@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import ModuleKind, named, parent
+from shardplan.core.tree import ModuleKind, named
 from shardplan.styles import STYLES
 
 from .facts import Facts
@@ -130,7 +130,7 @@ def _parameter(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> D
         severity=Severity.ERROR,
         message=f"`{rule.style}` is for modules, but `{rule.pattern}` names a parameter, {named(names)}",
         primary=Label(rule.location, "names a parameter"),
-        help=f"name the module: `{named(parent(name) for name in names)}: {rule.style}`",
+        help=f"name the module: `{named(map(facts.resolved.tree.owner, names))}: {rule.style}`",
         modules=names,
     )
 

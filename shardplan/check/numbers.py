@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from shardplan.core.expressions import EvaluationError, Expression, evaluate, parse_expression
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import parent
 
 if TYPE_CHECKING:
     from .facts import Held
@@ -52,7 +51,7 @@ def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int 
     values.
     """
     tree = resolved.tree
-    owner = tree.modules[parent(assignment.name) if assignment.is_parameter else assignment.name]
+    owner = tree.modules[tree.owner(assignment.name) if assignment.is_parameter else assignment.name]
     if path.startswith(CONFIG):
         name = path.removeprefix(CONFIG)
         if owner.config is not None:

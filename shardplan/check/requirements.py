@@ -64,7 +64,7 @@ def requirements(facts: Facts) -> Iterator[Requirement]:
     most_heads: dict[str, int] = defaultdict(int)
     for held, _, heads in heads_of:
         for name in held.names if heads is not None else ():
-            around = parent(parent(name))
+            around = parent(facts.resolved.tree.owner(name))
             most_heads[around] = max(most_heads[around], heads)
     for held, piece, heads in heads_of:
         from_output = held.how.shard == "out"

@@ -13,7 +13,7 @@ class ParameterProgram:
     """How one parameter is stored and read.
 
     Args:
-        name: short name in its module.
+        name: its name in its module, dotted where it is a part of an adapted layer (`lora_A.default.weight`).
         dim: the dim (from 0) that is split over tp, or None for a whole copy.
         gradient: how the gradient of the local tensor arrives: "shard", "complete" or "partial" (core/layout.py); "divided"
             is complete, and the module's forward reads 1/tp of the value.
@@ -81,6 +81,7 @@ class ModuleProgram:
         tail: how many trailing output features alone pass a move I -> R.
         outside: positions in the output that are read outside (R -> I).
         divide: attributes of the instance to divide by tp; `config.x` divides what this instance's config says.
+        layer: the path to the layer itself inside this module, where adapters wrap it.
         group: parameters (module name relative to this one, parameter name) below this module, itself included, whose
             partial gradients are summed by one all-reduce.
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
@@ -101,5 +102,6 @@ class ModuleProgram:
     tail: int = 0
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
+    layer: str = ""
     group: tuple[tuple[str, str], ...] = ()
     also_reads: tuple[tuple[str, ParameterProgram], ...] = ()

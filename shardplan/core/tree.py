@@ -14,15 +14,36 @@ from typing import Literal
 #   other      everything else (blocks, attention, activation functions, packed experts, ...)
 ModuleKind = Literal["linear", "conv1d", "embedding", "norm", "dropout", "list", "other"]
 
+# What a parameter of an adapter (LoRA, arXiv 2106.09685) is to the layer that it adapts: y = W x + B A x.
+#   A            nn.Linear.weight [r, in]             B                nn.Linear.weight [out, r], or its bias [out]
+#   embedding_A  [r, rows]                            embedding_B      [features, r]
+#   magnitude    [out], of DoRA (arXiv 2402.09353)    parameter        of an adapter that exchanges one parameter
+#   other        anything else
+AdapterPart = Literal["A", "B", "embedding_A", "embedding_B", "magnitude", "parameter", "other"]
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
-    """A parameter as its module owns it: short name, shape, dtype (`"float32"`)."""
+    """A parameter as its module owns it.
+
+    Args:
+        name: its name in the module; dotted where the module is an adapted layer (`base_layer.weight`,
+            `lora_A.default.weight`).
+        shape, dtype: `"float32"`.
+        requires_grad: whether it is trained.
+        adapter: what it is to the adapted layer; None for a parameter of the layer itself.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     requires_grad: bool = True
+    adapter: AdapterPart | None = None
+
+    @property
+    def short(self) -> str:
+        """The name without the path: what plans and styles call it."""
+        return self.name.rpartition(".")[2]
 
     @property
     def numel(self) -> int:
@@ -40,9 +61,11 @@ class ModuleInfo:
         name: dotted name in the model; "" is the root.
         class_name: `LlamaAttention`.
         kind: see `ModuleKind`.
-        parameters: those that it owns itself.
+        parameters: those that it owns itself; of a layer that adapters wrap, also the adapters'.
         numbers: int, float and bool attributes of the instance (`num_heads`, `padding_idx`, `p`, `attention_dropout`).
         config: the numbers of the configuration that it holds as `self.config`, empty without one; None: not known.
+        layer: the path to the layer itself inside this module, where adapters wrap it (`base_layer`). The module then
+            stands for that layer: it has its kind, its numbers and its parameters.
     """
 
     name: str
@@ -51,9 +74,12 @@ class ModuleInfo:
     parameters: tuple[ParameterInfo, ...] = ()
     numbers: Mapping[str, int | float] = field(default_factory=dict)
     config: Mapping[str, int | float] | None = None
+    layer: str = ""
 
     def parameter(self, name: str) -> ParameterInfo | None:
-        return next((p for p in self.parameters if p.name == name), None)
+        """The module's own parameter of that short name; an adapter's by its whole name."""
+        own = (p for p in self.parameters if p.adapter is None and p.short == name)
+        return next(own, next((p for p in self.parameters if p.name == name), None))
 
 
 def full_name(module: str, parameter: str) -> str:
@@ -65,6 +91,9 @@ def full_name(module: str, parameter: str) -> str:
 class ModuleTree:
     """The modules of a model in the order of `named_modules()`.
 
+    A layer that adapters wrap is one module, under the name that it has without them; what the wrapper is made of is in
+    `inside`, and owns nothing.
+
     Args:
         class_names: the model's class and its bases, nearest first, up to torch's own.
         model_type: `config.model_type`, or None without a config.
@@ -75,6 +104,9 @@ class ModuleTree:
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
         base_prefix: what to put before a module's name to get the name it has in the model with a head: "model" for a
             LlamaModel on its own, "" otherwise. Rules are matched against the prefixed names (`address`).
+        inside: the modules that adapted layers are made of: no rule sees them.
+        copies: module -> whole copies of it that stand inside it, each of which may run in its place (the frozen original
+            of an output head, and the one that is trained). Rules for the module are rules for its copies.
         trains: whether dropout acts as configured: the module is in training mode (always, when built from a
             configuration).
     """
@@ -85,11 +117,57 @@ class ModuleTree:
     numbers: Mapping[str, int | float] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     base_prefix: str = ""
+    inside: frozenset[str] = frozenset()
+    copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     trains: bool = True
 
     def address(self, name: str) -> str:
         """The name that rules see for a module or parameter."""
+        if self._adapted:
+            name = self._unwrapped(name)
         return f"{self.base_prefix}.{name}" if self.base_prefix and name else (self.base_prefix or name)
+
+    def _unwrapped(self, name: str) -> str:
+        """The name as it is without adapters: copies are their original, parameters their layer's."""
+        owner = name
+        if name in self.parameters:
+            module, parameter = self.parameters[name]
+            owner, name = (
+                module.name,
+                full_name(module.name, parameter.short if parameter.adapter is None else parameter.name),
+            )
+        for outer in (owner, *ancestors(owner)):
+            if outer in self._originals:
+                return self._originals[outer] + name[len(outer) :]
+        return name
+
+    @cached_property
+    def _adapted(self) -> bool:
+        return bool(self.inside or self.copies)
+
+    @cached_property
+    def _originals(self) -> Mapping[str, str]:
+        return {copy: name for name, copies in self.copies.items() for copy in copies}
+
+    def owner(self, parameter: str) -> str:
+        """The module that owns a parameter, by its full name."""
+        return self.parameters[parameter][0].name
+
+    def seen(self, name: str) -> tuple[tuple[str, str], ...]:
+        """The children of a module as rules see them: (last part of the name, the child's real name)."""
+        return self._seen[name]
+
+    @cached_property
+    def _seen(self) -> Mapping[str, tuple[tuple[str, str], ...]]:
+        return {
+            name: tuple(
+                (child.rpartition(".")[2], real)
+                for child in children
+                for real in self.copies.get(child, (child,))
+                if real not in self.inside
+            )
+            for name, children in self.children.items()
+        }
 
     def pattern(self, name: str) -> str:
         """The name with its list indices starred, those of a Sequential kept that holds different things: a plan's words for

@@ -35,7 +35,7 @@ class Boundary:
         hands: what is handed on; None: what the forward returned.
         open_gradient: whether `hands` may be R or I, as its readers have it.
         vocabulary: rows of the whole table, where they are looked up by id.
-        tail, outside, divide: as in `core.program.ModuleProgram`.
+        tail, outside, divide, layer: as in `core.program.ModuleProgram`.
         scope: the module inside whose forward `hands` holds: outside it the output is completed (I).
         declared: the output is a declared split of the logits, handed on as if whole.
     """
@@ -53,6 +53,7 @@ class Boundary:
     tail: int = 0
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
+    layer: str = ""
     scope: str | None = None
     declared: bool = False
 
@@ -76,10 +77,12 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
     assignment = plan.modules.get(module.name)
     parameters = lower_parameters(plan, module)
     if assignment is None:
-        return Boundary(module.name, None, parameters)
+        return Boundary(module.name, None, parameters, layer=module.layer)
     rule, style = assignment.rule, STYLES[assignment.rule.style]
     if _does_nothing(style, rule, module):
-        return Boundary(module.name, assignment, parameters, outside=rule.read_outside, divide=rule.divide)
+        return Boundary(
+            module.name, assignment, parameters, outside=rule.read_outside, divide=rule.divide, layer=module.layer
+        )
     inside, computes, hands = style.inside, style.computes, style.hands
     if inside == R and rule.grad == "complete" and style.is_door:
         inside = I
@@ -108,6 +111,7 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
+        layer=module.layer,
         scope=scope if style.partial_until_door else None,
         declared=style.dtensor_output,
     )

@@ -9,10 +9,15 @@ from shardplan.twin.trace import Event, Trace
 
 
 class Origins:
-    """Looks back along one run."""
+    """Looks back along one run.
 
-    def __init__(self, run: Trace):
-        self.run = run
+    Args:
+        run: of a rank.
+        owners: the module of each parameter, by full name.
+    """
+
+    def __init__(self, run: Trace, owners: Mapping[str, str]):
+        self.run, self.owners = run, owners
 
     @cached_property
     def _producers(self) -> Mapping[int, Event]:
@@ -40,7 +45,7 @@ class Origins:
         seen, queue = {number}, [number]
         for current in queue:
             if current in self.run.parameters:
-                found[self.run.parameters[current].rpartition(".")[0]] = None
+                found[self.owners[self.run.parameters[current]]] = None
                 continue
             event = self._producers.get(current)
             if event is None:

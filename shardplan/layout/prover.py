@@ -114,6 +114,7 @@ class Prover:
 
     def _parameters(self) -> None:
         held = {full_name(b.name, p.name): p for b in self.plan.values() for p in b.parameters}
+        owners = {full_name(b.name, p.name): b.name for b in self.plan.values() for p in b.parameters}
         for number, name in self.run.parameters.items():
             parameter = held[name]
             if parameter.dim is not None:
@@ -121,7 +122,7 @@ class Prover:
                 self.types[number] = Type("V", Spread("split", parameter.dim, order))
             else:
                 self.types[number] = HELD[parameter.gradient]
-            self.maker[number] = name.rpartition(".")[0]
+            self.maker[number] = owners[name]
 
     def _packed(self, parts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         order = packed_order(parts, len(self.runs)).view(len(self.runs), -1)
@@ -170,7 +171,7 @@ class Prover:
         """Whether a parameter is a local tensor while a module's code runs: in its owner's, in that of the block which
         sums its partial gradient, and in that of the module around it which reads it, if it is not in a unit of its
         own."""
-        owner = self.run.parameters[number].rpartition(".")[0]
+        owner = self.maker[number]
         running = (reader, *ancestors(reader)) if reader else ("",)
         if owner in running:
             return True
@@ -320,7 +321,7 @@ class Prover:
 
     def _read_order(self, boundary: Boundary) -> tuple[tuple[int, ...], ...] | None:
         """The order in which the split input features of a module's weight lie on the ranks."""
-        parts = next((p.parts for p in boundary.parameters if p.name == "weight"), ())
+        parts = next((p.parts for p in boundary.parameters if p.name.rpartition(".")[2] == "weight"), ())
         return self._packed(parts) if parts else None
 
     def _leave(self, event: Event) -> None:

@@ -16,6 +16,7 @@ from shardplan.core.layout import I, Layout, P
 from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.attributes import divide_attributes
 from shardplan.torchlib.packing import pack
+from shardplan.torchlib.parameters import owner_of
 from shardplan.twin.recorder import Recorder, argument_names
 from shardplan.twin.trace import Place, Trace
 
@@ -147,17 +148,19 @@ def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank:
     for boundary in plan.values():
         module = local.get_submodule(boundary.name)
         for parameter in boundary.parameters:
-            old = module._parameters[parameter.name]
+            owner, leaf = owner_of(module, parameter.name)
+            old = owner._parameters[leaf]
             if old is None:
                 continue
             if parameter.withheld:
-                module._parameters[parameter.name] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
+                owner._parameters[leaf] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
                 continue
             data = local_part(old.detach(), parameter, ranks, rank)
-            module._parameters[parameter.name] = nn.Parameter(data, requires_grad=old.requires_grad)
-        divide_attributes(module, boundary.divide, ranks)
+            owner._parameters[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
+        layer = module.get_submodule(boundary.layer)  # "" is the module itself
+        divide_attributes(layer, boundary.divide, ranks)
         if boundary.vocabulary is not None:
-            _look_up_own_rows(module, boundary.vocabulary, ranks, rank)
+            _look_up_own_rows(layer, boundary.vocabulary, ranks, rank)
     return local
 
 

@@ -159,7 +159,7 @@ def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
     tree = plan.tree
     found: dict[str, None] = {}
     if finding.subject in tree.parameters:
-        owner = finding.subject.rpartition(".")[0]
+        owner = tree.owner(finding.subject)
         whole = finding.subject in plan.assignments or tree.modules[owner].kind == "other"
         found[finding.subject if whole else owner] = None
         found[owner] = None
@@ -185,6 +185,8 @@ def _single_parameters(plan: ResolvedPlan, name: str) -> Iterator[str]:
     names = {p.name: full_name(name, p.name) for p in module.parameters}
     single = any(full in plan.assignments for full in names.values())
     for parameter in module.parameters:
+        if parameter.adapter is not None:
+            continue
         if single or (module.kind == "other" and len(parameter.shape) > 1):
             yield names[parameter.name]
 

@@ -20,7 +20,8 @@ from .prover import Proof, Prover
 from .ranks import run_rank
 from .spreads import Spreads
 
-ATOMS = ("linear", "conv1d", "embedding")  # one multiplication or look-up; what they do inside is one operation
+# One multiplication or look-up: what they do inside, with their adapters, is one operation.
+ATOMS = ("linear", "conv1d", "embedding")
 
 
 class Workbench:
@@ -34,7 +35,8 @@ class Workbench:
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
         self.model, self.inputs, self.tree = model, inputs, tree
-        self.atoms = frozenset(name for name, module in tree.modules.items() if module.kind in ATOMS)
+        kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
+        self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS)
         # A copy: some models keep states of a run on their modules.
         self.reference = record(copy.deepcopy(model), inputs, self.atoms)
         self.elsewhere = read_elsewhere(self.reference)
@@ -50,7 +52,8 @@ def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
     runs = [
         run_rank(bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks, rank) for rank in range(ranks)
     ]
-    spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0])
+    owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
+    spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
     open_ones = [name for name, boundary in bound.items() if boundary.open_gradient]
     best: Proof | None = None
     for layout in (R, I) if open_ones else (R,):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, OutputMove, ParameterProgram
-from shardplan.core.tree import ModuleInfo, ancestors, block, full_name, parent
+from shardplan.core.tree import ModuleInfo, ancestors, block, full_name
 from shardplan.styles import STYLES, Style, feature_dim
 from shardplan.styles.links import Link, links
 from shardplan.styles.stored import lower_parameters
@@ -63,7 +63,7 @@ def _lower_module(
 ) -> ModuleProgram:
     parameters = lower_parameters(plan, module)
     if assignment is None:
-        return ModuleProgram(module.name, parameters=parameters, link=link)
+        return ModuleProgram(module.name, parameters=parameters, link=link, layer=module.layer)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     width = _output_width(module)
     return ModuleProgram(
@@ -78,6 +78,7 @@ def _lower_module(
         tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
+        layer=module.layer,
     )
 
 
@@ -88,12 +89,14 @@ def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, Para
     if module.name in plan.elsewhere:
         names = plan.elsewhere[module.name]
     elif module.parameters and plan.modules.get(module.name) is None and not _named_below(plan, prefix):
-        names = tuple(name for name in tree.parameters if name.startswith(prefix) and parent(name) != module.name)
+        names = tuple(name for name in tree.parameters if name.startswith(prefix))
     else:
         names = ()
     found = []
     for name in names:
         owner, _ = tree.parameters[name]
+        if owner is module:
+            continue
         program = next(p for p in lower_parameters(plan, owner) if full_name(owner.name, p.name) == name)
         found.append((owner.name.removeprefix(prefix), program))
     return tuple(found)
@@ -147,9 +150,10 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
     units = set(plan.dp_units)
     groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, program in programs.items():
+        trained = {p.name for p in plan.tree.modules[name].parameters if p.requires_grad}
         home = next((m for m in (name, *ancestors(name)) if m in units or m == block(name)), name)
         for parameter in program.parameters:
-            if parameter.gradient == "partial":
+            if parameter.gradient == "partial" and parameter.name in trained:
                 groups[home].append((name[len(home) :].lstrip(".") if home else name, parameter.name))
     for home, members in groups.items():
         base = programs.get(home) or ModuleProgram(home)

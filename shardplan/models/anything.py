@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from .adapters import unwrapped
 from .codes import NO_OWN_INPUTS
 from .findings import refuse
 from .found import FoundModel, Inputs, find_model, found_from_config
@@ -59,7 +60,8 @@ def _found(model: Any, settings: Mapping[str, Any], trust_remote_code: bool) -> 
 
 
 def _found_module(model: nn.Module) -> FoundModel:
-    """A module as a found model, which builds copies of it."""
+    """A module as a found model, which builds copies of it; where peft wraps it, the model inside."""
+    model = unwrapped(model)
     config = getattr(model, "config", None)
     return FoundModel(
         name=type(model).__name__,

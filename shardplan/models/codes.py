@@ -121,6 +121,14 @@ NO_OWN_INPUTS = Code(
     bad="$ shardplan validate llama llama --inputs my_models:batch",
     good="$ shardplan validate my_models:vision_tower my-plan.yaml --inputs my_models:batch",
 )
+OUTSIDE_ADAPTER = Code(
+    "SP516",
+    "an adapter that is not at the model's layers",
+    "Adapters of peft that are injected into layers (LoRA) are split as these layers are. Others stand around the model "
+    "(prompt tuning, prefix tuning) and change its inputs with parameters of their own: no rule of a plan is about them.",
+    bad="apply_plan(get_peft_model(model, PromptTuningConfig(...)), mesh, 'auto')",
+    good="apply_plan(get_peft_model(model, LoraConfig(...)), mesh, 'auto')",
+)
 
 CODES = (
     NO_PATH,
@@ -138,4 +146,5 @@ CODES = (
     UNKNOWN_CLASS,
     NO_HF_PLAN,
     NO_OWN_INPUTS,
+    OUTSIDE_ADAPTER,
 )

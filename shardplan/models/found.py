@@ -15,6 +15,7 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextT
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.tree import ModuleTree
 
+from .adapters import unwrapped
 from .classes import model_class
 from .codes import CANNOT_BUILD, UNKNOWN_SETTING
 from .configs import config_of_file, config_of_type
@@ -140,7 +141,7 @@ def _from_callable(word: str) -> FoundModel:
     function = find_callable(word)
 
     def build(device: str, dtype: torch.dtype) -> nn.Module:
-        return call(function, word, device)
+        return unwrapped(call(function, word, device))
 
     model = build("meta", torch.float32)
     config = getattr(model, "config", None)

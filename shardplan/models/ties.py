@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
+from itertools import product
 
 from torch import nn
 
 
-def tied_groups(module: nn.Module, names: Collection[str]) -> tuple[tuple[str, ...], ...]:
+def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
     """Groups of parameter names that are one Parameter, or will be by the model's own declaration.
 
     The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta
@@ -16,8 +17,12 @@ def tied_groups(module: nn.Module, names: Collection[str]) -> tuple[tuple[str, .
 
     Args:
         module: the model.
-        names: the full names to group, in order; each group and the groups keep it.
+        names: the full names to group, in order; each group and the groups keep it. To each the name that it has without
+            adapters, which is what the declaration speaks of.
     """
+    actual: dict[str, list[str]] = {}
+    for name, declared in names.items():
+        actual.setdefault(declared, []).append(name)
     parameters = {name: p for name, p in module.named_parameters(remove_duplicate=False) if name in names}
     leader: dict[str, str] = {name: name for name in parameters}
 
@@ -29,7 +34,10 @@ def tied_groups(module: nn.Module, names: Collection[str]) -> tuple[tuple[str, .
     by_identity: dict[int, str] = {}
     for name, parameter in parameters.items():
         leader[name] = by_identity.setdefault(id(parameter), name)
-    for target, source in _declared(module):
+    declared_pairs = (
+        pair for target, source in _declared(module) for pair in product(actual.get(target, ()), actual.get(source, ()))
+    )
+    for target, source in declared_pairs:
         if target in parameters and source in parameters:
             unbuilt = parameters[target].is_meta and parameters[source].is_meta
             if unbuilt and parameters[target].shape == parameters[source].shape:

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, full_name
+from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, ancestors, full_name
 
+from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
 from .numbers import Number, config_numbers, module_numbers, own_numbers
 from .ties import tied_groups
 
@@ -30,25 +31,43 @@ def tree_of(module: nn.Module) -> ModuleTree:
 
     A module object that stands at several places appears under the first of its names, as in
     `named_modules()`; a Parameter that stands at several places appears at each, and those names are one
-    group of `tied`.
+    group of `tied`. Where peft wraps the model, the picture is of the model inside.
+
+    Raises:
+        PlanError: SP516: the wrapper has parameters of its own.
     """
+    module = unwrapped(module)
+    wrappers = dict(adapters_in(module))
+    inside = frozenset(
+        name for name, _ in module.named_modules() if any(above in wrappers for above in ancestors(name))
+    )
     known: dict[int, Mapping[str, Number]] = {}  # of each configuration, which most modules share
     modules: dict[str, ModuleInfo] = {}
     for name, child in module.named_modules():
         own = getattr(child, "config", None)
         if id(own) not in known:
             known[id(own)] = own_numbers(own)
-        modules[name] = _info(name, child, known[id(own)])
+        modules[name] = _info(name, child, known[id(own)], wrapper=name in wrappers, inside=name in inside)
+    copies = {
+        name: tuple(full_name(name, copy) for copy in copies)
+        for name, child in module.named_modules()
+        if (copies := copies_of(child))
+    }
     names = dict.fromkeys(full_name(name, p.name) for name, info in modules.items() for p in info.parameters)
     config = getattr(module, "config", None)
     model_type = getattr(config, "model_type", None)
+    plain = ModuleTree((), None, modules, inside=inside, copies=copies)
+    later = tuple(full_name(copy, "") for own in copies.values() for copy in own[1:])  # never tied by declaration
+    declared = {name: name if name.startswith(later) else plain.address(name) for name in names}
     return ModuleTree(
         class_names=class_names(type(module)),
         model_type=model_type if isinstance(model_type, str) and model_type else None,
         modules=modules,
         numbers=config_numbers(config),
-        tied=tied_groups(module, names),
+        tied=tied_groups(module, declared),
         base_prefix=base_prefix(module),
+        inside=inside,
+        copies=copies,
         trains=module.training,
     )
 
@@ -85,15 +104,25 @@ def base_prefix(module: nn.Module) -> str:
     return "" if get_head is not None and get_head() is not None else prefix
 
 
-def _info(name: str, module: nn.Module, config: Mapping[str, Number]) -> ModuleInfo:
+def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper: bool, inside: bool) -> ModuleInfo:
+    path, layer = layer_of(module) if wrapper else ("", module)
+    kind = kind_of(layer)
+    parameters = () if inside else module.named_parameters(recurse=wrapper, remove_duplicate=False)
     return ModuleInfo(
         name=name,
-        class_name=type(module).__name__,
-        kind=kind_of(module),
+        class_name=type(layer).__name__,
+        kind=kind,
         parameters=tuple(
-            ParameterInfo(short, tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad)
-            for short, p in module.named_parameters(recurse=False, remove_duplicate=False)
+            ParameterInfo(
+                own,
+                tuple(p.shape),
+                str(p.dtype).removeprefix("torch."),
+                p.requires_grad,
+                part_of(own, module, kind, p, layer) if wrapper and not own.startswith(f"{path}.") else None,
+            )
+            for own, p in parameters
         ),
-        numbers=module_numbers(module),
+        numbers=module_numbers(layer),
         config=config,
+        layer=path,
     )

@@ -148,7 +148,7 @@ def _held(how: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mappin
 
 def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
     """The rule of a module, and those of its single parameters."""
-    inside = [a for parameter, a in resolved.parameters.items() if parameter.rpartition(".")[0] == name]
+    inside = [a for parameter, a in resolved.parameters.items() if resolved.tree.owner(parameter) == name]
     own = resolved.modules.get(name)
     return [assignment.rule for assignment in ([own] if own else []) + inside]
 

@@ -8,6 +8,7 @@ from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
 
 from . import STYLES, ParameterStyle, feature_dim
+from .adapters import adapter_dim, adapter_style
 from .record import WHOLE
 
 
@@ -20,7 +21,8 @@ def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
 
 
 def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
-    """A program for every parameter that the module owns; what no rule names is whole with a complete gradient."""
+    """A program for every parameter that the module owns; what no rule names is whole with a complete gradient, and an
+    adapter is held as its layer is."""
     return tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
 
 
@@ -30,9 +32,19 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
     if assignment is None or (own is None and STYLES[assignment.rule.style].is_door):
         return _program(plan, module, parameter, WHOLE, None, withheld=False)
     style = STYLES[assignment.rule.style]
-    held = style.weight if own is not None else style.parameter(parameter.name)
-    withheld = own is None and style.bias_after and parameter.name == "bias"
+    if parameter.adapter is not None:
+        return _lower_adapter(plan, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
+    held = style.weight if own is not None else style.parameter(parameter.short)
+    withheld = own is None and style.bias_after and parameter.short == "bias"
     return _program(plan, module, parameter, held, assignment.rule, withheld=withheld)
+
+
+def _lower_adapter(plan: ResolvedPlan, parameter: ParameterInfo, held: ParameterStyle, rule: Rule) -> ParameterProgram:
+    if held.shard is None:
+        return ParameterProgram(parameter.name, None, held.gradient)
+    dim = adapter_dim(parameter, held.shard)
+    parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
+    return ParameterProgram(parameter.name, dim, "shard", parts)
 
 
 def _program(
@@ -46,7 +58,7 @@ def _program(
 ) -> ParameterProgram:
     dim = None
     if held.shard is not None:
-        dim = feature_dim(module.kind, parameter.name, held.shard, len(parameter.shape))
+        dim = feature_dim(module.kind, parameter.short, held.shard, len(parameter.shape))
     if dim is None:
         gradient = held.gradient if held.shard is None else "complete"
         # A Linear skips a bias that is None; Conv1D's addmm needs one.

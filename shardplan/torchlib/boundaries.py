@@ -14,7 +14,7 @@ from shardplan.core.program import InputMove, ModuleProgram
 
 from .moves import move
 from .outputs import as_dtensor, move_tail, on_first
-from .parameters import to_local
+from .parameters import owner_of, to_local
 from .regime import Shared
 
 Programs = Mapping[bool, ModuleProgram]
@@ -82,8 +82,11 @@ class Leave:
             dst = P if self._stays_partial(program) else boundary.dst
             output = on_first(output, lambda x: move(x, mesh, boundary.src, dst, size=boundary.size))
         for parameter in program.parameters:
-            if parameter.withheld and module._parameters[parameter.name] is not None:
-                bias = to_local(module._parameters[parameter.name], parameter.gradient, self.shared.regime)
+            if not parameter.withheld:
+                continue
+            owner, leaf = owner_of(module, parameter.name)
+            if owner._parameters[leaf] is not None:
+                bias = to_local(owner._parameters[leaf], parameter.gradient, self.shared.regime)
                 output = on_first(output, lambda x, bias=bias: x + bias)
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))

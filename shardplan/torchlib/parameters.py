@@ -20,13 +20,20 @@ from .regime import Regime
 Gradient = Literal["shard", "complete", "partial", "divided"]
 
 
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter of an adapted layer, and its name there (`lora_A.default.weight`)."""
+    path, _, leaf = name.rpartition(".")
+    return (module.get_submodule(path) if path else module), leaf
+
+
 def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None) -> None:
     """Replace a parameter of the module by a DTensor Parameter; frozen stays frozen.
 
     Args:
         src_data_rank: the tp rank whose values count; None: every rank's own (no communication).
     """
-    old = module._parameters[parameter.name]
+    owner, leaf = owner_of(module, parameter.name)
+    old = owner._parameters[leaf]
     assert old is not None and not isinstance(old, DTensor), parameter.name
     data = old.detach()
     if parameter.parts:
@@ -36,7 +43,7 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
         distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
     )
     new.__dict__.update(old.__dict__)  # libraries mark parameters with attributes
-    module.register_parameter(parameter.name, new)
+    owner.register_parameter(leaf, new)
 
 
 def to_local(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Tensor | None:
@@ -59,7 +66,8 @@ class LocalParameters:
     """Around a module's forward: its DTensor parameters are local tensors, its withheld ones None or zeros.
 
     They are exchanged in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the
-    Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here).
+    Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here). Those of an
+    adapted layer are exchanged together, as the adapter's code reads what the layer holds.
     """
 
     def __init__(
@@ -67,28 +75,26 @@ class LocalParameters:
         gradients: Mapping[bool, Mapping[str, Gradient]],
         regime: Regime,
         withheld: Mapping[str, Literal["none", "zeros"]],
-        exchanged: Mapping[str, Any],
     ):
         self.gradients = gradients
         self.regime = regime
         self.withheld = dict(withheld)
-        self.exchanged = dict(exchanged)  # attributes that have another value while forward runs
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        parameters = module._parameters
-        stored = dict(parameters)
-        attributes = {name: module.__dict__[name] for name in self.exchanged}
+        stored: list[tuple[dict[str, Any], str, Tensor | None]] = []
         try:
-            module.__dict__.update(self.exchanged)
             for name, gradient in self.gradients[self.regime.sequence_parallel].items():
+                owner, leaf = owner_of(module, name)
+                parameters = owner._parameters
+                stored.append((parameters, leaf, parameters[leaf]))
                 if name in self.withheld:
-                    parameters[name] = self._stand_in(parameters[name], self.withheld[name])
+                    parameters[leaf] = self._stand_in(parameters[leaf], self.withheld[name])
                 else:
-                    parameters[name] = to_local(parameters[name], gradient, self.regime)
+                    parameters[leaf] = to_local(parameters[leaf], gradient, self.regime)
             return forward(*args, **kwargs)
         finally:
-            parameters.update(stored)
-            module.__dict__.update(attributes)
+            for parameters, leaf, parameter in stored:
+                parameters[leaf] = parameter
 
     @staticmethod
     def _stand_in(parameter: Tensor | None, what: Literal["none", "zeros"]) -> Tensor | None:

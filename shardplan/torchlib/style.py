@@ -16,7 +16,7 @@ from .boundaries import Enter, Leave, acts
 from .failures import at_module
 from .forward import wrap_forward
 from .outputs import gather_hidden_states
-from .parameters import GroupedGradients, LocalParameters, ParametersBelow, distribute
+from .parameters import GroupedGradients, LocalParameters, ParametersBelow, distribute, owner_of
 from .regime import Shared
 from .sums import Collects
 from .vocabulary import VocabularyLookup
@@ -52,30 +52,27 @@ class ModuleStyle(ParallelStyle):
         return module
 
     def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        divide_attributes(module, self.program.divide, mesh.size())
+        divide_attributes(module.get_submodule(self.program.layer), self.program.divide, mesh.size())
         for parameter in self.program.parameters:
             distribute(module, parameter, mesh, self.src_data_rank)
 
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
-        exchanged: dict[str, Any] = {}
-        if program.vocabulary is not None:
-            exchanged["padding_idx"] = None
         if program.parameters:
             gradients = {mode: {p.name: p.gradient for p in pr.parameters} for mode, pr in self.programs.items()}
             withheld = {p.name: p.withheld for p in program.parameters if p.withheld}
-            wrap_forward(module, LocalParameters(gradients, regime, withheld, exchanged))
+            wrap_forward(module, LocalParameters(gradients, regime, withheld))
         if program.vocabulary is not None:
-            wrap_forward(module, VocabularyLookup(program.vocabulary, module.padding_idx, mesh))
+            wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
         if program.also_reads:
             members = {
-                mode: tuple((module.get_submodule(owner), p.name, p.gradient) for owner, p in pr.also_reads)
+                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p.gradient) for owner, p in pr.also_reads)
                 for mode, pr in self.programs.items()
             }
             wrap_forward(module, ParametersBelow(members, regime))
         if any(pr.group for pr in self.programs.values()):
             members = {
-                mode: tuple((module.get_submodule(owner), name) for owner, name in pr.group)
+                mode: tuple(owner_of(module.get_submodule(owner), name) for owner, name in pr.group)
                 for mode, pr in self.programs.items()
             }
             wrap_forward(module, GroupedGradients(members, regime))

@@ -19,17 +19,21 @@ class VocabularyLookup:
     `padding_idx` is a row of the whole table; its gradient is cut here, since on local rows it would be another row.
     """
 
-    def __init__(self, rows: int, padding_idx: int | None, mesh: DeviceMesh):
+    def __init__(self, rows: int, mesh: DeviceMesh):
         self.chunk = chunk_size(rows, mesh.size())
-        self.padding_idx = padding_idx
         self.mesh = mesh
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
         ids = args[0] if args else kwargs["input"]
         local = ids - self.mesh.get_local_rank() * self.chunk
         elsewhere = (local < 0) | (local >= self.chunk)
-        vectors = forward(local.masked_fill(elsewhere, 0))
+        padding_idx = module.__dict__["padding_idx"]
+        try:
+            module.__dict__["padding_idx"] = None
+            vectors = forward(local.masked_fill(elsewhere, 0))
+        finally:
+            module.__dict__["padding_idx"] = padding_idx
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
-        if self.padding_idx is not None:
-            vectors = torch.where((ids == self.padding_idx).unsqueeze(-1), vectors.detach(), vectors)
+        if padding_idx is not None:
+            vectors = torch.where((ids == padding_idx).unsqueeze(-1), vectors.detach(), vectors)
         return vectors

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from shardplan.core.tree import ancestors
 from shardplan.torchlib.private import private
 
 from .lines import model_line, raising_line
@@ -36,7 +37,7 @@ class Recorder(TorchFunctionMode):
 
     Args:
         model: the model that runs.
-        atoms: modules that are one event; what they do inside is not recorded.
+        atoms: modules that are one event; what they do inside, and what is inside them, is not recorded.
     """
 
     def __init__(self, model: nn.Module, atoms: Iterable[str] = ()):
@@ -46,7 +47,12 @@ class Recorder(TorchFunctionMode):
         self.atoms = frozenset(atoms)
         self._is_wrapped = private("is_functorch_wrapped")
         self._names: dict[int, str] = {id(m): n for n, m in model.named_modules()}
-        self._parameters: dict[str, tuple[str, ...]] = {n: tuple(m._parameters) for n, m in model.named_modules()}
+        self._parameters: dict[str, tuple[str, ...]] = {
+            n: tuple(name for name, _ in m.named_parameters(remove_duplicate=False))
+            if n in self.atoms
+            else tuple(m._parameters)
+            for n, m in model.named_modules()
+        }
         self._numbers: dict[int, tuple[int, int]] = {}  # id of a tensor -> (version, value)
         self._alive: list[Tensor] = []  # a number is good as long as no other tensor can get the same id
         self._writes: dict[int, list[int]] = {}  # id of a base -> values that were written into it
@@ -243,7 +249,8 @@ class Recorder(TorchFunctionMode):
 
     def _atom(self, module: nn.Module, entered: tuple[int, ...], output: Any) -> None:
         name, call = self._scopes[-1]
-        parameters = [module._parameters[p] for p in self.parameter_inputs(name) if module._parameters[p] is not None]
+        held = dict(module.named_parameters(remove_duplicate=False))
+        parameters = [held[p] for p in self.parameter_inputs(name) if p in held]
         inputs = (*entered, *(self.number(p) for p in parameters))
         outputs = tuple(self._new(t) for t in tensors_in(output))
         self._add(Event("op", type(module).__name__, (name, call, "atom"), inputs, outputs, source=model_line()))
@@ -258,7 +265,9 @@ class Recorder(TorchFunctionMode):
             if id(parameter) not in self._numbers:
                 self.trace.parameters[self._new(parameter, copy=False)] = name
         handles: list[RemovableHandle] = []
-        for module in self.model.modules():
+        for name, module in self.model.named_modules():
+            if any(above in self.atoms for above in ancestors(name)):
+                continue
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(self._leave, prepend=True))
         try:

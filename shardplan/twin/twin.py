@@ -15,12 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleTree
+from shardplan.models.adapters import unwrapped
 from shardplan.models.findings import reason, refuse
 from shardplan.models.found import FoundModel, Inputs
 from shardplan.models.numbers import config_value, text_config
 from shardplan.models.offline import offline
 from shardplan.models.tree import tree_of
 
+from .adapters import Adapters, adapt, adapters_of
 from .codes import NO_TWIN, NOT_RUNNING
 from .inputs import Padding, image_inputs, labels_of, sequence_length, takes_images, text_inputs
 from .layers import Kept, candidates, layer_lists, skeleton
@@ -103,7 +105,8 @@ def make_twin(
 
     Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query
     attention stays grouped); every kind of layer is there once, at least two layers; dropout and other noise
-    are off; no parameter is zero or one. A module without a transformers configuration is copied as it is.
+    are off; no parameter is zero or one. Adapters of peft are at the same layers, of a small rank, and what is frozen
+    beside them is frozen. A module without a transformers configuration is copied as it is.
 
     Args:
         model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
@@ -126,7 +129,7 @@ def make_twin(
     if isinstance(model, FoundModel):
         inputs = inputs or model.inputs
         model = model.module if model.module is not None else model
-    name, config, cls, tree = _original(model)
+    name, config, cls, tree, adapters = _original(model)
     implementations = {
         "attn_implementation": attn_implementation,
         "experts_implementation": experts_implementation,
@@ -138,8 +141,8 @@ def make_twin(
         return _module_twin(model, name, tp, seed, dtype, inputs)
     if inputs is not None:
         raise ValueError(f"the inputs of {name} follow from its configuration; `inputs` is for modules without one")
-    small, kept = _small(config, cls, tree, name, tp=tp, tied=tied)
-    maker = _maker(cls, small, seed, {"dtype": dtype, **options})
+    small, kept, adapted = _small(config, cls, tree, adapters, name, tp=tp, tied=tied)
+    maker = _maker(cls, small, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(maker()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
     seq_len, labels = sequence_length(tp), labels_of(cls)
@@ -162,13 +165,16 @@ def _module_twin(
     return Twin(name, tp, seq_len, None, ("own",), (), maker, lambda kind, seed, padding: dict(own(seed)))
 
 
+Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a small copy
+
+
 def _maker(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, seed: int, options: Mapping[str, Any]
+    cls: type[PreTrainedModel], config: PreTrainedConfig, adapted: Adapting, seed: int, options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
     """What builds models that all have the same random weights."""
 
     def make() -> nn.Module:
-        return _construct(cls, config, "cpu", seed, **options).train()
+        return adapted(_construct(cls, config, "cpu", seed, **options)).train()
 
     @cache
     def state() -> dict[str, torch.Tensor]:
@@ -186,29 +192,31 @@ def _maker(
 
 def _original(
     model: FoundModel | nn.Module,
-) -> tuple[str, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree]:
-    """Name, configuration, class and picture of the original; no configuration where it is no transformers
+) -> tuple[str, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree, Adapters | None]:
+    """Name, configuration, class, picture and adapters of the original; no configuration where it is no transformers
     model."""
     if isinstance(model, FoundModel):
         name, module, tree = model.name, model.build("meta"), model.tree
     else:
-        name, module, tree = type(model).__name__, model, tree_of(model)
+        module = unwrapped(model)
+        name, tree = type(module).__name__, tree_of(module)
     if isinstance(module, PreTrainedModel):
-        return name, module.config, type(module), tree
-    return name, None, None, tree
+        return name, module.config, type(module), tree, adapters_of(module)
+    return name, None, None, tree, None
 
 
 def _small(
     config: PreTrainedConfig,
     cls: type[PreTrainedModel],
     tree: ModuleTree,
+    adapters: Adapters | None,
     name: str,
     *,
     tp: int,
     tied: bool | None,
-) -> tuple[PreTrainedConfig, Kept]:
-    """The small configuration and the layers that it keeps: the fewest whose modules come out as the
-    original's."""
+) -> tuple[PreTrainedConfig, Kept, Adapting]:
+    """The small configuration, the layers that it keeps (the fewest whose modules come out as the original's), and what
+    puts the adapters into its model."""
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
@@ -219,7 +227,10 @@ def _small(
             small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
             if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
                 text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
-            made = tree_of(_construct(cls, small, "meta", 0))
+            adapted = _adapting(adapters, lists, kept)
+            plain = _construct(cls, small, "meta", 0)
+            with torch.device("meta"):
+                made = tree_of(adapted(plain))
         except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
             failures.append(reason(error))
             continue
@@ -228,7 +239,7 @@ def _small(
             failures.append(f"the small model would have {size:,} parameters, more than {LARGEST:,}")
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
-            return small, kept
+            return small, kept, adapted
         failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
     raise refuse(
         NO_TWIN,
@@ -236,6 +247,17 @@ def _small(
         notes=tuple(dict.fromkeys(failures)),
         help="name a small configuration of the architecture, or a `module:callable` that builds one",
     )
+
+
+def _adapting(adapters: Adapters | None, lists: tuple[str, ...], kept: Kept) -> Adapting:
+    def original(name: str) -> str:
+        for listing in lists:
+            index, dot, rest = name.removeprefix(f"{listing}.").partition(".")
+            if name.startswith(f"{listing}.") and index.isdecimal():
+                return f"{listing}.{kept.layers[int(index)]}{dot}{rest}"
+        return name
+
+    return (lambda model: model) if adapters is None else (lambda model: adapt(model, adapters, original))
 
 
 def _construct(

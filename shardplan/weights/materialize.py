@@ -14,6 +14,7 @@ from shardplan.apply.slices import like
 from shardplan.apply.state import packed_parameters
 from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import block
+from shardplan.models.adapters import adapters_in, unwrapped
 
 
 def materialize(
@@ -35,17 +36,20 @@ def materialize(
         The same model.
 
     Raises:
-        ValueError: a parameter is not on the meta device, a module does not say how it is initialised, or no plan was
-            applied.
+        ValueError: a parameter is not on the meta device, a module does not say how it is initialised, the model has
+            adapters, which do not say it either, and no `state_dict` is given, or no plan was applied.
     """
     record = applied(model)
     filled = [name for name, p in model.named_parameters() if not p.is_meta]
     if filled:
         raise ValueError(f"{filled[0]} is not on the meta device: materialize would overwrite it")
+    inner = unwrapped(model)
+    if state_dict is None and next(adapters_in(inner), None) is not None:
+        raise ValueError("the model has adapters, and nothing tells how these begin: pass a state_dict that has them")
     packed = packed_parameters(record.program) if record.tp > 1 else {}
     model.to_empty(device=device)
     with torch.no_grad():
-        _initialize(model, packed, torch.device(device))
+        _initialize(inner, packed, torch.device(device))
     if state_dict is not None:
         model.load_state_dict(state_dict)
     return model
