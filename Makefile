@@ -30,6 +30,7 @@ soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate a
 
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md
+	$(BIN)/python -m tests.zoo.image_text --table docs/image-text-types.md
 
 generated: $(VENV)/.installed  ## schemas, generated docs, and the expected texts of cases and docs
 	$(BIN)/python tools/generate.py

@@ -11,11 +11,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardplan import verify
 from shardplan.parse import builtin_plans, parse_plan
+from tests.zoo import image_text
 from tests.zoo.__main__ import page, right
 from tests.zoo.entry import Entry, entry
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLE = {row["name"]: Entry(**row) for row in json.loads((DOCS / "model-types.json").read_text("utf-8"))}
+SEEING = {row["name"]: Entry(**row) for row in json.loads((DOCS / "image-text-types.json").read_text("utf-8"))}
 PLANNED = sorted(name for name, found in TABLE.items() if found.verdicts)
 # One of each structure, and more by a seed.
 FAMILIES = (
@@ -46,13 +48,33 @@ def test_every_type_is_in_the_table() -> None:
 
 def test_every_plan_is_for_a_type_of_the_table() -> None:
     plans = {name: parse_plan(name).plan for name in builtin_plans()}
-    assert set(plans) == {found.plan for found in TABLE.values() if found.plan is not None}
-    assert all(plan is not None and plan.models for plan in plans.values())
+    found = {one.plan for one in (*TABLE.values(), *SEEING.values()) if one.plan is not None}
+    by_name = {name for name, plan in plans.items() if not plan.models}  # `auto` finds what they extend
+    assert set(plans) == found | by_name and not found & by_name
+    assert by_name == {"llava_vision", "qwen3_vl_vision"}  # tests/test_images.py proves them
 
 
 def test_nothing_in_the_table_is_wrong() -> None:
     wrong = {name: text for name, found in TABLE.items() for text in found.verdicts.values() if not right(text)}
     assert wrong == {}
+
+
+def test_every_image_text_type_is_in_its_table() -> None:
+    assert list(SEEING) == image_text.names()
+    assert all(found.verdicts or found.reason for found in SEEING.values())
+    wrong = {name: text for name, found in SEEING.items() for text in found.verdicts.values() if not right(text)}
+    assert wrong == {}
+    assert (DOCS / "image-text-types.md").read_text("utf-8") == image_text.page(list(SEEING.values()))
+
+
+def test_the_plans_for_images_are_proven_with_images() -> None:
+    assert sum(found.has("tp") and bool(found.images) for found in SEEING.values()) >= 24
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Llama4ForConditionalGeneration", "qwen2_vl", "internvl", "aria", "glm4v"])
+def test_an_image_text_type_is_as_the_table_says(name: str) -> None:
+    assert entry(name, image_text.SIZES) == SEEING[name]
 
 
 def test_the_goal_is_met() -> None:

@@ -86,7 +86,10 @@ class ModelLayouts:
             elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
             reads=tuple(reads_of(self.found.tree, report.reads)),
             sums=tuple(sums_of(self.found.tree, tree, report.sums)),
-            diagnostics=tuple(self._about_the_model(d, tree) for d in report.diagnostics),
+            diagnostics=(
+                *(self._about_the_model(d, tree) for d in report.diagnostics),
+                *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
+            ),
             secondary=tuple(self._about_the_model(d, tree) for d in report.secondary),
         )
 
@@ -167,6 +170,15 @@ def _unproven(diagnostic: Diagnostic) -> Diagnostic:
         diagnostic,
         severity=Severity.WARNING,
         message=f"{diagnostic.message}: the layouts of this plan are not proven",
+    )
+
+
+def _unseen(name: str, why: str) -> Diagnostic:
+    return Diagnostic(
+        code=UNTYPED.code,
+        severity=Severity.WARNING,
+        message=f"{name} takes images that its small copy could not be given: this plan is proven for text alone",
+        notes=(why,),
     )
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from shardplan.apply.apply import apply_program
 from shardplan.apply.mesh import read_mesh
@@ -38,10 +39,20 @@ def simulated_mesh(tp: int) -> Iterator[DeviceMesh]:
     private("fake_pg")
     dist.init_process_group("fake", rank=0, world_size=tp)
     try:
-        with private("LocalTensorMode")(tp):
+        with private("LocalTensorMode")(tp), _ListsOfNumbers():
             yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
     finally:
         dist.destroy_process_group()
+
+
+class _ListsOfNumbers(TorchFunctionMode):
+    """`torch.tensor` of a list of tensors of one number each, which are equal on all ranks; of ranks' own it recurses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.tensor:
+            local = private("LocalTensor")
+            args = private("tree_map")(lambda x: x.tolist() if isinstance(x, local) else x, args)
+        return func(*args, **(kwargs or {}))
 
 
 def on_every_rank(value: Any, tp: int) -> Any:

@@ -145,7 +145,12 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
     split = {**dict.fromkeys(embeddings, EMBEDDING), **dict.fromkeys(heads, HEAD)}
     for names in ((*embeddings, *heads), heads, embeddings):
         if names:
-            tied = {bias: {"style": "colwise", "optional": True} for name in names if name in heads for bias in tied_to(board, name)}
+            tied = {
+                bias: {"style": "colwise", "optional": True}
+                for name in names
+                if name in heads
+                for bias in tied_to(board, name)
+            }
             more = board.mended(draft.with_rules({**{name: split[name] for name in names}, **tied}))
             if more is not None:
                 return more

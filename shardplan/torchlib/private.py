@@ -54,6 +54,7 @@ NAMES: dict[str, Private] = {
         (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
     ),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
+    "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }
 
 

@@ -7,6 +7,8 @@ from itertools import count
 from math import lcm
 
 WIDTHS_OF_HIDDEN = (0.25, 2.0)  # other widths stay between these multiples of the hidden size
+# A tower's go on to four times: as much wider is what four patches make together.
+WIDTHS_OF_TOWER = (0.25, 4.0)
 
 
 def same_relation(small: int, large: int, tp: int) -> bool:
@@ -80,16 +82,19 @@ def small_head_dims(
     return next((small for small in even if suits(small)), even[0] if even else unchanged)
 
 
-def small_widths(values: Iterable[int], hidden: tuple[int, int], tp: int) -> dict[int, int]:
+def small_widths(
+    values: Iterable[int], hidden: tuple[int, int], tp: int, limits: tuple[float, float] = WIDTHS_OF_HIDDEN
+) -> dict[int, int]:
     """Small widths in about the original proportion to the hidden size; different ones stay different.
 
     Args:
         values: intermediate sizes, ranks and the like.
         hidden: the original and the small hidden size.
         tp: the number of ranks.
+        limits: multiples of the hidden size between which they stay.
     """
     large, small = hidden
-    lowest, highest = WIDTHS_OF_HIDDEN
+    lowest, highest = limits
     result = {large: small}
     for value in sorted({v for v in values if v > 0} - {large}):
         ratio = min(max(value / large, lowest), highest)

@@ -63,7 +63,7 @@ NAMES: dict[Role, str] = {
     r"|rotary_dim|query_pre_attn_scalar",
     "hidden": r"hidden_size|d_model|n_embd|emb_dim|embedding_dim",
     "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size)"
-    r"|(.*_)?(embed_dim|proj_dim|mid_dim|lowrank|mlp_dim)|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
+    r"|(.*_)?(embed_dim|proj_dim|mid_dim|lowrank|mlp_dim)|(projector|vision)_(input|output)_dim|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
     r"|dim_ff|lru_width|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank"
     r"|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
     "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",

@@ -15,8 +15,8 @@ from transformers.models.auto.modeling_auto import (
 from shardplan.models.numbers import text_config
 
 from .fields import SPECIAL
+from .images import BATCH, Fitting
 
-BATCH = 2
 IGNORED = -100  # the label that the losses of transformers and torch leave out
 
 Padding = Literal["left", "right"]
@@ -82,29 +82,25 @@ def text_inputs(
 
 
 def image_inputs(
-    config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
+    config: PreTrainedConfig,
+    labels: Labels | None,
+    seq_len: int,
+    seed: int,
+    padding: Padding | None,
+    images: Fitting,
 ) -> dict[str, Any]:
-    """As text_inputs, with one image per row: its tokens after the first quarter of `seq_len`, and pixels
-    [batch, channels, side, side]. The sequence is a multiple of `seq_len`, long enough for the image and a token."""
-    count, vision = int(config.mm_tokens_per_image), config.vision_config
-    begin = seq_len // 4 + 1
-    result = text_inputs(config, labels, seq_len * -(-(begin + count + 1) // seq_len), seed, padding)
-    generator = torch.Generator().manual_seed(seed + 1)
+    """As text_inputs, with one image (or video) per row: its tokens after the first quarter, and its arrays. The sequence
+    is a multiple of `seq_len`, long enough for the image and a token between what may be padded on either side."""
+    length = seq_len * -(-2 * (images.count + 2) // seq_len)
+    begin = length // 4 + 1
+    result = text_inputs(config, labels, length, seed, padding)
     image = torch.zeros_like(result["input_ids"], dtype=torch.bool)
-    image[:, begin : begin + count] = True
-    result["input_ids"][image] = int(config.image_token_id)
+    image[:, begin : begin + images.count] = True
+    result["input_ids"][image] = images.token
     if labels == "next":
         result["labels"][image] = IGNORED
-    result["token_type_ids"] = image.long()
-    shape = (BATCH, int(vision.num_channels), int(vision.image_size), int(vision.image_size))
-    result["pixel_values"] = torch.randn(shape, generator=generator)
-    return result
-
-
-def takes_images(config: PreTrainedConfig) -> bool:
-    """Whether images can be given: a vision tower of which each image gives a fixed number of tokens."""
-    needed = ("mm_tokens_per_image", "image_token_id", "vision_config")
-    return all(getattr(config, name, None) is not None for name in needed)
+    result |= {name: image.long() * number for name, number in images.types.items()}
+    return result | images.arrays(config, seed)
 
 
 def special_tokens(config: PreTrainedConfig) -> list[int]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from shardplan.models.numbers import config_value
 
-from .counts import like, same_relation, small_counts, small_head_dims, small_widths
+from .counts import WIDTHS_OF_HIDDEN, WIDTHS_OF_TOWER, like, same_relation, small_counts, small_head_dims, small_widths
 from .fields import Role, role
 from .layers import Kept
 
@@ -46,13 +47,24 @@ class Scale:
     positions: int | None = None
 
 
-def scale_of(config: PreTrainedConfig, whole: PreTrainedConfig, tp: int, seq_len: int, kept: Kept) -> Scale:
+def scale_of(
+    config: PreTrainedConfig,
+    whole: PreTrainedConfig,
+    tp: int,
+    seq_len: int,
+    kept: Kept,
+    limits: tuple[float, float] = WIDTHS_OF_HIDDEN,
+) -> Scale:
     """Chooses the small values for the model that `config` describes; token ids are those of the `whole`."""
     by_role: dict[Role, set[int]] = {}
     for name, value in _numbers(config):
         what = role(name)
         if what is not None and value > 0:
             by_role.setdefault(what, set()).add(value)
+    if whole is not config:  # of the projector between the models
+        by_role.setdefault("width", set()).update(
+            v for n, v in vars(whole).items() if role(n) == "width" and is_size(v)
+        )
     heads = small_counts(by_role.get("heads", ()), tp)
     main_heads = config_value(config, "num_attention_heads", config_value(config, "num_heads"))
     hidden = hidden_size(config)
@@ -70,7 +82,7 @@ def scale_of(config: PreTrainedConfig, whole: PreTrainedConfig, tp: int, seq_len
 
     head_dims = small_head_dims(dims, [(main_dim, part) for part in _rotary_parts(config)], keeps_product)
     small_hidden = _small_hidden(hidden, main_heads, main_dim, heads, head_dims, tp)
-    widths = small_widths(by_role.get("width", ()), (hidden, small_hidden), tp) if hidden else {}
+    widths = small_widths(by_role.get("width", ()), (hidden, small_hidden), tp, limits) if hidden else {}
     vocabulary = _small_vocabulary(by_role.get("vocabulary", set()), tp)
     return Scale(
         tp,
@@ -145,9 +157,35 @@ def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
     return config.to_dict().get("per_layer_config") or {} if getattr(config, "is_heterogeneous", False) else {}
 
 
+def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale) -> Scale:
+    """The small values for a model beside the text model."""
+    scale = scale_of(config, config, outer.tp, outer.seq_len, _tower_layers(config, whole), WIDTHS_OF_TOWER)
+    return replace(scale, tokens=outer.tokens)
+
+
+def _tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
+    """Two layers of it: the first, and the first that each list of layers names; as many as are counted from the end."""
+    count = config_value(config, "num_hidden_layers", config_value(config, "depth"))
+    named = [v for n, v in vars(config).items() if role(n) == "layer_indices" and isinstance(v, (list, tuple)) and v]
+    read = config_value(whole, "vision_feature_layer")
+    from_end = [-i for i in (read if isinstance(read, (list, tuple)) else [read]) if isinstance(i, int) and i < 0]
+    layers = {0, *(min(indices) for indices in named)}
+    others = (i for i in range(count if is_size(count) else 2) if i not in layers)
+    layers |= set(islice(others, max([2, *from_end]) - len(layers))) if len(layers) < max([2, *from_end]) else set()
+    return Kept(count if is_size(count) else 2, tuple(sorted(layers)))
+
+
 def hidden_size(config: PreTrainedConfig) -> int | None:
+    """The width of the model's stream; `hidden_size` is a tower's result where it has an `embed_dim` beside it."""
     hidden = config_value(config, "hidden_size", config_value(config, "d_model"))
-    return hidden if isinstance(hidden, int) and hidden > 0 else None
+    inside = vars(config).get("embed_dim")
+    if is_size(hidden) and is_size(inside) and "hidden_size" in vars(config):
+        return inside
+    return hidden if is_size(hidden) else None
+
+
+def is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _rotary_parts(config: PreTrainedConfig) -> list[float]:

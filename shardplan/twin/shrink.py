@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from math import isqrt
 from typing import Any
 
 from transformers import PreTrainedConfig
 
-from shardplan.models.numbers import text_config
+from shardplan.models.numbers import config_value, text_config
 
 from .counts import like
 from .fields import Role, role
 from .layers import Kept
-from .scale import Scale, hidden_size, scale_of
+from .scale import Scale, hidden_size, is_size, scale_of, tower_scale
 
 CHUNK = 8
 STATE = 8
 EXPERTS = 4
 PATCH = 4  # pixels
 SIDE = 4  # patches
+# Widths of a model beside the text model that are the text model's.
+HANDED_ON = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
 
 
 def small_config(
@@ -56,10 +59,11 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
     for name, value in vars(config).items():
         if not isinstance(value, PreTrainedConfig):
             continue
-        has_own_model = value is not text and hidden_size(value) is not None and hidden_size(value) != scale.hidden
-        kept = Kept(2, (0, 1))
-        inner = scale_of(value, value, scale.tp, scale.seq_len, kept) if has_own_model else scale
+        inner = tower_scale(value, config, scale) if value is not text and _is_model(value, scale) else scale
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
+        if inner is not scale:
+            handed_on = (n for n, v in vars(value).items() if HANDED_ON.fullmatch(n) and v == scale.hidden)
+            data[name] |= {n: scale.widths[scale.hidden] for n in handed_on if vars(value)[n] != inner.hidden}
     nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     for name in data.keys() - nested:
         if name == "per_layer_config":
@@ -73,6 +77,12 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
     _mamba(data, scale)
     _images(data, config)
     return data
+
+
+def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
+    """Whether a nested configuration describes another model than the scale is for."""
+    hidden, heads = hidden_size(config), config_value(config, "num_attention_heads")
+    return hidden is not None and (hidden != scale.hidden or (isinstance(heads, int) and heads not in scale.heads))
 
 
 def _field(value: Any, scale: Scale, name: str) -> Any:
@@ -122,16 +132,37 @@ def _images(data: dict[str, Any], config: PreTrainedConfig) -> None:
     pooled."""
     sides: dict[int, int] = {}
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
-        image, patch = getattr(part, "image_size", None), getattr(part, "patch_size", None)
-        if isinstance(image, int) and isinstance(patch, int) and patch > 0:
+        image, patch = _side(getattr(part, "image_size", None)), _side(getattr(part, "patch_size", None))
+        if image and patch:
             sides[id(part)] = image // patch
+    patch = _side(data.get("patch_size"))
     if id(config) in sides:
-        data.update(patch_size=PATCH, image_size=PATCH * min(SIDE, sides[id(config)]))
+        for name, side in (("patch_size", PATCH), ("image_size", PATCH * min(SIDE, sides[id(config)]))):
+            data[name] = [side, side] if isinstance(data[name], (list, tuple)) else side
+    elif patch:
+        data["patch_size"] = PATCH
+    window = getattr(config, "window_size", None)
+    if patch and isinstance(window, int) and window > patch and window % patch == 0:  # in pixels
+        data["window_size"] = PATCH * min(SIDE, window // patch)
+    table = data.get("num_position_embeddings")
+    if patch and isinstance(table, int) and isqrt(table) ** 2 == table:
+        data["num_position_embeddings"] = min(SIDE, isqrt(table)) ** 2
     tokens = getattr(config, "mm_tokens_per_image", None)
     if isinstance(tokens, int) and sides:
         side = max(sides.values())
         kernel = min(2, max(1, side // isqrt(tokens)))
         data["mm_tokens_per_image"] = (min(SIDE, side) // kernel) ** 2
+    points = data.get("image_grid_pinpoints")
+    whole = _side(getattr(getattr(config, "vision_config", None), "image_size", None))
+    if points and whole and sides:
+        small = PATCH * min(SIDE, max(sides.values()))
+        data["image_grid_pinpoints"] = [[side * small // whole for side in point] for point in points]
+
+
+def _side(value: Any) -> int | None:
+    """In pixels; of a list, the first."""
+    value = value[0] if isinstance(value, (list, tuple)) and value else value
+    return value if is_size(value) else None
 
 
 def _no_cache(config: PreTrainedConfig) -> None:

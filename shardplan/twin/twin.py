@@ -24,7 +24,8 @@ from shardplan.models.tree import tree_of
 
 from .adapters import Adapters, adapt, adapters_of
 from .codes import NO_TWIN, NOT_RUNNING
-from .inputs import Padding, image_inputs, labels_of, sequence_length, takes_images, text_inputs
+from .images import Fitting, fitting
+from .inputs import Labels, Padding, image_inputs, labels_of, sequence_length, text_inputs
 from .layers import Kept, candidates, layer_lists, skeleton
 from .own import LARGEST, checked, inputs_of, module_maker
 from .shrink import small_config
@@ -40,10 +41,11 @@ class Twin:
         tp: the number of ranks that it was made for.
         seq_len: the length of its inputs; tp divides it.
         config: the small configuration, or None for a module without one.
-        kinds: the kinds of inputs that it takes: "text", "image", or "own".
+        kinds: the kinds of inputs that it takes: "text", "image" and "video", or "own".
         layers: which of the original's layers it has.
         maker: builds a model with the twin's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
+        unseen: why images that the model takes are not among its inputs.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Twin:
     layers: tuple[int, ...]
     maker: Callable[[], nn.Module]
     feeder: Callable[[str, int, Padding | None], dict[str, Any]]
+    unseen: str = ""
 
     def build(self) -> nn.Module:
         """A fresh model on the CPU in training mode without dropout; each call gives the same weights."""
@@ -146,13 +149,36 @@ def make_twin(
     if tied is not None and bool(tree_of(maker()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
     seq_len, labels = sequence_length(tp), labels_of(cls)
-    feeders = {"text": text_inputs, "image": image_inputs}
-    kinds = ("text", "image") if takes_images(small) else ("text",)
+    images, unseen = _images(maker(), small, labels, seq_len)
 
     def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
-        return feeders[kind](small, labels, seq_len, seed, padding)
+        if kind in images:
+            return image_inputs(small, labels, seq_len, seed, padding, images[kind])
+        return text_inputs(small, labels, seq_len, seed, padding)
 
-    return Twin(name, tp, seq_len, small, kinds, kept.layers, maker, feed)
+    return Twin(name, tp, seq_len, small, ("text", *images), kept.layers, maker, feed, unseen)
+
+
+def _images(
+    model: nn.Module, config: PreTrainedConfig, labels: Labels | None, seq_len: int
+) -> tuple[dict[str, Fitting], str]:
+    """The kinds of images that a small model takes, and why those are left out that it takes in an unknown form."""
+    found: dict[str, Fitting] = {}
+    unseen = []
+
+    def tries(images: Fitting) -> None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            inputs = image_inputs(config, labels, seq_len, 0, None, images)
+            dtype = next(model.parameters()).dtype
+            model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})
+
+    for kind in ("image", "video"):
+        images = fitting(model, config, kind, tries)
+        if isinstance(images, Fitting):
+            found[kind] = images
+        elif images:
+            unseen.append(f"{kind}s: {images}")
+    return found, "; ".join(unseen)
 
 
 def _module_twin(

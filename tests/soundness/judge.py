@@ -35,30 +35,39 @@ class Subject:
         tp: the size of the axis.
         models: by dtype.
         tree: its picture.
-        bench: its unsharded recorded run.
-        inputs: of its forward.
-        steps: its unsharded training step, by dtype.
+        benches: by kind of input ("text", "image", "video"), its unsharded recorded run.
+        steps: by kind and dtype, its unsharded training step.
+        unseen: why images that it takes are not among its inputs.
     """
 
     name: str
     tp: int
     models: dict[torch.dtype, nn.Module]
     tree: ModuleTree
-    bench: Workbench
-    inputs: dict[str, Any]
-    steps: dict[torch.dtype, Step]
+    benches: dict[str, Workbench]
+    steps: dict[str, dict[torch.dtype, Step]]
+    unseen: str = ""
+
+    @property
+    def bench(self) -> Workbench:
+        """Its run on text."""
+        return next(iter(self.benches.values()))
 
 
 def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
     """The small model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
     twin = make_twin(find(name), tp=tp, tied=tied, experts_implementation="eager")
-    model, inputs, exact = twin.build(), twin.inputs(), twin.build()
-    if "output_router_logits" in vars(model.config):
-        inputs["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
+    model, exact = twin.build(), twin.build()
     tree = tree_of(model)
     models = {torch.float32: model, torch.float64: exact.to(torch.float64)}
-    steps = {dtype: reference_step(copy.deepcopy(one), cast(inputs, dtype)) for dtype, one in models.items()}
-    return Subject(name, tp, models, tree, Workbench(model, inputs, tree), inputs, steps)
+    benches, steps = {}, {}
+    for kind in twin.kinds:
+        inputs = twin.inputs(kind=kind)
+        if "output_router_logits" in vars(model.config):
+            inputs["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
+        steps[kind] = {dtype: reference_step(copy.deepcopy(one), cast(inputs, dtype)) for dtype, one in models.items()}
+        benches[kind] = Workbench(model, inputs, tree)
+    return Subject(name, tp, models, tree, benches, steps, twin.unseen)
 
 
 @dataclass(frozen=True)
@@ -95,7 +104,7 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
     structure = tuple(d for d in (*about, *check(resolved, seq_len=None)) if d.is_error)
     layout, mended = None, None
     if not structure:
-        layout = check_layout(resolved, subject.bench, help=help)
+        layout = check_layout(resolved, tuple(subject.benches.values()), help=help)
         if help and layout.diagnostics:
             mended = _mends(subject, resolved, layout)
         resolved = replace(resolved, arrivals=layout.arrivals, elsewhere=layout.elsewhere)
@@ -110,16 +119,26 @@ def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bo
         return False
     for repair in report.repairs:
         resolved = repair.apply(resolved)
-    return check_layout(resolved, subject.bench, help=False).ok
+    return check_layout(resolved, tuple(subject.benches.values()), help=False).ok
 
 
 def _numbers(subject: Subject, resolved: ResolvedPlan) -> tuple[bool, bool, str]:
+    """(right, wrong with the right loss, what differs most): the first kind of input with which it is wrong."""
     if not any(p.dim is not None for m in lower(resolved).modules.values() for p in m.parameters):
         return False, True, "nothing is split"
+    for kind in subject.benches:
+        said = _numbers_of(subject, resolved, kind)
+        if not said[0]:
+            return said
+    return True, False, ""
+
+
+def _numbers_of(subject: Subject, resolved: ResolvedPlan, kind: str) -> tuple[bool, bool, str]:
     for dtype in (torch.float32, torch.float64):
         model = copy.deepcopy(subject.models[dtype])
         try:
-            rows = simulate(model, cast(subject.inputs, dtype), lower(resolved), subject.steps[dtype])
+            inputs = cast(subject.benches[kind].inputs, dtype)
+            rows = simulate(model, inputs, lower(resolved), subject.steps[kind][dtype])
         except Exception as error:
             return False, False, f"{type(error).__name__}: {str(error)[:160]}"
         wrong = [row for row in rows if row.verdict == "differs"]

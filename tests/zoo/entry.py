@@ -50,6 +50,9 @@ class Entry:
         minimum: the fewest that the same split allows.
         init: the verdicts of the plan that `init` writes.
         reason: why there is no plan, or no verdict.
+        images: the kinds of input beside text that the verdicts are of: "image", "video".
+        unseen: why images that the model takes are not among them.
+        unlearned: parameters, one name for all layers, that no input gives a gradient in the unsharded model.
     """
 
     name: str
@@ -61,6 +64,9 @@ class Entry:
     minimum: dict[str, Collectives] = field(default_factory=dict)
     init: dict[str, str] = field(default_factory=dict)
     reason: str = ""
+    images: list[str] = field(default_factory=list)
+    unseen: str = ""
+    unlearned: list[str] = field(default_factory=list)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def has(verdicts: Mapping[str, str], variant: str) -> bool:
 
 
 def entry(name: str) -> Entry:
-    """Find out about a model type."""
+    """Find out about a model type, or an image-text class."""
     torch.set_num_threads(1)
     try:
         found = find(name)
@@ -113,6 +119,9 @@ def entry(name: str) -> Entry:
         {part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
         {word: collectives(resolved, small[SIZES[0]].bench.reference) for word, resolved in counted.items()},
         {word: minimum(resolved, small[SIZES[0]].bench) for word, resolved in counted.items()},
+        images=[kind for kind in small[SIZES[0]].benches if kind in ("image", "video")],
+        unseen=small[SIZES[0]].unseen,
+        unlearned=_unlearned(small[SIZES[0]]),
     )
 
 
@@ -131,6 +140,20 @@ def judged(
             said = _structure(tree, plan, tp, on)
             found[word, tp] = (said, None) if said else _verdict(one, plan, on)
     return found
+
+
+def _unlearned(small: Subject) -> list[str]:
+    """Parameters of a model that takes images to which, in no layer, any kind of input gives a gradient that is not zero."""
+    if set(small.benches) <= {"text"}:
+        return []
+    learned = {
+        name
+        for steps in small.steps.values()
+        for name, gradient in steps[torch.float32].gradients.items()
+        if bool(gradient.abs().max() > 0)
+    }
+    patterns = {small.tree.pattern(name) for name in learned}
+    return sorted({small.tree.pattern(name) for name in small.tree.parameters} - patterns)
 
 
 def _structure(tree: ModuleTree, plan: PlanFile, tp: int, overlay: bool) -> str:

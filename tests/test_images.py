@@ -1,0 +1,154 @@
+"""Models that see images: their small copies are run on images, and their plans hold for these too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardplan
+from shardplan.bind import bind
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.report import VerifyReport
+from shardplan.lower import lower
+from shardplan.models import choose_plan
+from shardplan.parse import builtin_plans, parse_plan
+from shardplan.twin import make_twin
+from tests.model_settings import find
+
+slow = pytest.mark.slow
+# Class -> (the plan that `auto` finds, the kinds of input, whether it has an overlay).
+CLASSES = {
+    "Qwen2VLForConditionalGeneration": ("llava", ("text", "image", "video"), True),
+    "Qwen2_5_VLForConditionalGeneration": ("llava", ("text", "image", "video"), True),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", ("text", "image", "video"), False),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", ("text", "image", "video"), False),
+    "LlavaForConditionalGeneration": ("llava", ("text", "image"), True),
+    "LlavaNextForConditionalGeneration": ("llava", ("text", "image"), True),
+    "LlavaNextVideoForConditionalGeneration": ("llava", ("text", "image", "video"), True),
+    "LlavaOnevisionForConditionalGeneration": ("llava", ("text", "image", "video"), True),
+    "Mistral3ForConditionalGeneration": ("llava", ("text", "image"), True),
+    "Llama4ForConditionalGeneration": ("llama4", ("text", "image"), False),
+    "SmolVLMForConditionalGeneration": ("llava", ("text", "image"), True),
+    "Gemma3ForConditionalGeneration": ("gemma3", ("text", "image"), True),
+}
+FAST = ("SmolVLMForConditionalGeneration", "Qwen3VLForConditionalGeneration")
+SOME = pytest.mark.parametrize("cls", [name if name in FAST else pytest.param(name, marks=slow) for name in CLASSES])
+# A tower's own head for classifying images, which these models do not read, and what stands before it.
+UNREAD = ("vision_tower.head.", "post_layernorm.")
+
+
+def folder(cls: str, at: Path) -> str:
+    """A folder with a config.json that names the class, as a checkpoint has it."""
+    config = find(cls).config
+    config.architectures = [cls]
+    config.save_pretrained(at)
+    return str(at)
+
+
+def vision(names) -> set[str]:
+    """What is outside of the text model."""
+    return {name for name in names if not any(part in name for part in ("language_model.", "text_model.", "lm_head"))}
+
+
+def proven(report: VerifyReport) -> None:
+    """Everything is equal, with gradients of the vision tower and the projector among it."""
+    assert report.ok, report
+    for variant in report.variants:
+        of_images = vision(row.name for row in variant.rows if row.kind == "gradient")
+        assert any("vis" in name for name in of_images), "no gradient of the vision tower"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_small_copy_sees_images(cls):
+    twin = make_twin(find(cls), tp=2)
+    assert twin.kinds == CLASSES[cls][1] and twin.unseen == ""
+    last = ("layers.1.",) if getattr(twin.config, "vision_feature_layer", None) == -2 else ()  # the one before is read
+    idle = {name for name, _ in twin.build().named_parameters()}
+    for kind in twin.kinds[1:]:
+        model, inputs = twin.build(), twin.inputs(kind=kind)
+        token = getattr(twin.config, f"{kind}_token_id")
+        image = inputs["input_ids"] == token
+        assert image.any(1).all() and inputs["input_ids"].shape[1] % twin.seq_len == 0
+        assert (inputs["labels"][image] == -100).all()
+        pixels = next(name for name in inputs if name.startswith("pixel_values"))
+        before = model(**{**inputs, pixels: torch.zeros_like(inputs[pixels]) + 0.5}).logits
+        output = model(**inputs)
+        assert not torch.allclose(before, output.logits), "the pixels are not seen"
+        output.loss.backward()
+        idle &= {name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0}
+    assert not [name for name in vision(idle) if not any(part in name for part in (*UNREAD, *last))]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("cls", FAST)
+def test_padding_leaves_the_image_alone(cls, side):
+    twin = make_twin(find(cls), tp=2)
+    inputs = twin.inputs(kind="image", padding=side)
+    image = inputs["input_ids"] == twin.config.image_token_id
+    assert (inputs["attention_mask"][image] == 1).all() and not inputs["attention_mask"].all()
+    assert twin.build()(**inputs).loss.isfinite()
+
+
+@SOME
+def test_auto_holds_for_a_checkpoint_of_the_class(cls, tmp_path):
+    plan, _, overlay = CLASSES[cls]
+    report = shardplan.validate(folder(cls, tmp_path), "auto", tp=2)
+    assert report.diagnostics == ()
+    assert parse_plan(plan).plan.has_overlay == overlay
+    assert type(find(cls).build()).__name__ == cls
+    assert choose_plan(find(cls).tree, [parse_plan(name).plan for name in builtin_plans()]) == plan
+
+
+@SOME
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=slow)])
+def test_the_plan_is_proven(cls, tp, tmp_path):
+    proven(shardplan.verify(folder(cls, tmp_path), "auto", tp=tp))
+
+
+@pytest.mark.parametrize(
+    ("cls", "plan"),
+    [
+        ("LlavaForConditionalGeneration", "llava_vision"),  # CLIP
+        pytest.param("SmolVLMForConditionalGeneration", "llava_vision", marks=slow),  # SigLIP
+        pytest.param("Gemma3ForConditionalGeneration", "llava_vision", marks=slow),
+        pytest.param("LlavaOnevisionForConditionalGeneration", "llava_vision", marks=slow),
+        pytest.param("Qwen2VLForConditionalGeneration", "llava_vision", marks=slow),
+        pytest.param("Qwen2_5_VLForConditionalGeneration", "llava_vision", marks=slow),
+        pytest.param("Qwen3VLForConditionalGeneration", "qwen3_vl_vision", marks=slow),
+    ],
+)
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=slow)])
+def test_the_tower_may_be_split(cls, plan, tp, tmp_path):
+    model = folder(cls, tmp_path)
+    assert shardplan.validate(model, plan, tp=tp).diagnostics == ()
+    proven(shardplan.verify(model, plan, tp=tp))
+    resolved, _ = bind(parse_plan(plan).plan, find(cls).tree, MeshSizes(tp=tp), sequence_parallel=False)
+    assert any(p.dim is not None for name, m in lower(resolved).modules.items() if "vis" in name for p in m.parameters)
+
+
+def test_a_wrong_tower_is_refused(tmp_path):
+    """The loss is right; the gradient of the tower's norm is complete on every rank, and would be summed once more."""
+    model = folder("LlavaForConditionalGeneration", tmp_path)
+    rules = {"model.vision_tower.encoder.layers.*.layer_norm1": "replicated_with_grad_allreduce"}
+    plan = {"version": "1", "name": "wrong", "extends": "llava_vision", "tensor_parallel": rules}
+    report = shardplan.validate(model, plan, tp=2, sequence_parallel=False)
+    assert {d.code for d in report.diagnostics} == {"SP406"}
+    assert all("vision_tower" in d.message for d in report.diagnostics)
+    assert not shardplan.verify(model, plan, tp=2, sequence_parallel=False).ok
+
+
+def test_images_of_an_unknown_form_are_a_warning():
+    report = shardplan.validate("fuyu", "auto", tp=2, sequence_parallel=False)
+    assert [(d.code, d.is_error) for d in report.diagnostics] == [("SP407", False)]
+    assert "takes images" in report.diagnostics[0].message and report.diagnostics[0].notes
+
+
+@slow
+@pytest.mark.parametrize("cls", ["Qwen2VLForConditionalGeneration"])
+def test_in_real_processes(cls, tmp_path):
+    """dp 2 x tp 2 with FSDP2, which wraps the tower's layers too."""
+    report = shardplan.verify(folder(cls, tmp_path), "auto", tp=2, dp_shard=2, processes=True)
+    proven(report)
+    assert {one.variant for one in report.variants} == {"tensor_parallel", "sequence_parallel"}

@@ -1,0 +1,95 @@
+"""Prove the built-in plan of every image-text type: `python -m tests.zoo.image_text [type ...] [--table FILE.md]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from multiprocessing import get_context
+from pathlib import Path
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import transformers  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from .__main__ import right  # noqa: E402
+from .entry import SIZES, Entry, entry  # noqa: E402
+
+COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
+HEAD = """# Image-text models
+
+Made by `make zoo` with transformers {version}; do not edit. Every image-text type, the built-in plan for it, and what was
+proven on a small copy of its default configuration, as in [model types](model-types.md): `validate` has no finding, and
+the loss, the logits and every parameter's gradient on every rank are the unsharded model's, for text alone and for each
+kind of input in the column "with". A type that has a causal class too is under the name of its image-text class.
+"No gradient" names what no input teaches in the unsharded model either, such as the last layer of a tower that is read
+before it.
+
+{types} types: {tp} right with tensor parallelism and images, {sp} of them with sequence parallelism too, {wrong} wrong.
+
+"""
+
+
+def names() -> list[str]:
+    """Types; classes of types whose name stands for another class among the causal language models."""
+    causal, image_text = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return sorted(name if causal.get(name, cls) == cls else cls for name, cls in image_text.items())
+
+
+def page(found: Sequence[Entry]) -> str:
+    """The table as Markdown."""
+    planned = [e for e in found if e.verdicts]
+    titles = [f"{'TP' if column[0] == 't' else 'TP + SP'} {column[2:]}" for column in COLUMNS]
+    lines = [f"| type | plan | with | {' | '.join(titles)} | in the layers |", "|---" * (len(COLUMNS) + 4) + "|"]
+    for e in planned:
+        said = " | ".join(e.verdicts[column].replace("|", "\\|") for column in COLUMNS)
+        seen = ", ".join(f"{kind}s" for kind in e.images) or "text alone"
+        lines.append(f"| {e.name} | [{e.plan}](../plans/{e.plan}.yaml) | {seen} | {said} | {e.split:.1%} |")
+    lines += ["", "## Without images", ""]
+    lines += [f"- {e.name}: {' '.join(e.unseen.split())[:300]}" for e in planned if e.unseen]
+    lines += ["", "## No gradient", ""]
+    lines += [f"- {e.name}: {', '.join(f'`{name}`' for name in e.unlearned)}" for e in planned if e.unlearned]
+    lines += ["", "## Without a plan", ""]
+    lines += [f"- {e.name}: {' '.join(e.reason.split())[:300]}" for e in found if not e.verdicts]
+    good = [e for e in planned if e.has("tp") and e.split > 0 and e.images]
+    head = HEAD.format(
+        version=transformers.__version__,
+        types=len(found),
+        tp=len(good),
+        sp=sum(e.has("sp") for e in good),
+        wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
+    )
+    return head + "\n".join(lines) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.zoo.image_text")
+    parser.add_argument("types", nargs="*", help="types (all)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
+    args = parser.parse_args(argv)
+    found = []
+    with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
+        for one in pool.imap(entry, args.types or names()):
+            found.append(one)
+            print(one.name, one.plan, one.images, one.verdicts or one.reason, one.unseen, file=sys.stderr, flush=True)
+    text = page(found)
+    if args.table is None:
+        print(text)
+    else:
+        args.table.write_text(text, "utf-8")
+        rows = [json.dumps(e.data) for e in found]
+        args.table.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n", "utf-8")
+    return int(any(not right(text) for e in found for text in e.verdicts.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
