@@ -146,7 +146,7 @@ def test_images_of_an_unknown_form_are_a_warning():
 
 
 @slow
-@pytest.mark.parametrize("cls", ["Qwen2VLForConditionalGeneration"])
+@pytest.mark.parametrize("cls", ["LlavaForConditionalGeneration"])
 def test_in_real_processes(cls, tmp_path):
     """dp 2 x tp 2 with FSDP2, which wraps the tower's layers too."""
     report = shardplan.verify(folder(cls, tmp_path), "auto", tp=2, dp_shard=2, processes=True)

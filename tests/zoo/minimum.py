@@ -143,27 +143,30 @@ class Reductions:
         first = next(i for i, event in enumerate(events) if element(block(event.module)))
         return any(numbers[name] in event.inputs for event in events[first:])
 
-    def _meets_split(self, number: int, seen: set[int]) -> bool:
-        if number in seen or (number not in self.flow.run.parameters and self._is_door(number)):
-            return False
-        seen.add(number)
-        for event in self.flow.readers.get(number, ()):
-            others = [self.kinds.get(self.roots.get(n, n)) for n in event.inputs if n != number]
-            added = event.name in LINEAR  # its gradient is the sum's, which is complete
-            if "split" in others or ("sum" in others and not added):
-                return True
-            if any(self._meets_split(n, seen) for n in event.outputs if self.kinds.get(n, "whole") == "whole"):
-                return True
+    def _meets_split(self, parameter: int) -> bool:
+        seen, queue = {parameter}, [parameter]
+        for number in queue:
+            if number != parameter and self._is_door(number):
+                continue
+            for event in self.flow.readers.get(number, ()):
+                others = [self.kinds.get(self.roots.get(n, n)) for n in event.inputs if n != number]
+                added = event.name in LINEAR  # its gradient is the sum's, which is complete
+                if "split" in others or ("sum" in others and not added):
+                    return True
+                whole = [n for n in event.outputs if self.kinds.get(n, "whole") == "whole" and n not in seen]
+                seen.update(whole)
+                queue += whole
         return False
 
     def _is_door(self, number: int) -> bool:
         """Whether a split part begins at a value, or at a view of it."""
-        for event in self.flow.readers.get(number, ()):
-            if self._features(event) == "out":
-                return True
-            views = event.name in LINEAR and sum(self.flow.run.requires_grad[n] for n in event.inputs) == 1
-            if views and any(self._is_door(n) for n in event.outputs if n > number):
-                return True
+        queue = [number]
+        for one in queue:
+            for event in self.flow.readers.get(one, ()):
+                if self._features(event) == "out":
+                    return True
+                if event.name in LINEAR and sum(self.flow.run.requires_grad[n] for n in event.inputs) == 1:
+                    queue += (n for n in event.outputs if n > one)
         return False
 
     def _is_split(self, name: str) -> bool:
