@@ -134,7 +134,7 @@ class Reductions:
     def partial(self) -> tuple[str, ...]:
         """Those of them that meet what is split or a partial sum before the next split part begins."""
         numbers = {name: number for number, name in self.flow.run.parameters.items()}
-        return tuple(name for name in self.whole if self._meets_split(numbers[name], set()))
+        return tuple(name for name in self.whole if self._meets_split(numbers[name]))
 
     def is_behind(self, name: str) -> bool:
         """Whether a parameter is read behind the first block."""
