@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all soundness zoo generated clean
+.PHONY: demo test test-all exhaustive soundness zoo generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -20,10 +20,13 @@ demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 	@$(BIN)/python -m demo
 
 test: $(VENV)/.installed  ## what every change must pass
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not exhaustive"
 
 test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not exhaustive"
+
+exhaustive: $(VENV)/.installed  ## what test-all has a sample of
+	$(PYTEST) -m exhaustive
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md

@@ -17,6 +17,7 @@ from shardplan.render import json_text
 from .exits import CLEAN, UsageError
 from .output import finish
 
+BY_NAME = "(by name)"  # a plan that `auto` does not choose
 HEADER = ("model", "plan", "sequence parallel", "description")
 
 
@@ -48,7 +49,7 @@ def _rows(name: str) -> list[tuple[str, ...]]:
     plan = parse_plan(name).plan
     assert plan is not None, name  # tests hold every built-in plan to having no findings
     overlay = "yes" if plan.has_overlay else "no"
-    return [(model, name, overlay, " ".join(plan.description.split())) for model in plan.models]
+    return [(model, name, overlay, " ".join(plan.description.split())) for model in plan.models or (BY_NAME,)]
 
 
 def _about(found: Coverage) -> Iterator[tuple[str, str]]:

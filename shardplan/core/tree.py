@@ -238,6 +238,11 @@ def element(name: str) -> bool:
     return block(name) == name and name.rpartition(".")[2].isdigit()
 
 
+def part(name: str) -> str | None:
+    """The child of a block that a module stands in or is (`model.layers.3.mlp`); None outside of these."""
+    return next((one for one in (name, *ancestors(name)) if element(parent(one))), None)
+
+
 def starred(name: str) -> str:
     """The name with its list indices as a plan would write them: `model.layers.*.mlp.up_proj`."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))

@@ -9,13 +9,13 @@ from shardplan.bind import bind
 from shardplan.check import check, half_covered
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.tree import ModuleTree, ancestors, element, full_name, parent
+from shardplan.core.tree import ModuleTree, ancestors, full_name, part
 from shardplan.layout import Workbench
 from shardplan.layout.model import ModelLayouts
 from shardplan.models import FoundModel
 from shardplan.styles import STYLES
 
-from .draft import Board, Draft, Options
+from .draft import DOOR, Board, Draft, Options
 from .flow import Flow
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
@@ -23,7 +23,6 @@ from .solve import Solver
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = tuple(code.code for code in half_covered.CODES)
-DOOR = "input_with_grad_allreduce"
 EMBEDDING: Options = {"style": "embedding_rowwise"}
 HEAD: Options = {"style": "colwise_gather_output", "optional": True}
 
@@ -192,12 +191,12 @@ def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
     where the sequence is gathered, and where a reader looks for it."""
     found: dict[str, None] = {}
     for name in board.tree.modules:
-        part = next((a for a in (name, *ancestors(name)) if element(parent(a))), None)
+        around_it = part(name)
         rule = draft.tensor_parallel.get(board.tree.pattern(name))
-        if part not in (None, name) and rule is not None and R in STYLES[rule["style"]].takes:
+        if around_it not in (None, name) and rule is not None and R in STYLES[rule["style"]].takes:
             around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
             if DOOR not in around:
-                found[board.tree.pattern(part)] = None
+                found[board.tree.pattern(around_it)] = None
     return tuple(found)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardplan.bind import bind
 from shardplan.check import check as check_structure
+from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
 from shardplan.layout import LayoutReport, Workbench, check_layout
@@ -20,6 +21,7 @@ from shardplan.twin.recorder import argument_names
 Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
 
+DOOR = "input_with_grad_allreduce"
 MENDABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
 
 
@@ -82,9 +84,12 @@ class Board:
         plan = draft.plan()
         if plan is None:
             return None
-        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), sequence_parallel=overlay)
-        errors = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        resolved, errors = self._checked(plan, overlay)
         return None if errors else resolved
+
+    def _checked(self, plan: PlanFile, overlay: bool) -> tuple[ResolvedPlan, list[Diagnostic]]:
+        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), sequence_parallel=overlay)
+        return resolved, [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
 
     def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:
         resolved = self.bound(draft, overlay=overlay)
@@ -98,8 +103,7 @@ class Board:
         """The first thing that is said against a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
-        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), sequence_parallel=overlay)
-        errors = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        resolved, errors = self._checked(plan, overlay)
         found = errors or check_layout(resolved, self.benches, help=False).diagnostics
         where = next((note for note in found[0].notes if "`" in note), "")
         return f"{found[0].message} ({where})" if where else found[0].message

@@ -8,15 +8,14 @@ from functools import cached_property
 from itertools import product
 
 from shardplan.core.layout import R
-from shardplan.core.tree import ModuleInfo, ancestors, element, parent
+from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import Board, Draft, Options, Rules
+from .draft import DOOR, Board, Draft, Options, Rules
 from .flow import Flow
 
 MENDABLE = 4  # objections; with more of them the candidate itself is wrong
 MOST_WHOLE = 4  # parts of a block
-DOOR = "input_with_grad_allreduce"
 GATHERING = ("gather_seq_input", "colwise_seq")
 GATHERS: Options = {"style": "gather_seq_input"}
 COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no door of its own
@@ -53,16 +52,15 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
         if not proof.findings:
             report = board.report(draft, overlay=True)
             return draft if report is not None and report.ok else None
-        module = proof.findings[0].module
-        part = next((board.tree.pattern(a) for a in (module, *ancestors(module)) if element(parent(a))), None)
-        rules = draft.sequence_parallel
-        if part is None or rules.get(part, {}).get("style") == "replicate_seq":
+        found = part(proof.findings[0].module)
+        rules, pattern = draft.sequence_parallel, "" if found is None else board.tree.pattern(found)
+        if found is None or rules.get(pattern, {}).get("style") == "replicate_seq":
             return None
-        options = draft.tensor_parallel.get(part, {"style": "replicate"})
+        options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if options["style"] != "replicate":
             return None  # a matrix, or a door of its own
-        outside = {p: o for p, o in rules.items() if p != part and not p.startswith(f"{part}.")}
-        draft = replace(draft, sequence_parallel={**outside, part: {**options, "style": "replicate_seq"}})
+        outside = {p: o for p, o in rules.items() if p != pattern and not p.startswith(f"{pattern}.")}
+        draft = replace(draft, sequence_parallel={**outside, pattern: {**options, "style": "replicate_seq"}})
     return None
 
 

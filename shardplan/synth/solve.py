@@ -12,7 +12,7 @@ from shardplan.core.tree import ModuleTree, ancestors, block
 from shardplan.layout.prover import Proof
 from shardplan.styles import feature_dim
 
-from .draft import MENDABLE, Board, Draft, Options, Rules
+from .draft import DOOR, MENDABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product
 from .parts import cut, packed
 from .regions import Group
@@ -96,7 +96,7 @@ class Solver:
         choices = [list(self._column(group, column)) for column in group.columns]
         for styles in islice(product(*choices), MOST_DRAFTS):
             if group.container is not None:
-                door = {group.container: {"style": "input_with_grad_allreduce", "output": "all_reduce"}}
+                door = {group.container: {"style": DOOR, "output": "all_reduce"}}
                 yield Draft({**door, **self._split(group, styles, names=self._named)})
             yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
 
