@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from shardplan.check.requirements import HEAD_SIZES
-from shardplan.core.tree import ModuleTree, ancestors, block
+from shardplan.core.tree import ModuleTree, ancestors, block, parent
 from shardplan.layout.prover import Proof
 from shardplan.styles import feature_dim
 
@@ -203,7 +203,8 @@ class Solver:
         return (pattern for pattern in dict.fromkeys(found) if pattern not in matrices)
 
     def _modules(self, group: Group) -> Mapping[str, None]:
-        """The modules of the group's matrices, and those around them within the block."""
+        """The modules of the group's matrices, and those around them within the block; the block itself where they are its
+        own (XLM's lists of attentions)."""
         tree = self.board.tree
         own = {self.board.tree.pattern(full): owner.name for full, (owner, _) in tree.parameters.items()}
         return dict.fromkeys(
@@ -212,7 +213,7 @@ class Solver:
             for name in (*tree.modules, own.get(pattern, ""))
             if name and (self.board.tree.pattern(name) == pattern or name == own.get(pattern))
             for other in (name, *ancestors(name))
-            if other != block(name) and other and other not in ancestors(block(name))
+            if other and (other != block(name) or other == parent(name)) and other not in ancestors(block(name))
         )
 
     def _attributes(self, group: Group) -> Iterator[tuple[str, str]]:
