@@ -32,12 +32,13 @@ sequence_parallel section.
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
   ranks; what is whole is named where it is at least a hundredth of them.
 - "collectives": of a step of the small copy at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
-  same split allows (tests/zoo/minimum.py), where there are fewer. Why there are more is said below the table.
+  same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table.
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
-  at the first size, and with SP.
+  at the first size, and with SP (`python -m tests.zoo --init`).
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
-parallelism too, {wrong} wrong. `init` is right for {init_tp}, with sequence parallelism for {init_sp}, wrong for {init_wrong}.
+parallelism too, {wrong} wrong. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
+for {init_sp}, wrong for {init_wrong}.
 
 """
 
@@ -70,6 +71,7 @@ def page(found: Sequence[Entry]) -> str:
             tp=len(good),
             sp=sum(e.has("sp") for e in good),
             wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
+            init=sum(bool(e.init) for e in found),
             init_tp=sum(has(e.init, "tp") for e in found),
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
             init_wrong=sum(any(not right(text) for text in e.init.values()) for e in found),
@@ -106,6 +108,8 @@ def total(found: Collectives) -> str:
 
 def by_init(e: Entry) -> str:
     """The verdict on what `init` writes."""
+    if not e.init:
+        return "not run"
     if not all(right(text) for text in e.init.values()):
         return next(text for text in e.init.values() if not right(text)).replace("|", "\\|")
     words = [word.upper() for word in ("tp", "sp") if has(e.init, word)]
