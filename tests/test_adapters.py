@@ -113,16 +113,19 @@ def trained(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
 
 
-FAST = {(name, 2, sp) for name in CASES for sp in (False, True)} | {(n, 4, True) for n in ("llama", "gpt2", "phi3")}
+KINDS = ("llama", "gpt2", "phi3")
+FAST = {(name, 2, True) for name in CASES} | {(name, 2, False) for name in KINDS}
+SLOW = {(name, 2, False) for name in CASES} | {(name, 4, True) for name in KINDS}
 MATRIX = [(name, tp, sp) for name in CASES for tp in (2, 4) for sp in (False, True)]
+
+
+def marks(one: tuple[str, int, bool]) -> tuple:
+    return () if one in FAST else (pytest.mark.slow,) if one in SLOW else (pytest.mark.exhaustive,)
 
 
 @pytest.mark.parametrize(
     ("name", "tp", "sp"),
-    [
-        pytest.param(*c, marks=() if c in FAST else pytest.mark.slow, id=f"{c[0]}-tp{c[1]}{'-sp' * c[2]}")
-        for c in MATRIX
-    ],
+    [pytest.param(*c, marks=marks(c), id=f"{c[0]}-tp{c[1]}{'-sp' * c[2]}") for c in MATRIX],
 )
 def test_equal_to_the_unsharded_model(name, tp, sp):
     """Loss, logits and the gradient of everything that is trained; nothing of it is zero."""
