@@ -4,6 +4,7 @@ head, which reads one position of each sequence, is whole."""
 from __future__ import annotations
 
 import copy
+import random
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -13,11 +14,17 @@ from shardplan.core.mesh import MeshSizes
 from tests.model_settings import find
 
 FAST = ("bert", "gpt2", "llama", "qwen3")
-SLOW = (
+OTHERS = (
     *("bloom", "camembert", "data2vec-text", "deepseek_v3", "electra", "ernie", "falcon", "gemma", "gemma2", "gemma3"),
     *("gemma3_text", "gpt_neox", "gptj", "mistral", "mixtral", "opt", "phi", "phi3", "qwen2", "qwen3_moe", "rembert"),
     *("roberta", "roc_bert", "roformer", "xlm-roberta"),
 )
+
+SLOW = random.Random(4).sample(OTHERS, 8)
+
+
+def marks(name: str) -> tuple:
+    return () if name in FAST else (pytest.mark.slow,) if name in SLOW else (pytest.mark.exhaustive,)
 
 
 def classifier(name: str):
@@ -33,7 +40,7 @@ def classifier(name: str):
     return config
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in (*FAST, *OTHERS)])
 def test_the_plan_of_the_type_is_right(name: str) -> None:
     config = classifier(name)
     checked = validate(config, "auto", tp=2)
