@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -36,11 +36,11 @@ TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others
 
 
 class Recipe(Protocol):
-    """What makes a case in each process; it can be pickled."""
+    """What makes the cases in each process, one for each kind of input; it can be pickled."""
 
     sizes: MeshSizes
 
-    def case(self, dtype: torch.dtype, kind: str) -> Case: ...
+    def cases(self, dtype: torch.dtype) -> Iterable[Case]: ...
 
 
 @dataclass(frozen=True)
@@ -62,30 +62,33 @@ class Case:
     dtype: torch.dtype = torch.float32
 
 
-def run_processes(recipe: Recipe, dtype: torch.dtype, kind: str) -> tuple[Comparison, ...]:
-    """Run a case on as many processes as the mesh has ranks; each row is the worst over the ranks."""
+def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
+    """Run the cases on as many processes as the mesh has ranks; each row is the worst over the ranks."""
     with tempfile.TemporaryDirectory() as folder:
         rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pickle")
-        arguments = (recipe, dtype, kind, str(rendezvous), str(result))
+        arguments = (recipe, dtype, str(rendezvous), str(result))
         multiprocessing.spawn(_worker, arguments, nprocs=recipe.sizes.world_size)
         return pickle.loads(result.read_bytes())
 
 
-def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, kind: str, rendezvous: str, result: str) -> None:
+def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, rendezvous: str, result: str) -> None:
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=recipe.sizes.world_size, timeout=TIMEOUT
     )
     try:
-        rows = _prove(recipe.case(dtype, kind))
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
+        worst = [_worst_of_all_ranks(rank, _prove(case)) for case in recipe.cases(dtype)]
         if rank == 0:
-            worst = tuple(max(same, key=lambda row: row.error) for same in zip(*gathered, strict=True))
             Path(result).write_bytes(pickle.dumps(worst))
     finally:
         dist.destroy_process_group()
+
+
+def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
+    return tuple(max(same, key=lambda row: row.error) for same in zip(*gathered, strict=True))
 
 
 def _prove(case: Case) -> tuple[Comparison, ...]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -111,31 +112,32 @@ class TwinCase:
     sequence_parallel: bool
     logits: Logits
 
-    def case(self, dtype: torch.dtype, kind: str) -> Case:
-        """The same for `run_processes`: each process makes the small copy and the program anew."""
+    def cases(self, dtype: torch.dtype) -> Iterator[Case]:
+        """The same for `run_processes`, for each kind of input: each process makes the small copy and the program anew."""
         small = ModelLayouts(self.source.find(), self.sizes.tp)
         compiled = compile_for(small, self.plan, self.sizes, [self.sequence_parallel])
         program = program_of(compiled, self.sequence_parallel, logits=self.logits)
-        return Case(small.twin.build, lambda seed: small.twin.inputs(seed, kind), program, self.sizes, dtype)
+        for kind in small.twin.kinds:
+            feed = partial(small.twin.inputs, kind=kind)
+            yield Case(small.twin.build, feed, program, self.sizes, dtype)
 
 
 def _run(case: TwinCase, program: Program, twin: Twin, processes: bool, dtype: torch.dtype) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them."""
-    runs = []
-    for kind in twin.kinds:
-        if processes:
-            runs.append(run_processes(case, dtype, kind))
-            continue
-        inputs = cast(twin.inputs(kind=kind), dtype)
-        with twin.running():
-            reference = reference_step(twin.build().to(dtype), inputs)
-        runs.append(simulate(twin.build().to(dtype), inputs, program, reference))
+    runs = run_processes(case, dtype) if processes else [_simulated(program, twin, kind, dtype) for kind in twin.kinds]
     rows: dict[str, Comparison] = {}
     for row in (row for run in runs for row in run):
         known = rows.get(row.name)
         if known is None or _weight(row) > _weight(known):
             rows[row.name] = row
     return tuple(rows.values())
+
+
+def _simulated(program: Program, twin: Twin, kind: str, dtype: torch.dtype) -> tuple[Comparison, ...]:
+    inputs = cast(twin.inputs(kind=kind), dtype)
+    with twin.running():
+        reference = reference_step(twin.build().to(dtype), inputs)
+    return simulate(twin.build().to(dtype), inputs, program, reference)
 
 
 def _weight(row: Comparison) -> tuple[int, float]:
