@@ -23,11 +23,17 @@ SAMPLED = (
 )
 
 
+# Refused, and right by accident: heads are gathered as if they were the sequence, and each rank takes its own again. What
+# arrives is not what the style takes, so the check has no proof of it.
+REFUSED = ("self_attn.q_norm: replicate_seq for replicated_with_grad_allreduce",)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("word", "tp"), SAMPLED)
 def test_a_sample_of_edits(word: str, tp: int) -> None:
     judged = Task(word, tp, sample=10, seed=0, help=False, kinds=[]).run()
-    assert not [row.text for row in judged if row.disagrees]
+    disagreeing = [row.text for row in judged if row.disagrees]
+    assert [any(known in text for known in REFUSED) for text in disagreeing] == [True] * len(disagreeing), disagreeing
     assert {row.truth for row in judged} & {"silent", "wrong"}
 
 
