@@ -32,8 +32,9 @@ from shardplan.twin.nests import tensors_in
 TYPES = {"I": spmd.I, "R": spmd.R, "V": spmd.V, "P": spmd.P}
 
 
-# Linear in small copies, which have no dropout and one dtype; the engine has no rule for them.
-LINEAR = ("to", "dropout")
+# Linear, in small copies, in what may be a summand (copies have no dropout and one dtype; a look-up is linear in its
+# table); the engine has no rule for them.
+LINEAR = ("to", "dropout", "embedding")
 
 
 class Misfit(Exception):

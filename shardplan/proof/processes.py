@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ from .steps import Step, cast, outcome, reference_step
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
+# Imported once, in a process that runs nothing, from which the ranks are forked: torch and transformers take seconds.
+PRELOADED = ("torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "shardplan.proof.processes")
 
 
 class Recipe(Protocol):
@@ -67,7 +70,8 @@ def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, 
     with tempfile.TemporaryDirectory() as folder:
         rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pickle")
         arguments = (recipe, dtype, str(rendezvous), str(result))
-        multiprocessing.spawn(_worker, arguments, nprocs=recipe.sizes.world_size)
+        set_forkserver_preload(list(PRELOADED))
+        multiprocessing.start_processes(_worker, arguments, recipe.sizes.world_size, start_method="forkserver")
         return pickle.loads(result.read_bytes())
 
 

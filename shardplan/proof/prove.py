@@ -71,10 +71,10 @@ def prove(
     proofs = []
     for on in variants:
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
-        case = TwinCase(source, plan, sizes, on, logits)
         program = program_of(compiled, on, logits=logits)
+        case = TwinCase(source, program, sizes) if processes else None
         with _running(compiled, on):
-            rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, processes, dtype))
+            rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, dtype))
         proofs.append(VariantProof(variant_name(on), rows, *_counts(small.benches[0].model, program.modules)))
     return VerifyReport(
         model=source.name,
@@ -107,24 +107,19 @@ class TwinCase:
     """One proof, as something that other processes can be handed."""
 
     source: ModelSource
-    plan: PlanFile
+    program: Program
     sizes: MeshSizes
-    sequence_parallel: bool
-    logits: Logits
 
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
-        """The same for `run_processes`, for each kind of input: each process makes the small copy and the program anew."""
-        small = ModelLayouts(self.source.find(), self.sizes.tp)
-        compiled = compile_for(small, self.plan, self.sizes, [self.sequence_parallel])
-        program = program_of(compiled, self.sequence_parallel, logits=self.logits)
-        for kind in small.twin.kinds:
-            feed = partial(small.twin.inputs, kind=kind)
-            yield Case(small.twin.build, feed, program, self.sizes, dtype)
+        """The same for `run_processes`, for each kind of input: each process makes the small copy anew."""
+        twin = ModelLayouts(self.source.find(), self.sizes.tp).twin
+        for kind in twin.kinds:
+            yield Case(twin.build, partial(twin.inputs, kind=kind), self.program, self.sizes, dtype)
 
 
-def _run(case: TwinCase, program: Program, twin: Twin, processes: bool, dtype: torch.dtype) -> tuple[Comparison, ...]:
-    """Every kind of input that the model takes; each row is the worst of them."""
-    runs = run_processes(case, dtype) if processes else [_simulated(program, twin, kind, dtype) for kind in twin.kinds]
+def _run(case: TwinCase | None, program: Program, twin: Twin, dtype: torch.dtype) -> tuple[Comparison, ...]:
+    """Every kind of input that the model takes; each row is the worst of them. Without a case, by simulation."""
+    runs = [_simulated(program, twin, kind, dtype) for kind in twin.kinds] if case is None else run_processes(case, dtype)
     rows: dict[str, Comparison] = {}
     for row in (row for run in runs for row in run):
         known = rows.get(row.name)
