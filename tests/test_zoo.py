@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from shardplan import verify
 from shardplan.parse import builtin_plans, parse_plan
 from tests.zoo import image_text
-from tests.zoo.__main__ import more, page, right
+from tests.zoo.__main__ import page, right
 from tests.zoo.entry import Entry, entry
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -86,7 +86,7 @@ def test_the_goal_is_met() -> None:
 
 def test_most_plans_communicate_at_the_minimum() -> None:
     """Of their structure; why the others do not is said below the table."""
-    at_minimum = {name for name, found in TABLE.items() if found.collectives and not more(found, "tp")}
+    at_minimum = {name for name, found in TABLE.items() if found.collectives and not found.more("tp")}
     assert at_minimum >= {
         "llama",
         "qwen3",
@@ -114,7 +114,8 @@ def test_the_collection_stays_readable() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_type_is_as_the_table_says(name: str) -> None:
-    assert replace(entry(name), init=TABLE[name].init) == TABLE[name]
+    known = TABLE[name]
+    assert replace(entry(name), init=known.init, init_more=known.init_more) == known
 
 
 @pytest.mark.slow

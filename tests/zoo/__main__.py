@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import get_context
-from pathlib import Path
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -19,7 +15,8 @@ import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
 from .entry import SIZES, Collectives, Entry, entry, has  # noqa: E402
-from .init import init_verdicts  # noqa: E402
+from .init import by_init as made_by_init  # noqa: E402
+from .table import arguments, fill, read  # noqa: E402
 
 HEAD = """# Model types
 
@@ -34,11 +31,11 @@ sequence_parallel section.
 - "collectives": of a step of the small copy at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
   same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table.
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
-  at the first size, and with SP (`python -m tests.zoo --init`).
+  at the first size, and with SP; "more": it communicates more than the minimum of what it splits (`python -m tests.zoo --init`).
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
 parallelism too, {wrong} wrong. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
-for {init_sp}, wrong for {init_wrong}.
+for {init_sp}, wrong for {init_wrong}; it communicates at the minimum for {init_least}.
 
 """
 
@@ -74,6 +71,7 @@ def page(found: Sequence[Entry]) -> str:
             init=sum(bool(e.init) for e in found),
             init_tp=sum(has(e.init, "tp") for e in found),
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
+            init_least=sum(has(e.init, "tp") and "tp" not in e.init_more for e in found),
             init_wrong=sum(any(not right(text) for text in e.init.values()) for e in found),
         )
         + "\n".join(lines)
@@ -90,15 +88,8 @@ def share(e: Entry) -> str:
 def communication(e: Entry) -> str:
     """The collectives of each variant, and the minimum where it is less."""
     return "; ".join(
-        f"{word.upper()} {total(found)}" + (f" of {total(e.minimum[word])}" if more(e, word) else "")
+        f"{word.upper()} {total(found)}" + (f" of {total(e.minimum[word])}" if e.more(word) else "")
         for word, found in e.collectives.items()
-    )
-
-
-def more(e: Entry, word: str) -> bool:
-    """Whether a variant runs more of any operation than the minimum."""
-    return any(
-        n > e.minimum[word][when].get(op, 0) for when, counts in e.collectives[word].items() for op, n in counts.items()
     )
 
 
@@ -112,7 +103,7 @@ def by_init(e: Entry) -> str:
         return "not run"
     if not all(right(text) for text in e.init.values()):
         return next(text for text in e.init.values() if not right(text)).replace("|", "\\|")
-    words = [word.upper() for word in ("tp", "sp") if has(e.init, word)]
+    words = [word.upper() + " (more)" * (word in e.init_more) for word in ("tp", "sp") if has(e.init, word)]
     return ", ".join(words) or "none"
 
 
@@ -122,40 +113,24 @@ def right(text: str) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo")
-    parser.add_argument("types", nargs="*", help="model types (all)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser = arguments("python -m tests.zoo")
     parser.add_argument("--init", action="store_true", help="what `shardplan init` writes, not the built-in plans")
-    parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
     args = parser.parse_args(argv)
-    names = args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    known = read(args.table.with_suffix(".json")) if args.table else {}
-    found = {}
-    with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        rows = [known.get(name, Entry(name)) for name in names]
-        made = pool.imap(init_verdicts, rows) if args.init else pool.imap(entry, names)
-        for name, before, one in zip(names, rows, made, strict=True):
-            found[name] = replace(before, init=one) if args.init else replace(one, init=before.init)
-            print(name, one if args.init else one.verdicts or one.reason, file=sys.stderr, flush=True)
-            if args.table:
-                write(args.table, {**known, **found})
-    if not args.table:
-        print(page(list(found.values())))
-    said = (one.init if args.init else one.verdicts for one in found.values())
-    return int(any(not right(text) for verdicts in said for text in verdicts.values()))
+    known = read(args.table)
+    rows = [known.get(name, Entry(name)) for name in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+    make, said = (made_by_init, lambda e: (e.init, e.init_more)) if args.init else (made_again, _said)
+    found = fill(rows, make, page, said, **vars(args))
+    verdicts = (one.init if args.init else one.verdicts for one in found)
+    return int(any(not right(text) for texts in verdicts for text in texts.values()))
 
 
-def read(file: Path) -> dict[str, Entry]:
-    """The entries of a table."""
-    return {row["name"]: Entry(**row) for row in json.loads(file.read_text("utf-8"))} if file.exists() else {}
+def made_again(before: Entry) -> Entry:
+    """The entry of a type, with what is known of `init`."""
+    return replace(entry(before.name), init=before.init, init_more=before.init_more)
 
 
-def write(file: Path, found: Mapping[str, Entry]) -> None:
-    """The page, and its data beside it."""
-    entries = [found[name] for name in sorted(found)]
-    file.write_text(page(entries), "utf-8")
-    rows = [json.dumps(e.data) for e in entries]
-    file.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n", "utf-8")
+def _said(e: Entry) -> object:
+    return e.verdicts or e.reason
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Entry:
         collectives: at tp 2, by variant.
         minimum: the fewest that the same split allows.
         init: the verdicts of the plan that `init` writes.
+        init_more: the variants in which that plan communicates more than the minimum of what it splits.
         reason: why there is no plan, or no verdict.
         images: the kinds of input beside text that the verdicts are of: "image", "video".
         unseen: why images that the model takes are not among them.
@@ -63,6 +64,7 @@ class Entry:
     collectives: dict[str, Collectives] = field(default_factory=dict)
     minimum: dict[str, Collectives] = field(default_factory=dict)
     init: dict[str, str] = field(default_factory=dict)
+    init_more: list[str] = field(default_factory=list)
     reason: str = ""
     images: list[str] = field(default_factory=list)
     unseen: str = ""
@@ -76,6 +78,14 @@ class Entry:
     def has(self, variant: str) -> bool:
         """Whether the plan is right at a size of the variant ("tp" or "sp"), and wrong at none."""
         return has(self.verdicts, variant)
+
+    def more(self, variant: str) -> bool:
+        """Whether a variant runs more of any operation than the minimum."""
+        return any(
+            n > self.minimum[variant][when].get(operation, 0)
+            for when, counts in self.collectives[variant].items()
+            for operation, n in counts.items()
+        )
 
 
 def has(verdicts: Mapping[str, str], variant: str) -> bool:
@@ -104,24 +114,38 @@ def entry(name: str) -> Entry:
         return Entry(name, plan.name if plan else None, reason=f"does not run: {type(error).__name__}: {error}")
     if plan is None:
         return Entry(name, reason="no built-in plan is for it")
-    verdicts = judged(found.tree, plan, small)
+    one = proven(name, found.tree, plan, small)
     split, whole = covered(
         found.tree, split_parameters(bind(plan, found.tree, MeshSizes(), sequence_parallel=False)[0])
     )
+    return replace(
+        one,
+        split=round(split, 3),
+        whole={part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
+        images=[kind for kind in small[SIZES[0]].benches if kind in ("image", "video")],
+        unseen=small[SIZES[0]].unseen,
+        unlearned=_unlearned(small[SIZES[0]]),
+    )
+
+
+def proven(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subject]) -> Entry:
+    """What is found out about a plan by its proofs.
+
+    Args:
+        tree: the model's own.
+        small: its small copies, by tp size.
+    """
+    verdicts = judged(tree, plan, small)
     counted = {
         word: resolved for (word, tp), (_, resolved) in verdicts.items() if resolved is not None and tp == SIZES[0]
     }
+    bench = small[SIZES[0]].bench
     return Entry(
         name,
         plan.name,
         {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()},
-        round(split, 3),
-        {part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
-        {word: collectives(resolved, small[SIZES[0]].bench.reference) for word, resolved in counted.items()},
-        {word: minimum(resolved, small[SIZES[0]].bench) for word, resolved in counted.items()},
-        images=[kind for kind in small[SIZES[0]].benches if kind in ("image", "video")],
-        unseen=small[SIZES[0]].unseen,
-        unlearned=_unlearned(small[SIZES[0]]),
+        collectives={word: collectives(resolved, bench.reference) for word, resolved in counted.items()},
+        minimum={word: minimum(resolved, bench) for word, resolved in counted.items()},
     )
 
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from multiprocessing import get_context
-from pathlib import Path
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -20,8 +16,9 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from .__main__ import right  # noqa: E402
-from .entry import SIZES, Entry, entry  # noqa: E402
+from .__main__ import made_again, right  # noqa: E402
+from .entry import SIZES, Entry  # noqa: E402
+from .table import arguments, fill  # noqa: E402
 
 COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
 HEAD = """# Image-text models
@@ -71,24 +68,13 @@ def page(found: Sequence[Entry]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo.image_text")
-    parser.add_argument("types", nargs="*", help="types (all)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--table", type=Path, help="write the page to this file, and its data beside it as JSON")
-    args = parser.parse_args(argv)
-    found = []
-    with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        for one in pool.imap(entry, args.types or names()):
-            found.append(one)
-            print(one.name, one.plan, one.images, one.verdicts or one.reason, one.unseen, file=sys.stderr, flush=True)
-    text = page(found)
-    if args.table is None:
-        print(text)
-    else:
-        args.table.write_text(text, "utf-8")
-        rows = [json.dumps(e.data) for e in found]
-        args.table.with_suffix(".json").write_text("[\n" + ",\n".join(rows) + "\n]\n", "utf-8")
+    args = arguments("python -m tests.zoo.image_text").parse_args(argv)
+    found = fill([Entry(name) for name in args.types or names()], made_again, page, _said, **vars(args))
     return int(any(not right(text) for e in found for text in e.verdicts.values()))
+
+
+def _said(e: Entry) -> object:
+    return e.plan, e.images, e.verdicts or e.reason, e.unseen
 
 
 if __name__ == "__main__":

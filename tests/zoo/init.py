@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from shardplan.bind import bind
@@ -15,15 +17,15 @@ from shardplan.synth.new import written
 from tests.model_settings import find
 from tests.soundness.judge import subject
 
-from .entry import SIZES, Entry, judged
+from .entry import SIZES, Entry, proven
 
 
-def init_verdicts(before: Entry) -> dict[str, str]:
-    """As `Entry.verdicts`, of the plan that `init` writes at the first size; "none" where it says that it cannot.
+def by_init(before: Entry) -> Entry:
+    """The entry of a type with what `init` writes for it at the first size; "none" where it says that it cannot.
 
     Args:
-        before: the entry of the type. Where `init` writes rules that say the same as those of the built-in plan, its verdicts
-            are this plan's.
+        before: the entry. Where `init` writes rules that say the same as those of the built-in plan, what was found out about
+            that plan holds.
     """
     torch.set_num_threads(1)
     name = before.name
@@ -31,16 +33,21 @@ def init_verdicts(before: Entry) -> dict[str, str]:
         found = find(name)
         derived = derive(found, SIZES[0], sequence_parallel=True)
     except PlanError as error:
-        return {f"tp{SIZES[0]}": f"none: {error.diagnostics[0].message}"}
+        return _none(before, error.diagnostics[0].message)
     except Exception as error:  # of the model's own code
-        return {f"tp{SIZES[0]}": f"none: {type(error).__name__}: {error}"}
+        return _none(before, f"{type(error).__name__}: {error}")
     if not derived.draft.tensor_parallel:
-        return {f"tp{SIZES[0]}": "none: nothing can be split"}
+        return _none(before, "nothing can be split")
     plan = parse_plan(dict(written(found, derived).document), name="init").plan
     if before.plan is not None and before.verdicts and same_rules(found.tree, plan, parse_plan(before.plan).plan):
-        return before.verdicts
+        return replace(before, init=before.verdicts, init_more=[w for w in before.collectives if before.more(w)])
     small = {tp: subject(name, tp) for tp in SIZES}
-    return {f"{word}{tp}": said for (word, tp), (said, _) in judged(found.tree, plan, small).items()}
+    made = proven(name, found.tree, plan, small)
+    return replace(before, init=made.verdicts, init_more=[word for word in made.collectives if made.more(word)])
+
+
+def _none(before: Entry, why: str) -> Entry:
+    return replace(before, init={f"tp{SIZES[0]}": f"none: {why}"}, init_more=[])
 
 
 def same_rules(tree: ModuleTree, plan: PlanFile, other: PlanFile) -> bool:
