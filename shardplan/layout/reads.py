@@ -36,13 +36,14 @@ def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterabl
     readers: dict[int, list[str]] = {}
     for number, module in arrivals:
         readers.setdefault(number, []).append(module)
-    taken = set(taken)
-    found = (_door(run, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
+    taken, reading = set(taken), run.readers()
+    found = (_door(run, reading, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
     return tuple(read for read in found if read is not None)
 
 
-def _door(run: Trace, number: int, readers: list[str], taken: set[str]) -> SharedRead | None:
-    reading: Mapping[int, list[Event]] = _reading(run)
+def _door(
+    run: Trace, reading: Mapping[int, list[Event]], number: int, readers: list[str], taken: set[str]
+) -> SharedRead | None:
     producers = {o: e for e in run.events if e.kind == "op" for o in e.outputs if o not in e.inputs}
     around = [set(ancestors(name)) for name in readers]
     common = [name for name in ancestors(readers[0]) if all(name in one for one in around)]
@@ -68,14 +69,6 @@ def _door(run: Trace, number: int, readers: list[str], taken: set[str]) -> Share
             return None
         passed.add(id(before))
         number = sources[0]
-
-
-def _reading(run: Trace) -> Mapping[int, list[Event]]:
-    reading: dict[int, list[Event]] = {}
-    for event in run.events:
-        for number in dict.fromkeys(event.inputs):
-            reading.setdefault(number, []).append(event)
-    return reading
 
 
 def _argument(events: list[Event], module: str, number: int) -> str | None:

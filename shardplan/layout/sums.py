@@ -40,7 +40,7 @@ def shared_sums(run: Trace, handed: Iterable[tuple[int, str]]) -> tuple[SharedSu
         run: of a rank.
         handed: (value, module) for each partial sum that a module reduces as it hands it on, in the order of the run.
     """
-    reading = _reading(run)
+    reading = run.readers()
     times = dict.fromkeys((module for _, module in handed), 0)
     for _, module in handed:
         times[module] += 1
@@ -72,14 +72,6 @@ def moved(one: SharedSum, home: str) -> SharedSum:
     own = block(one.closer)
     carriers, through = (tuple(home + n.removeprefix(own) for n in names) for names in (one.carriers, one.through))
     return SharedSum(carriers, home + one.closer.removeprefix(own), through)
-
-
-def _reading(run: Trace) -> Mapping[int, Sequence[Event]]:
-    reading: dict[int, list[Event]] = {}
-    for event in run.events:
-        for number in dict.fromkeys(event.inputs):
-            reading.setdefault(number, []).append(event)
-    return reading
 
 
 def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:

@@ -97,6 +97,14 @@ class Trace:
         event = self.at.get((module, call, "out"))
         return self.values[event.inputs[position]] if event is not None and position < len(event.inputs) else None
 
+    def readers(self) -> dict[int, list[Event]]:
+        """The events that read each value, in order."""
+        found: dict[int, list[Event]] = {}
+        for event in self.events:
+            for number in dict.fromkeys(event.inputs):
+                found.setdefault(number, []).append(event)
+        return found
+
     @property
     def finite(self) -> bool:
         """Whether all that the model returned is finite."""
