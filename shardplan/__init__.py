@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import applied, apply_plan, compile_plan, coverage, init_plan, load_plan, validate, verify
-    from .apply import without_sequence_parallel
+    from .apply import build_mesh, without_sequence_parallel
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
@@ -26,6 +26,7 @@ _EXPORTS = {
     "apply_plan": "shardplan.api",
     "verify": "shardplan.api",
     "applied": "shardplan.api",
+    "build_mesh": "shardplan.apply",
     "without_sequence_parallel": "shardplan.apply",
     "materialize": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",

@@ -2,5 +2,6 @@
 
 from .applied import Applied, applied, without_sequence_parallel
 from .apply import apply_program
+from .build import build_mesh
 
-__all__ = ["Applied", "applied", "apply_program", "without_sequence_parallel"]
+__all__ = ["Applied", "applied", "apply_program", "build_mesh", "without_sequence_parallel"]

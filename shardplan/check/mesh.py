@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.mesh import UNSUPPORTED
 
 from .facts import Facts
 
@@ -17,8 +18,6 @@ cannot say yet.""",
 )
 
 CODES = (AXIS,)
-
-UNSUPPORTED = {"ep": "expert parallelism", "pp": "pipeline parallelism"}
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:

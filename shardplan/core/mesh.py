@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
+UNSUPPORTED = {"ep": "expert parallelism", "pp": "pipeline parallelism"}  # refused where they are larger than one
 
 # Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.
 AXIS_ALIASES: dict[str, str] = {

@@ -1,0 +1,68 @@
+"""Making a mesh from sizes, of which one may be left open."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardplan.core.mesh import UNSUPPORTED, MeshSizes
+
+from .mesh import ORDER
+
+ALWAYS = ("dp_shard", "tp")  # what a script asks a mesh for
+
+
+def build_mesh(
+    *,
+    dp_shard: int | None = None,
+    tp: int | None = 1,
+    dp_replicate: int | None = 1,
+    cp: int | None = 1,
+    ep: int | None = 1,
+    pp: int | None = 1,
+    device_type: str | None = None,
+) -> DeviceMesh:
+    """A mesh over all ranks, with the axes that plans are applied on: dp_replicate, dp_shard, cp, tp, in this order.
+
+    The axes dp_shard and tp are always there, the others where they are larger than one.
+
+    Args:
+        dp_shard, tp, dp_replicate, cp: the sizes. At most one may be None (or 0, or below): what the others leave of the
+            world size.
+        ep, pp: must be 1: expert and pipeline parallelism are not supported.
+        device_type: "cuda" or "cpu"; None follows the process group's backend.
+
+    Raises:
+        ValueError: no process group; several open sizes; the sizes do not multiply to the world size.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "there is no process group: call torch.distributed.init_process_group() first, in processes that torchrun starts"
+        )
+    for axis, size in {"ep": ep, "pp": pp}.items():
+        if size is not None and size > 1:
+            raise ValueError(f"{axis} is {size}: {UNSUPPORTED[axis]} is not supported yet")
+    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    sizes = _inferred(given, dist.get_world_size())
+    axes = [axis for axis in ORDER if axis in ALWAYS or sizes[axis] > 1]
+    device = device_type or ("cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu")
+    return init_device_mesh(device, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+
+
+def _inferred(given: dict[str, int | None], world: int) -> dict[str, int]:
+    for axis, size in given.items():
+        if not (size is None or (isinstance(size, int) and not isinstance(size, bool))):
+            raise TypeError(f"the size of {axis} must be a whole number or None, not {size!r}")
+    free = [axis for axis, size in given.items() if size is None or size <= 0]
+    if len(free) > 1:
+        raise ValueError(f"the sizes of {' and '.join(free)} are open: at most one can be inferred from the world size")
+    known = prod(size for axis, size in given.items() if axis not in free)
+    text = " x ".join(f"{axis} {size}" for axis, size in given.items() if axis not in free)
+    if free and world % known:
+        raise ValueError(f"{free[0]} cannot be inferred: {text} = {known} does not divide the world size {world}")
+    if not free and known != world:
+        raise ValueError(f"{text} = {known}, but the world size is {world}: leave one size open (None) to infer it")
+    return {axis: world // known if axis in free else size for axis, size in given.items()}
