@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardplan.core.mesh import UNSUPPORTED, MeshSizes
+from shardplan.core.mesh import UNSUPPORTED
 
 from .mesh import ORDER
 
