@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from shardplan.models import find_any, find_model
@@ -60,3 +61,13 @@ def find(name: str) -> FoundModel:
     ):  # some defaults hand on features that the default text model cannot take
         vision.out_hidden_size = text.hidden_size
     return find_any(config)
+
+
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of a configuration that can be trained with tensor parallelism."""
+    config = copy.deepcopy(config)
+    for part in (config, config.get_text_config()):
+        for field, value in vars(part).items():
+            if ("drop" in field and isinstance(value, float)) or field.endswith("_pdrop"):
+                setattr(part, field, 0.0)
+    return config

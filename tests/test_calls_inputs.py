@@ -45,8 +45,7 @@ def test_images(sp):
 
 
 @BOTH
-@pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(("side", "attn"), [("left", "sdpa"), ("right", "eager")])
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2"])
 def test_attention_masks_and_implementations(name, side, attn, sp):
     assert_equal(case(name, sp=sp, padding=side, attn=attn).rows())

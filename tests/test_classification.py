@@ -3,7 +3,6 @@ head, which reads one position of each sequence, is whole."""
 
 from __future__ import annotations
 
-import copy
 import random
 
 import pytest
@@ -11,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from shardplan import compile_plan, validate, verify
 from shardplan.core.mesh import MeshSizes
-from tests.model_settings import find
+from tests.model_settings import find, without_dropout
 
 FAST = ("bert", "gpt2", "llama", "qwen3")
 OTHERS = (
@@ -29,12 +28,9 @@ def marks(name: str) -> tuple:
 
 def classifier(name: str):
     """The configuration of the type's classifying class, without dropout."""
-    config = copy.deepcopy(find(name).config)
+    config = without_dropout(find(name).config)
     config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[name]]
     for part in (config, config.get_text_config()):
-        for field, value in vars(part).items():
-            if ("drop" in field and isinstance(value, float)) or field.endswith("_pdrop"):
-                setattr(part, field, 0.0)
         if getattr(part, "classifier_dropout", 0.0) is None:
             part.classifier_dropout = 0.0
     return config

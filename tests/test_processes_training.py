@@ -33,10 +33,15 @@ def test_tensor_parallel_on_two_by_two(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "tensor"])
 @pytest.mark.parametrize("recipe", ARCHITECTURES, ids=lambda recipe: recipe.model)
-def test_hybrid_sharding_on_eight_ranks(recipe, sequence_parallel):
-    compare(replace(recipe, sizes=HYBRID, sequence_parallel=sequence_parallel))
+def test_hybrid_sharding_on_eight_ranks(recipe):
+    compare(replace(recipe, sizes=HYBRID))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", ARCHITECTURES, ids=lambda recipe: recipe.model)
+def test_hybrid_sharding_without_sequence_parallelism(recipe):
+    compare(replace(recipe, sizes=HYBRID, sequence_parallel=False))
 
 
 def freeze(model: nn.Module) -> None:

@@ -89,10 +89,10 @@ def test_what_is_found_for_a_known_model_is_its_plan(name: str) -> None:
     ("name", "whole"),
     [
         ("gpt2", ()),
-        ("phi3", ()),
-        ("opt", ()),
-        ("deepseek_v3", ()),
         ("falcon", ()),
+        pytest.param("phi3", (), marks=pytest.mark.slow),
+        pytest.param("opt", (), marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", (), marks=pytest.mark.slow),
         pytest.param("gptj", (), marks=pytest.mark.slow),
         pytest.param("mixtral", (), marks=pytest.mark.slow),
         pytest.param("cohere2", (), marks=pytest.mark.slow),
