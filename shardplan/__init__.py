@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
-    from .training import causal_lm_loss, vocabulary_parallel_nll
+    from .training import causal_lm_loss, pad_to_multiple, vocabulary_parallel_nll
     from .weights import materialize
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
@@ -30,6 +30,7 @@ _EXPORTS = {
     "without_sequence_parallel": "shardplan.apply",
     "materialize": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",
+    "pad_to_multiple": "shardplan.training",
     "vocabulary_parallel_nll": "shardplan.training",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",

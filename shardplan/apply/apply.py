@@ -25,7 +25,7 @@ from .ddp import apply_ddp
 from .fsdp2 import apply_fsdp2
 from .heads import use_sharded_loss
 from .mesh import PlanMesh
-from .refusals import refuse_attention_maps
+from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
 from .ties import restore_ties, tied_groups
@@ -52,7 +52,6 @@ def _tensor_parallel(work: Work) -> bool:
         return False
     work.shared = shard(work.inner, work.mesh.tp, work.program, src_data_rank=work.src_data_rank)
     use_sharded_loss(work.inner, work.program)
-    refuse_attention_maps(work.inner)
     return True
 
 
@@ -94,6 +93,15 @@ def _data_parallel(work: Work) -> bool:
     return True
 
 
+def _refusals(work: Work) -> bool:
+    if work.shared is not None:
+        refuse_attention_maps(work.inner)
+    if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
+        for model in {id(model): model for model in (work.model, work.inner)}.values():
+            refuse_changes(model)
+    return False  # nothing that a user asked for
+
+
 # (model, data-parallel mesh, section, unit names) -> what the caller gets: the model, or a wrapper around it.
 BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Sequence[str]], nn.Module]] = {
     "fsdp2": apply_fsdp2,
@@ -109,6 +117,7 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("compile", _compile),
     ("activation checkpointing", _activation_checkpointing),
     ("data parallel", _data_parallel),
+    ("refusals", _refusals),
 )
 
 

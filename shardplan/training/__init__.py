@@ -2,4 +2,6 @@
 
 from shardplan.torchlib.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
 
-__all__ = ["causal_lm_loss", "vocabulary_parallel_nll"]
+from .padding import pad_to_multiple
+
+__all__ = ["causal_lm_loss", "pad_to_multiple", "vocabulary_parallel_nll"]
