@@ -40,9 +40,9 @@ class Unit:
 
     def gather(self) -> None:
         """Gather the parameters, to stay so after a forward."""
+        self.module.unshard()
         for found in self.groups:
             found.group.post_forward_mesh_info = None
-        self.module.unshard()
 
     def restore(self) -> None:
         """Bring back what was found, also out of a forward that was left by an exception."""

@@ -32,9 +32,9 @@ def _merge(x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
     count = k * split.group.size()
     values, ids = all_gather(values, split.group, -1, count), all_gather(ids, split.group, -1, count)
     # What fills up comes last, then a stable order: so a real logit of -inf goes before it.
-    real_first = (ids == _NONE).to(torch.uint8).argsort(-1, stable=True)
+    real_first = (ids == _NONE).to(torch.uint8).argsort(dim=-1, stable=True)
     values, ids = values.gather(-1, real_first), ids.gather(-1, real_first)
-    values, order = values.sort(-1, descending=True, stable=True)
+    values, order = values.sort(dim=-1, descending=True, stable=True)
     return values[..., :k].contiguous(), ids.gather(-1, order[..., :k])
 
 
