@@ -193,7 +193,6 @@ def plain_models() -> bool:
 def on_all_ranks() -> bool:
     return all([
         inference_between_steps({"dp_shard": 2, "tp": 2}, True, False),
-        inference_between_steps({"dp_shard": 2, "tp": 2}, "all_but_last", True),
         inference_between_steps({"dp_replicate": 2, "dp_shard": 2}, True, True),
         nested_and_broken(),
         plain_models(),
