@@ -3,6 +3,8 @@ values and gradients, in four processes."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from training_runs import share_of
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.proof.counter import CollectiveCounter
+from shardplan.torchlib.private import private
 from shardplan.training import causal_lm_loss, entropy, log_probabilities, top_k, vocabulary_parallel_nll
 
 BATCH, TOKENS = 2, 7
@@ -193,6 +196,35 @@ def check_cost(mesh: DeviceMesh) -> None:
             assert call().grad_fn is None
 
 
+class Largest(private("TorchDispatchMode")):
+    """Notes the largest float32 tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in private("tree_leaves")(result):
+            if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+def check_memory() -> None:
+    """In float32 there is a chunk at a time; for backward there are the logits themselves and a few numbers per token."""
+    vocabulary, chunk = 200, 2
+    logits = whole_logits(vocabulary, torch.bfloat16).requires_grad_()
+    ids = targets(vocabulary, BATCH, TOKENS)
+    for call in (lambda: log_probabilities(logits, ids, chunk_size=chunk), lambda: entropy(logits, chunk_size=chunk)):
+        kept: list[Tensor] = []
+        with Largest() as largest:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+                result = call()
+            result.sum().backward()
+        assert largest.elements == BATCH * chunk * vocabulary
+        others = [t for t in kept if t.data_ptr() != logits.data_ptr()]
+        assert len(others) < len(kept) and all(t.numel() <= BATCH * TOKENS for t in others)
+
+
 def on_all_ranks() -> bool:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     uneven, empty = 10, 5  # with 5 a rank has no column
@@ -208,6 +240,7 @@ def on_all_ranks() -> bool:
     check_shift_and_losses(mesh)
     check_what_is_wrong(mesh)
     check_cost(mesh)
+    check_memory()
     return True
 
 
