@@ -317,7 +317,14 @@ def planned(sizes: dict[str, int]) -> list[tuple[float, float, dict[str, Tensor]
     return [found, total, {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}]
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=["tp", "hsdp"])
+MESHES = {
+    "tp": {"dp_shard": 2, "tp": 2},
+    "hsdp": {"dp_replicate": 2, "dp_shard": 2},
+    "replicas and tp": {"dp_replicate": 2, "dp_shard": 1, "tp": 2},
+}
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_planned_models(sizes: dict[str, int]):
     reference = small_model("qwen3", tied=True, dtype=torch.float64)
     reference.model.layers[0].mlp.up_proj.requires_grad_(False)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .meshes import Group
 from .private import private
 from .vocabulary_logits import (
-    Group,
     log_probabilities_of_piece,
     normalizers,
     pieces,

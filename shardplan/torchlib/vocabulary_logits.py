@@ -15,17 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .chunks import chunk_size as ceil_chunk
+from .meshes import Group
 from .moves import all_reduce
 from .private import private
 
 IGNORE_INDEX = -100
-
-Group = DeviceMesh | ProcessGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +293,7 @@ def log_probabilities(
         target: [..., tokens], ids of the whole vocabulary; or [..., tokens, n], several candidates for each token.
         temperature: the logits are divided by it.
         ignore_index: a target that gives 0, and no gradient.
-        mask: as the target, or [..., tokens]; where it is 0 or False the result is 0, without a gradient.
+        mask: as the target or the input ids, or [..., tokens]; where it is 0 or False the result is 0, without a gradient.
         shift: the target is the input ids: position i is judged by token i + 1, and the result has one token less.
         chunk_size: tokens that are worked on at a time; None is all.
         group: where the logits are this rank's columns, the group or one-dimensional mesh that they are split over, in

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .meshes import Group
 from .moves import all_gather
 from .private import private
-from .vocabulary_logits import Group, Split, read_logits
+from .vocabulary_logits import Split, read_logits
 
 _NONE = -1  # in the place of a token id, where a rank has fewer columns than are asked for
 
