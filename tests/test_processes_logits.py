@@ -155,6 +155,8 @@ def check_what_is_wrong(mesh: DeviceMesh) -> None:
     value = log_probabilities(split, ids)
     assert value[0, 0].isnan() and value[1, 1].isnan() and value.isnan().sum() == 2
     with pytest.raises(ValueError, match="pass group= too"):
+        causal_lm_loss(split.to_local(), ids, vocab_size=10)
+    with pytest.raises(ValueError, match="pass group= too"):
         log_probabilities(split.to_local(), ids, vocab_size=10)
     with pytest.raises(ValueError, match="vocab_size is needed"):
         entropy(split.to_local(), group=mesh)

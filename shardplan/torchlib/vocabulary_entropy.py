@@ -8,14 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from .meshes import Group
 from .private import private
-from .vocabulary_logits import (
-    log_probabilities_of_piece,
-    normalizers,
-    pieces,
-    read_chunk,
-    read_logits,
-    read_temperature,
-)
+from .vocabulary_logits import read_chunk, read_logits, read_temperature
+from .vocabulary_probabilities import log_probabilities_of_piece, normalizers, pieces
 
 
 def _gradient(

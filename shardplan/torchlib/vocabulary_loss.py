@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .vocabulary_logits import IGNORE_INDEX, is_split, log_probabilities
+from .vocabulary_logits import is_split
+from .vocabulary_probabilities import IGNORE_INDEX, log_probabilities
 
 
 def vocabulary_parallel_nll(logits: DTensor, target: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -43,7 +44,7 @@ def causal_lm_loss(
     Args:
         logits: [batch, sequence, vocabulary], a DTensor Shard(-1), or whole.
         labels: [batch, sequence]; shifted here, unless `shift_labels` is given.
-        vocab_size: unused; the logits know it.
+        vocab_size: of the whole vocabulary; where it is given, plain logits must have so many columns (a DTensor knows).
         num_items_in_batch: what to divide the sum by; None is the number of tokens that count.
 
     Returns:
@@ -52,6 +53,7 @@ def causal_lm_loss(
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     shift_labels = shift_labels.to(logits.device)
-    nll = -log_probabilities(logits, shift_labels, ignore_index=ignore_index)
+    expected = None if isinstance(logits, DTensor) else vocab_size
+    nll = -log_probabilities(logits, shift_labels, ignore_index=ignore_index, vocab_size=expected)
     count = num_items_in_batch if num_items_in_batch is not None else (shift_labels != ignore_index).sum()
     return nll.sum() / count

@@ -1,8 +1,8 @@
 """What a training loop needs besides the model; usable without a plan."""
 
 from shardplan.torchlib.vocabulary_entropy import entropy
-from shardplan.torchlib.vocabulary_logits import log_probabilities
 from shardplan.torchlib.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
+from shardplan.torchlib.vocabulary_probabilities import log_probabilities
 from shardplan.torchlib.vocabulary_top_k import top_k
 
 from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
