@@ -29,8 +29,8 @@ def accumulated(x: Tensor, temperature: float) -> Tensor:
 
 
 def _sums(x: Tensor, temperature: float, chunk: int, moment: bool) -> tuple[Tensor, ...]:
-    pieces = [_sums_of_piece(piece, temperature, moment) for piece in x.split(chunk, -2)]
-    return tuple(torch.cat(parts, -2) for parts in zip(*pieces, strict=True))
+    found = [_sums_of_piece(piece, temperature, moment) for piece in x.split(chunk, -2)]
+    return tuple(torch.cat(parts, -2) for parts in zip(*found, strict=True))
 
 
 def _sums_of_piece(x: Tensor, temperature: float, moment: bool) -> tuple[Tensor, ...]:
