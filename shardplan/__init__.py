@@ -12,7 +12,19 @@ if TYPE_CHECKING:
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
-    from .training import causal_lm_loss, pad_to_multiple, vocabulary_parallel_nll
+    from .training import (
+        causal_lm_loss,
+        clip_grad_by_total_norm_,
+        clip_grad_norm_,
+        entropy,
+        get_grad_norm,
+        log_probabilities,
+        pad_to_multiple,
+        to_local_if_dtensor,
+        top_k,
+        unshard,
+        vocabulary_parallel_nll,
+    )
     from .weights import materialize
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
@@ -31,6 +43,14 @@ _EXPORTS = {
     "materialize": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",
     "pad_to_multiple": "shardplan.training",
+    "clip_grad_by_total_norm_": "shardplan.training",
+    "clip_grad_norm_": "shardplan.training",
+    "entropy": "shardplan.training",
+    "get_grad_norm": "shardplan.training",
+    "log_probabilities": "shardplan.training",
+    "to_local_if_dtensor": "shardplan.training",
+    "top_k": "shardplan.training",
+    "unshard": "shardplan.training",
     "vocabulary_parallel_nll": "shardplan.training",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",

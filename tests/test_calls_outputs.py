@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 from shardplan.apply import without_sequence_parallel
-from shardplan.torchlib.vocabulary_loss import IGNORE_INDEX
+from shardplan.torchlib.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.training import causal_lm_loss, vocabulary_parallel_nll
 from tests.proofs import PLANS, assert_equal, case, on_ranks, ranked, sharded, twin, unsharded
 

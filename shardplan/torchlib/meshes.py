@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+
+Group = DeviceMesh | ProcessGroup  # what a collective runs over; a mesh has one dimension
 
 
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> None:

@@ -12,6 +12,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.moves import Operation, move_ops
 
 from .chunks import chunk_size, own_chunk, pad_chunk
+from .meshes import Group
 from .private import private
 
 _all_reduce = private("all_reduce")
@@ -20,12 +21,12 @@ _reduce_scatter = private("reduce_scatter")
 _wait = private("wait_tensor")
 
 
-def all_reduce(x: Tensor, mesh: DeviceMesh, op: str = "sum") -> Tensor:
+def all_reduce(x: Tensor, mesh: Group, op: str = "sum") -> Tensor:
     """The sum (or `op`) over the axis, a fresh tensor on every rank."""
     return _wait(_all_reduce(x.contiguous(), op, mesh))
 
 
-def all_gather(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
+def all_gather(x: Tensor, mesh: Group, dim: int, size: int) -> Tensor:
     """The chunks of all ranks along `dim`, `size` long in all; chunks may be uneven (ceil-chunks)."""
     if size % mesh.size() == 0:
         return _wait(_all_gather(x.contiguous(), dim, mesh))

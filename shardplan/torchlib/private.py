@@ -53,6 +53,8 @@ NAMES: dict[str, Private] = {
     "is_functorch_wrapped": Private(
         (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
     ),
+    "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
+    "foreach_mul_": Private((("torch", "_foreach_mul_"),), "scaling many gradients at once"),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
     "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }

@@ -1,7 +1,25 @@
 """What a training loop needs besides the model; usable without a plan."""
 
+from shardplan.torchlib.vocabulary_entropy import entropy
 from shardplan.torchlib.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
+from shardplan.torchlib.vocabulary_probabilities import log_probabilities
+from shardplan.torchlib.vocabulary_top_k import top_k
 
+from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
+from .inference import unshard
+from .local import to_local_if_dtensor
 from .padding import pad_to_multiple
 
-__all__ = ["causal_lm_loss", "pad_to_multiple", "vocabulary_parallel_nll"]
+__all__ = [
+    "causal_lm_loss",
+    "clip_grad_by_total_norm_",
+    "clip_grad_norm_",
+    "entropy",
+    "get_grad_norm",
+    "log_probabilities",
+    "pad_to_multiple",
+    "to_local_if_dtensor",
+    "top_k",
+    "unshard",
+    "vocabulary_parallel_nll",
+]

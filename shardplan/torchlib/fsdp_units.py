@@ -1,0 +1,72 @@
+"""The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds, alike in torch 2.11
+to 2.13 (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class _Group:
+    """A parameter group as it was found."""
+
+    group: Any
+    unsharded: bool
+    training_state: Any
+    after_forward: Any  # the mesh that it is resharded to after forward; None where it stays unsharded
+
+
+class Unit:
+    """One FSDP2 unit, as it was found.
+
+    Args:
+        module: a module that belongs to it.
+    """
+
+    def __init__(self, module: FSDPModule):
+        self.module = module
+        self.state = module._get_fsdp_state()
+        self.found = (self.state._is_root, self.state._training_state, self.state._state_ctx.iter_forward_root)
+        self.groups = [
+            _Group(group, group.is_unsharded, group._training_state, group.post_forward_mesh_info)
+            for group in self.state._fsdp_param_groups
+        ]
+
+    def gather(self) -> None:
+        """Gather the parameters, to stay so after a forward."""
+        self.module.unshard()
+        for found in self.groups:
+            found.group.post_forward_mesh_info = None
+
+    def restore(self) -> None:
+        """Bring back what was found, also out of a forward that was left by an exception."""
+        root, training_state, running = self.found
+        # The first forward of all finds the root, which then stays unsharded after forward unless it was told not to.
+        became_root = root is None and self.state._is_root and self.state._auto_reshard_after_forward
+        self.state._training_state = training_state
+        self.state._state_ctx.iter_forward_root = running
+        self.state._modules_to_run_forward.clear()
+        for found in self.groups:
+            group = found.group
+            group.wait_for_unshard()  # one that was prefetched, and not reached
+            group._training_state = found.training_state
+            if not became_root:
+                group.post_forward_mesh_info = found.after_forward
+            if not found.unsharded:
+                group._to_sharded()
+
+
+def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The FSDP2 units of some modules, each once: several modules may be one unit."""
+    units: dict[int, Unit] = {}
+    for module in modules:
+        if isinstance(module, FSDPModule):
+            unit = Unit(module)
+            units.setdefault(id(unit.state), unit)
+    return list(units.values())

@@ -1,0 +1,257 @@
+"""The norm of a model's gradients, whatever mix of meshes and placements they are on, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shardplan.torchlib.private import private
+
+_foreach_norm = private("foreach_norm")
+_foreach_mul_ = private("foreach_mul_")
+
+Parameters = nn.Module | Tensor | Iterable[Tensor]
+EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils does
+
+
+@dataclass
+class _Gradient:
+    """A gradient as this rank has it.
+
+    Args:
+        mesh: None for a plain tensor, which every rank has whole.
+        sums: the axes of the mesh on which it is a partial sum.
+        first: whether this rank is the one, of those with the same elements, that counts them.
+    """
+
+    local: Tensor
+    mesh: DeviceMesh | None = None
+    sums: tuple[int, ...] = ()
+    first: bool = True
+
+
+class _Axes:
+    """The axes that the ranks of some meshes are to be added up over. Two axes with the same ranks are one.
+
+    They are read off all parameters, not off the gradients that happen to be there, so that all ranks agree.
+    """
+
+    def __init__(self, meshes: Iterable[DeviceMesh]):
+        self.groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+        self.of_mesh: dict[DeviceMesh, dict[tuple[str, tuple[int, ...]], int]] = {}
+        for mesh in meshes:
+            if mesh in self.of_mesh:
+                continue
+            if mesh.get_coordinate() is None:
+                raise ValueError(
+                    f"a parameter is on {mesh}, which this rank is not part of: pass the parameters that this rank has "
+                    "a part of"
+                )
+            self.of_mesh[mesh] = {}
+            for dim in range(mesh.ndim):
+                if mesh.size(dim) > 1:
+                    group = mesh.get_group(dim)
+                    key = (mesh.device_type, tuple(sorted(dist.get_process_group_ranks(group))))
+                    self.groups.setdefault(key, group)
+                    self.of_mesh[mesh][key] = dim
+
+
+def _parameters(parameters: Parameters) -> list[Tensor]:
+    """Each parameter once: tied ones have several names."""
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _read(gradient: Tensor) -> _Gradient:
+    if not isinstance(gradient, DTensor):
+        return _Gradient(gradient)
+    mesh, coordinate = gradient.device_mesh, gradient.device_mesh.get_coordinate()
+    local, sums, first = gradient.to_local(), [], True
+    for dim, placement in enumerate(gradient.placements):
+        if placement.is_partial():
+            if placement.reduce_op not in ("sum", "avg"):
+                raise ValueError(f"a gradient is {placement} on {mesh}: only sums and averages can be reduced")
+            sums.append(dim)
+            if placement.reduce_op == "avg":
+                local = local / mesh.size(dim)
+        if placement.is_partial() or placement.is_replicate():
+            first = first and coordinate[dim] == 0
+    return _Gradient(local, mesh, tuple(sums), first)
+
+
+def _finish_sums(gradients: list[_Gradient], axes: _Axes) -> None:
+    """Reduce what is a partial sum, in float32 and in one buffer for each axis."""
+    for key, group in axes.groups.items():
+        waiting = [g for g in gradients if axes.of_mesh.get(g.mesh, {}).get(key) in g.sums]
+        if not waiting:
+            continue
+        dtype = torch.float64 if any(g.local.dtype == torch.float64 for g in waiting) else torch.float32
+        flat = torch.cat([g.local.reshape(-1).to(key[0], dtype) for g in waiting])
+        dist.all_reduce(flat, group=group)
+        for gradient, part in zip(waiting, flat.split([g.local.numel() for g in waiting]), strict=True):
+            gradient.local = part
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """How numbers become one norm: as sums of powers, or as the largest number; the smallest one is the largest of the
+    negatives. All in float64, so that powers neither overflow nor vanish."""
+
+    order: float
+
+    @property
+    def power(self) -> bool:
+        return math.isfinite(self.order)
+
+    @property
+    def reduction(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.SUM if self.power else dist.ReduceOp.MAX
+
+    def of(self, tensors: list[Tensor], device: str | torch.device) -> Tensor:
+        """[2]: the sum or the largest number, and whether there is a NaN (a maximum over ranks may lose it)."""
+        norms = [norm.to(device, torch.float64) for norm in self._each(tensors)]
+        value = torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64, device=device)
+        if self.power:
+            value = value.pow(self.order).sum()
+        else:
+            sign = math.copysign(1.0, self.order)
+            nothing = value.new_full((1,), 0.0 if sign > 0 else -math.inf)
+            value = torch.cat([sign * value, nothing]).max()
+        return torch.stack([value.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf), value.isnan().double()])
+
+    def _each(self, tensors: list[Tensor]) -> Iterable[Tensor]:
+        for group in _alike(tensor for tensor in tensors if tensor.numel()):
+            wide = torch.promote_types(group[0].dtype, torch.float32)
+            exact = wide if self.order in (1.0, 2.0) or not self.power else torch.float64
+            yield from _foreach_norm(group, self.order, dtype=exact)
+
+    def add(self, parts: Tensor) -> Tensor:
+        """[n, 2] to [2]."""
+        return parts.sum(0) if self.power else parts.amax(0)
+
+    def root(self, total: Tensor) -> Tensor:
+        value, nan = total.unbind()
+        value = value.pow(1.0 / self.order) if self.power else value * math.copysign(1.0, self.order)
+        return value.masked_fill(nan > 0, math.nan)
+
+
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Lists of one device and dtype, as foreach functions like them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return groups.values()
+
+
+@torch.no_grad()
+def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+    """The norm of all gradients together, as if they were one vector of the unsharded model.
+
+    Every element counts once: shards are added up over their mesh axes, what several ranks have alike is counted on one
+    of them, partial sums are reduced first, a tied parameter is one. Plain tensors are taken as whole on every rank.
+    Meshes may differ from parameter to parameter. It is a collective of all ranks of these meshes: one all-reduce of a
+    few numbers for each axis, and one of the partial sums, in float32, where there are any.
+
+    Args:
+        parameters: a model, a parameter, or several. Those without a gradient count nothing, but tell the axes: pass
+            the same on all ranks.
+        norm_type: above 0, `inf` or `-inf` (the smallest element).
+        error_if_nonfinite: raise if the norm is NaN or infinite; on all ranks.
+
+    Returns:
+        A plain scalar on the device of the first gradient, equal on all ranks: in float32, or in float64 if there are
+        gradients in float64; 0 without gradients.
+
+    Raises:
+        ValueError: another `norm_type`; a parameter on a mesh that this rank is not part of.
+        RuntimeError: the norm is not finite, and `error_if_nonfinite`.
+    """
+    norm = _Norm(float(norm_type))
+    if not (norm.order > 0 or norm.order == -math.inf):
+        raise ValueError(f"norm_type must be above 0, inf or -inf, not {norm_type}")
+    found = _parameters(parameters)
+    present = [parameter.grad for parameter in found if parameter.grad is not None]
+    axes = _Axes(tensor.device_mesh for tensor in (*found, *present) if isinstance(tensor, DTensor))
+    gradients = [_read(gradient) for gradient in present]
+    wide = torch.float64 if any(g.local.dtype == torch.float64 for g in gradients) else torch.float32
+    device = gradients[0].local.device if gradients else torch.device("cpu")
+    _finish_sums(gradients, axes)
+
+    totals = {
+        mesh: norm.of([g.local for g in gradients if g.mesh == mesh and g.first], mesh.device_type)
+        for mesh in axes.of_mesh
+    }
+    for key, group in axes.groups.items():
+        members = [mesh for mesh, keys in axes.of_mesh.items() if key in keys]
+        together = torch.stack([totals[mesh] for mesh in members])
+        dist.all_reduce(together, norm.reduction, group=group)
+        totals |= zip(members, together, strict=True)
+    plain = norm.of([g.local for g in gradients if g.mesh is None], device)
+    total = norm.root(norm.add(torch.stack([plain, *(part.to(device) for part in totals.values())])))
+    total = total.to(wide) if gradients else torch.zeros((), device=device)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the total norm of the gradients is {total.item()}, so they cannot be clipped; with "
+            "error_if_nonfinite=False they are left as they are"
+        )
+    return total
+
+
+@torch.no_grad()
+def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm: Tensor | float) -> None:
+    """Scale the gradients in place by max_norm / (total_norm + 1e-6), where that is below 1. No communication.
+
+    If the total norm is NaN or infinite the gradients are left as they are, with a warning: scaling would turn all of
+    them into zeros and NaN. Skip the step then.
+
+    Args:
+        parameters: as in `get_grad_norm`.
+        max_norm: of all gradients together, at least 0.
+        total_norm: what `get_grad_norm` returned. It is read, so the device is waited for.
+
+    Raises:
+        ValueError: `max_norm` is negative or NaN.
+    """
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be at least 0, not {max_norm}")
+    if isinstance(total_norm, DTensor):  # as torch.nn.utils gives it
+        total_norm = total_norm.full_tensor()
+    norm = float(total_norm)
+    if not math.isfinite(norm):
+        warnings.warn(
+            f"the total norm of the gradients is {norm}: they are not clipped but left as they are; skip this step",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return
+    coefficient = float(max_norm) / (norm + EPSILON)
+    if coefficient < 1.0:
+        gradients = [parameter.grad for parameter in _parameters(parameters) if parameter.grad is not None]
+        for group in _alike(g.to_local() if isinstance(g, DTensor) else g for g in gradients):
+            _foreach_mul_(group, coefficient)
+
+
+def clip_grad_norm_(
+    parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for every mix of placements: `get_grad_norm`, then `clip_grad_by_total_norm_`.
+
+    Returns:
+        The total norm before clipping, as `get_grad_norm` gives it.
+    """
+    found = _parameters(parameters)
+    total = get_grad_norm(found, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
+    clip_grad_by_total_norm_(found, max_norm, total)
+    return total
