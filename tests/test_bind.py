@@ -258,6 +258,22 @@ def test_sections_are_expanded_to_modules_in_the_order_of_the_tree():
     assert resolved.compile_modules == ("model.layers.0", "model.layers.1")
 
 
+def test_each_nth_module_of_a_pattern():
+    text = SECTIONS.replace("[model.layers.1]", "[model.layers.*, 'model.layers.*.mlp']\n  every: 2")
+    resolved, found = bound(text)
+    assert found == ()
+    assert resolved.ac_modules == ("model.layers.1", "model.layers.1.mlp")
+
+
+def test_sections_without_modules_take_the_units():
+    text = SECTIONS.replace("  modules: [model.layers.1]", "  every: 2").replace(
+        "  modules: [model.layers.*]", "  fullgraph: true"
+    )
+    resolved, found = bound(text)
+    assert found == ()
+    assert (resolved.ac_modules, resolved.compile_modules) == (("model.layers.1",), resolved.dp_units)
+
+
 def test_sections_are_inherited_field_by_field():
     resolved, found = bound(CHILD + "data_parallel:\n  reshard_after_forward: false\n")
     assert found == ()

@@ -69,8 +69,10 @@ def _checkpoints(work: Work) -> bool:
 
 
 def _activation_checkpointing(work: Work) -> bool:
-    checkpoint_modules(work.inner, work.program.resolved.ac_modules)
-    return bool(work.program.resolved.ac_modules)
+    resolved, section = work.program.resolved, work.program.resolved.activation_checkpointing
+    if section is not None:
+        checkpoint_modules(work.inner, resolved.ac_modules, section, resolved.compile_modules)
+    return bool(resolved.ac_modules)
 
 
 def _compile(work: Work) -> bool:

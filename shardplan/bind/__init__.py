@@ -13,7 +13,7 @@ from .dead import DEAD
 from .models import OTHER_MODEL, other_model
 from .names import Names
 from .rules import BOTH, CONFLICT, TWICE, assign, findings, layers
-from .sections import PARAMETERS, expand
+from .sections import PARAMETERS, expand, wrapped
 
 CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS)
 
@@ -33,8 +33,9 @@ def bind(
     stack = layers(plan, names, sequence_parallel=sequence_parallel)
     sections = effective_sections(plan)
     units, about_units = expand(sections.data_parallel, "units", names)
-    checkpointed, about_checkpointed = expand(sections.activation_checkpointing, "modules", names)
-    compiled, about_compiled = expand(sections.compile, "modules", names)
+    recomputed = sections.activation_checkpointing
+    checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
+    compiled, about_compiled = wrapped(sections.compile, names, units)
     resolved = ResolvedPlan(
         plan=plan,
         tree=tree,
@@ -42,7 +43,7 @@ def bind(
         sequence_parallel=sequence_parallel,
         assignments=assign(stack, names),
         data_parallel=sections.data_parallel,
-        activation_checkpointing=sections.activation_checkpointing,
+        activation_checkpointing=recomputed,
         compile=sections.compile,
         dp_units=units,
         ac_modules=checkpointed,

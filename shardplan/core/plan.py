@@ -117,14 +117,16 @@ class ActivationCheckpointing:
     """Modules whose activations are recomputed in backward.
 
     Args:
-        modules: globs.
-        mode: "full": everything inside is computed again.
+        modules: globs; without the field, the data-parallel units.
+        mode: "full": everything inside is computed again; "selective": all but matrix products and collectives.
+        every: of the modules that each glob matches, each n-th alone.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).
     """
 
     modules: tuple[str, ...] = ()
-    mode: Literal["full"] = "full"
+    mode: Literal["full", "selective"] = "full"
+    every: int = 1
     location: Location | None = None
     given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
@@ -134,7 +136,7 @@ class Compile:
     """Modules whose forward is compiled on its own (torch.compile).
 
     Args:
-        modules: globs.
+        modules: globs; without the field, the data-parallel units.
         fullgraph, backend: torch.compile's arguments.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).

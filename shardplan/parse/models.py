@@ -231,13 +231,22 @@ class ActivationCheckpointingFields(_Model):
 
     modules: list[GlobText] = Field(
         default=list(_default(ActivationCheckpointing, "modules")),
-        description="The modules, usually each layer.",
-        examples=[["model.layers.*"]],
+        description="The modules, usually each layer, or their attention or MLP alone. Without it, the data-parallel "
+        "units.",
+        examples=[["model.layers.*"], ["model.layers.*.mlp"]],
     )
-    mode: Literal["full"] = Field(
+    mode: Literal["full", "selective"] = Field(
         default=_default(ActivationCheckpointing, "mode"),
-        description="`full`: everything inside is computed again.",
-        examples=["full"],
+        description="`full`: everything inside is computed again. `selective`: the results of matrix products, of "
+        "attention and of collectives are kept, the rest is computed again.",
+        examples=["selective"],
+    )
+    every: int = Field(
+        default=_default(ActivationCheckpointing, "every"),
+        ge=1,
+        le=1000,
+        description="Of the modules that each pattern matches, each n-th alone: with 2 the second, the fourth, ...",
+        examples=[2],
     )
 
 
@@ -246,7 +255,7 @@ class CompileFields(_Model):
 
     modules: list[GlobText] = Field(
         default=list(_default(Compile, "modules")),
-        description="The modules, usually each layer.",
+        description="The modules, usually each layer. Without it, the data-parallel units.",
         examples=[["model.layers.*"]],
     )
     fullgraph: bool = Field(

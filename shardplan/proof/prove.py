@@ -119,7 +119,9 @@ class TwinCase:
 
 def _run(case: TwinCase | None, program: Program, twin: Twin, dtype: torch.dtype) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them. Without a case, by simulation."""
-    runs = [_simulated(program, twin, kind, dtype) for kind in twin.kinds] if case is None else run_processes(case, dtype)
+    runs = (
+        [_simulated(program, twin, kind, dtype) for kind in twin.kinds] if case is None else run_processes(case, dtype)
+    )
     rows: dict[str, Comparison] = {}
     for row in (row for run in runs for row in run):
         known = rows.get(row.name)
