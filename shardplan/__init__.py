@@ -8,11 +8,11 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import applied, apply_plan, compile_plan, coverage, init_plan, load_plan, validate, verify
-    from .apply import without_sequence_parallel
+    from .apply import micro_batches, without_sequence_parallel
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
-    from .training import causal_lm_loss, vocabulary_parallel_nll
+    from .training import causal_lm_loss, context_parallel, vocabulary_parallel_nll
     from .weights import materialize
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
@@ -27,8 +27,10 @@ _EXPORTS = {
     "verify": "shardplan.api",
     "applied": "shardplan.api",
     "without_sequence_parallel": "shardplan.apply",
+    "micro_batches": "shardplan.apply",
     "materialize": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",
+    "context_parallel": "shardplan.training",
     "vocabulary_parallel_nll": "shardplan.training",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",

@@ -2,5 +2,6 @@
 
 from .applied import Applied, applied, without_sequence_parallel
 from .apply import apply_program
+from .micro_batches import micro_batches
 
-__all__ = ["Applied", "applied", "apply_program", "without_sequence_parallel"]
+__all__ = ["Applied", "applied", "apply_program", "micro_batches", "without_sequence_parallel"]

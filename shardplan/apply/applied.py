@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardplan.core.diagnostics import Diagnostic
@@ -17,6 +18,7 @@ from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
 from shardplan.torchlib.regime import Shared
 
+from .megatron_fsdp import wrap_optimizer
 from .state import keep_optimizer_order, packed_parameters
 
 _KEY = "_shardplan_applied"
@@ -33,6 +35,7 @@ class Applied:
         tp: the size of the tp axis.
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
+        cp: the cp axis of the mesh, if it has one.
     """
 
     program: Program
@@ -41,6 +44,7 @@ class Applied:
     tp: int
     model: nn.Module
     shared: Shared | None
+    cp: DeviceMesh | None = None
 
     def __str__(self) -> str:
         plan = self.program.resolved.plan
@@ -75,6 +79,18 @@ class Applied:
                 f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
                 "apply_plan replaces parameters, so make the optimizer after it"
             )
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer as the plan's data-parallel backend needs it: the same object, with Megatron-FSDP made to work with
+        its wrapper, and otherwise as it was.
+
+        Raises:
+            ValueError: the optimizer holds tensors that are not parameters of the model.
+        """
+        self.check_optimizer(optimizer)
+        section = self.program.resolved.data_parallel
+        wraps = section is not None and section.backend == "megatron_fsdp" and "data parallel" in self.steps
+        return wrap_optimizer(optimizer) if wraps else optimizer
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
         """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -24,11 +24,13 @@ from .contract import check_unchanged, names_of
 from .ddp import apply_ddp
 from .fsdp2 import apply_fsdp2
 from .heads import use_sharded_loss
+from .megatron_fsdp import apply_megatron_fsdp
 from .mesh import PlanMesh
 from .refusals import refuse_attention_maps
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
 from .ties import restore_ties, tied_groups
+from .wrapped import Wrapped
 
 
 @dataclass
@@ -91,15 +93,21 @@ def _data_parallel(work: Work) -> bool:
         return False
     wrap = BACKENDS[resolved.data_parallel.backend]
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
-    units = [full_name(prefix, unit) for unit in resolved.dp_units]
-    work.result = wrap(work.model, mesh, resolved.data_parallel, units)
+    units, parts, ignored = (
+        tuple(full_name(prefix, name) for name in names)
+        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
+    )
+    together = work.mesh.together(mesh) if resolved.data_parallel.backend == "megatron_fsdp" else None
+    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get("tp"), together)
+    work.result = wrap(work.model, mesh, resolved.data_parallel, names)
     return True
 
 
-# (model, data-parallel mesh, section, unit names) -> what the caller gets: the model, or a wrapper around it.
-BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Sequence[str]], nn.Module]] = {
+# (model, data-parallel mesh, section, names) -> what the caller gets: the model, or a wrapper around it.
+BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Wrapped], nn.Module]] = {
     "fsdp2": apply_fsdp2,
     "ddp": apply_ddp,
+    "megatron_fsdp": apply_megatron_fsdp,
 }
 
 # The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
@@ -150,5 +158,6 @@ def apply_program(
             ) from error
         check_unchanged(before, model, name)
     result = work.result if work.result is not None else model
-    remember(Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared), model)
+    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared, mesh.cp)
+    remember(record, model)
     return result

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.globs import parse_glob
 from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel
+from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
 
 from .dead import dead
 from .names import Names
@@ -35,7 +37,7 @@ def expand(
     section: DataParallel | ActivationCheckpointing | Compile | None, field: str, names: Names, *, every: int = 1
 ) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
     """The modules that the globs of a section's field match, in the tree's order, and what is wrong with the
-    globs.
+    globs. A list of modules, which has no forward of its own, stands for its elements.
 
     Args:
         every: of what each glob matches, each n-th alone.
@@ -47,7 +49,7 @@ def expand(
     for i, pattern in enumerate(getattr(section, field)):
         glob = parse_glob(pattern)
         reached = names.reach(glob)
-        found.update(_each(every, reached.modules, names))
+        found.update(_each(every, tuple(_elements(reached.modules, names.tree)), names))
         if not reached.modules:
             place = section.given.get(field) or section.location or Location("<arguments>", (field,))
             location = replace(place, path=(*place.path, i), part="value")
@@ -66,6 +68,15 @@ def wrapped(
     if section is not None and "modules" not in section.given:
         return _each(every, units, names), ()
     return expand(section, "modules", names, every=every)
+
+
+def _elements(modules: tuple[str, ...], tree: ModuleTree) -> Iterator[str]:
+    """The modules, lists among them (also lists of lists) replaced by their elements."""
+    for name in modules:
+        if tree.modules[name].class_name in WITHOUT_FORWARD:
+            yield from _elements(tree.children[name], tree)
+        else:
+            yield name
 
 
 def _each(n: int, modules: tuple[str, ...], names: Names) -> tuple[str, ...]:
