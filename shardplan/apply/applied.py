@@ -16,6 +16,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
+from shardplan.torchlib.async_tp import Fused
 from shardplan.torchlib.regime import Shared
 
 from .megatron_fsdp import wrap_optimizer
@@ -36,6 +37,7 @@ class Applied:
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
         cp: the cp axis of the mesh, if it has one.
+        fused: what asynchronous tensor parallelism came to; None without it.
     """
 
     program: Program
@@ -45,6 +47,7 @@ class Applied:
     model: nn.Module
     shared: Shared | None
     cp: DeviceMesh | None = None
+    fused: Fused | None = None
 
     def __str__(self) -> str:
         plan = self.program.resolved.plan
@@ -63,6 +66,20 @@ class Applied:
         if self.program.sequence_parallel and not self.shared.regime.sequence_parallel:
             modules = self.program.tensor_parallel_modules
         return expected_collectives(modules)
+
+    @property
+    def async_collectives(self) -> Mapping[str, Counter[str]]:
+        """What asynchronous tensor parallelism came to in the graphs that were compiled until now: the operators of
+        collectives "fused" with products, and the collectives "left" as they are.
+
+        Raises:
+            ValueError: the plan does not ask for it, or no step was run yet.
+        """
+        if self.fused is None:
+            raise ValueError("the plan has no `compile: {async_tensor_parallel: true}`")
+        if not self.fused.graphs:
+            raise ValueError("nothing was compiled yet: run a step first")
+        return {"fused": self.fused.fused, "left": self.fused.left}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that the optimizer holds this model's parameters: one made before `apply_plan` holds dead tensors.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,10 +15,12 @@ from shardplan.core.plan import DataParallel
 from shardplan.core.tree import full_name
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
+from shardplan.torchlib.async_tp import Fused
 from shardplan.torchlib.failures import module_of
 from shardplan.torchlib.regime import Shared
 
 from .applied import Applied, mark_unusable, remember, was_touched
+from .autocast import autocast_forward
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
@@ -45,6 +48,8 @@ class Work:
     ties: tuple[tuple[str, ...], ...] = ()
     shared: Shared | None = None
     result: nn.Module | None = None
+    fused: Fused | None = None
+    autocast: torch.dtype | None = None
     steps: list[str] = field(default_factory=list)
 
 
@@ -80,8 +85,14 @@ def _activation_checkpointing(work: Work) -> bool:
 def _compile(work: Work) -> bool:
     resolved = work.program.resolved
     if resolved.compile is not None:
-        compile_modules(work.inner, resolved.compile_modules, resolved.compile)
+        work.fused = compile_modules(work.inner, resolved.compile_modules, resolved.compile, work.mesh.tp)
     return resolved.compile is not None
+
+
+def _autocast(work: Work) -> bool:
+    if work.autocast is not None:
+        autocast_forward(work.model, work.mesh.mesh.device_type, work.autocast)
+    return work.autocast is not None
 
 
 def _data_parallel(work: Work) -> bool:
@@ -118,6 +129,7 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("packed checkpoints", _checkpoints),
     ("compile", _compile),
     ("activation checkpointing", _activation_checkpointing),
+    ("autocast", _autocast),
     ("data parallel", _data_parallel),
 )
 
@@ -137,14 +149,18 @@ def apply_program(
     program: Program,
     *,
     src_data_rank: int | None,
+    autocast: torch.dtype | None = None,
     diagnostics: tuple[Diagnostic, ...] = (),
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
+    Args:
+        autocast: the dtype in which the forward runs under torch.autocast.
+
     Raises:
         RuntimeError: a step failed; names it and the module. The model is then marked unusable.
     """
-    work = Work(model, unwrapped(model), mesh, program, src_data_rank)
+    work = Work(model, unwrapped(model), mesh, program, src_data_rank, autocast=autocast)
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)
@@ -158,6 +174,6 @@ def apply_program(
             ) from error
         check_unchanged(before, model, name)
     result = work.result if work.result is not None else model
-    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared, mesh.cp)
+    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared, mesh.cp, work.fused)
     remember(record, model)
     return result

@@ -184,6 +184,7 @@ class Compile:
     Args:
         modules: globs; without the field, the data-parallel units.
         fullgraph, backend: torch.compile's arguments.
+        async_tensor_parallel: matrix products run while the sequence is gathered and scattered.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).
     """
@@ -191,6 +192,7 @@ class Compile:
     modules: tuple[str, ...] = ()
     fullgraph: bool = True
     backend: str = "inductor"
+    async_tensor_parallel: bool = False
     location: Location | None = None
     given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 

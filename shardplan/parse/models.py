@@ -344,6 +344,12 @@ class CompileFields(_Model):
         description="torch.compile's backend.",
         examples=["inductor"],
     )
+    async_tensor_parallel: bool = Field(
+        default=_default(Compile, "async_tensor_parallel"),
+        description="Run matrix products while the sequence is gathered and scattered over tp. It needs sequence "
+        "parallelism, the backend `inductor` and CUDA.",
+        examples=[True],
+    )
 
 
 class PlanDocument(_Model):

@@ -53,6 +53,13 @@ NAMES: dict[str, Private] = {
     "is_functorch_wrapped": Private(
         (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
     ),
+    "CustomGraphPass": Private(
+        (("torch._inductor.custom_graph_pass", "CustomGraphPass"),),
+        "seeing whether asynchronous tensor parallelism fired",
+    ),
+    "enable_symm_mem_for_group": Private(
+        (("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),), "asynchronous tensor parallelism"
+    ),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
     "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }
