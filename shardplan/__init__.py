@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from .api import applied, apply_plan, compile_plan, coverage, init_plan, load_plan, validate, verify
-    from .apply import build_mesh, without_sequence_parallel
+    from .apply import build_mesh, micro_batches, without_sequence_parallel
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         causal_lm_loss,
         clip_grad_by_total_norm_,
         clip_grad_norm_,
+        context_parallel,
         entropy,
         get_grad_norm,
         log_probabilities,
@@ -40,6 +41,7 @@ _EXPORTS = {
     "applied": "shardplan.api",
     "build_mesh": "shardplan.apply",
     "without_sequence_parallel": "shardplan.apply",
+    "micro_batches": "shardplan.apply",
     "materialize": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",
     "pad_to_multiple": "shardplan.training",
@@ -51,6 +53,7 @@ _EXPORTS = {
     "to_local_if_dtensor": "shardplan.training",
     "top_k": "shardplan.training",
     "unshard": "shardplan.training",
+    "context_parallel": "shardplan.training",
     "vocabulary_parallel_nll": "shardplan.training",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",

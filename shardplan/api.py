@@ -22,6 +22,7 @@ from shardplan.core.report import Report, VerifyReport, as_errors, ordered, vari
 from shardplan.core.sources import SourceMap
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -277,6 +278,8 @@ def apply_plan(
     axes: Mapping[str, str] | None = None,
     check_inputs: bool = False,
     src_data_rank: int | None = 0,
+    autocast_dtype: torch.dtype | str | None = None,
+    patch_is_packed_sequence: bool = False,
 ) -> nn.Module:
     """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2.
 
@@ -292,6 +295,9 @@ def apply_plan(
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
+        autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
+        patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,
+            which makes the device wait; in this process, with a warning, and an error for packed inputs.
 
     Raises:
         PlanError: all that `validate` can tell; the model is untouched.
@@ -300,7 +306,9 @@ def apply_plan(
     """
     from shardplan.apply.agreement import check_inputs_once, intention, same_on_all_ranks
     from shardplan.apply.apply import apply_program, refuse_used
+    from shardplan.apply.autocast import read_dtype
     from shardplan.apply.mesh import read_mesh
+    from shardplan.models.packed import patch_is_packed_sequence as patch_packed
 
     refuse_used(model)
     plan_mesh = read_mesh(mesh, axes)
@@ -320,8 +328,13 @@ def apply_plan(
             strict=strict,
         )
         plan_mesh.check_sections(program.resolved)
-        say(intention(program))
-    result = apply_program(model, plan_mesh, program, src_data_rank=src_data_rank, diagnostics=warnings)
+        autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
+        say(f"{intention(program)}\nautocast {autocast}")
+    result = apply_program(
+        model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings
+    )
+    if patch_is_packed_sequence:
+        patch_packed()
     if check_inputs and plan_mesh.tp is not None:
         check_inputs_once(result, plan_mesh.tp)
     return result

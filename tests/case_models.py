@@ -41,11 +41,18 @@ def scalar_gate() -> nn.Module:
 
 
 def bfloat16_matrices() -> nn.Module:
-    """Two blocks whose second matrix alone is in bfloat16."""
+    """Two blocks whose second matrix is in bfloat16 and has a bias in float32."""
     blocks = [Block(), Block()]
     for block in blocks:
         block.down.to(torch.bfloat16)
+        block.down.bias = nn.Parameter(torch.zeros(block.down.out_features))
     return Stack(blocks)
+
+
+def frozen_block() -> nn.Module:
+    """Two blocks, the first of which is frozen."""
+    first = Block().requires_grad_(False)
+    return Stack([first, Block()])
 
 
 def blocks() -> nn.Module:

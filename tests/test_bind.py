@@ -13,7 +13,7 @@ from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import parse_plan, parse_text
 from tests.examples import plan, tree
-from tests.trees import llama_8b
+from tests.trees import llama_8b, with_frozen
 
 LLAMA = llama_8b(layers=2)
 
@@ -256,6 +256,74 @@ def test_sections_are_expanded_to_modules_in_the_order_of_the_tree():
     assert resolved.dp_units == ("model.layers.0", "model.layers.1", "lm_head")
     assert resolved.ac_modules == ("model.layers.1",)
     assert resolved.compile_modules == ("model.layers.0", "model.layers.1")
+
+
+def test_a_list_stands_for_its_elements():
+    text = SECTIONS.replace("[model.layers.*, lm_head]", "[model.layers]").replace("[model.layers.*]", "[model.layers]")
+    resolved, found = bound(text)
+    assert found == ()
+    assert resolved.dp_units == resolved.compile_modules == ("model.layers.0", "model.layers.1")
+
+
+UNITS = """version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+"""
+
+
+def units_of(words: str, model: ModuleTree) -> ResolvedPlan:
+    resolved, found = bind(plan(UNITS + words), model, MeshSizes(dp_shard=2), sequence_parallel=False)
+    assert found == ()
+    return resolved
+
+
+def test_where_frozen_modules_go():
+    model = with_frozen(llama_8b(layers=2), "model.embed_tokens", "model.layers.0", "model.layers.1.mlp")
+    layers = ("model.layers.0", "model.layers.1")
+    default = units_of("", model)
+    assert (default.dp_units, default.dp_parts, default.dp_ignored) == (layers, (), frozenset())
+    own = units_of("  frozen: own\n", model)
+    assert (own.dp_units, own.dp_parts) == (layers, ("model.embed_tokens",)), "what a unit holds stays there"
+    root = units_of("  frozen: root\n", model)
+    assert (root.dp_units, root.dp_parts) == (("model.layers.1",), ())
+    whole = units_of("  frozen: replicated\n", model)
+    assert (whole.dp_units, whole.dp_parts) == (layers, ())
+    assert whole.dp_ignored == {name for name, (_, p) in model.parameters.items() if not p.requires_grad}
+    some = units_of("  ignored: [model.embed_tokens, model.layers.0.mlp.up_proj.weight]\n", model)
+    assert some.dp_ignored == {"model.embed_tokens.weight", "model.layers.0.mlp.up_proj.weight"}
+    every = units_of("  ignored: [model.layers.0]\n", model)
+    assert every.dp_ignored == {name for name in model.parameters if name.startswith("model.layers.0.")}
+
+
+def test_modules_of_another_dtype_are_units_of_their_own():
+    model = tree("mixtral-float64-router")
+    gates = ("model.layers.0.mlp.gate", "model.layers.1.mlp.gate")
+    assert units_of("", model).dp_parts == gates
+    assert units_of("", with_frozen(model, *gates)).dp_parts == ()
+    assert units_of("  backend: ddp\n", model).dp_parts == ()
+
+
+def test_an_ignored_name_that_matches_nothing_is_an_error_at_its_place():
+    _, (finding,) = bound(UNITS + "  ignored: [model.nrom]\n")
+    assert finding.code == "SP201" and finding.help == "write `model.norm`"
+    assert finding.primary.location.path == ("data_parallel", "ignored", 0)
+
+
+def test_each_nth_module_of_a_pattern():
+    text = SECTIONS.replace("[model.layers.1]", "[model.layers.*, 'model.layers.*.mlp']\n  every: 2")
+    resolved, found = bound(text)
+    assert found == ()
+    assert resolved.ac_modules == ("model.layers.1", "model.layers.1.mlp")
+
+
+def test_sections_without_modules_take_the_units():
+    text = SECTIONS.replace("  modules: [model.layers.1]", "  every: 2").replace(
+        "  modules: [model.layers.*]", "  fullgraph: true"
+    )
+    resolved, found = bound(text)
+    assert found == ()
+    assert (resolved.ac_modules, resolved.compile_modules) == (("model.layers.1",), resolved.dp_units)
 
 
 def test_sections_are_inherited_field_by_field():

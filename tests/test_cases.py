@@ -16,6 +16,9 @@ ELSEWHERE: dict[str, str] = {
     "SP531": "tests/test_cli_init.py::test_no_overlay_is_found",
     "SP532": "tests/test_cli_init.py::test_what_stays_whole_is_said",
     "SP512": "tests/test_models_auto.py::test_several",
+    "SP555": "tests/test_check_sections.py::test_gradients_that_megatron_fsdp_would_not_sum_are_refused",
+    "SP556": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
+    "SP557": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
     "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }
 

@@ -9,7 +9,7 @@ from shardplan.core.diagnostics import Code
 from tests.examples import findings
 
 CODES = (*bind.CODES, *check.CODES)
-WITHOUT_EXAMPLE = {"SP550"}  # sizes of axes that no command line takes
+WITHOUT_EXAMPLE = {"SP550", "SP555", "SP556", "SP557"}  # sizes that no command line takes; a package that is optional
 
 
 def with_examples() -> list[Code]:

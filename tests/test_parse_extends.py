@@ -23,7 +23,7 @@ data_parallel:
   reshard_after_forward: true
   mixed_precision: {param: bfloat16, cast_forward_inputs: false}
   prefetch: {forward: 2}
-activation_checkpointing: {modules: [model.layers.*]}
+activation_checkpointing: {modules: [model.layers.*], every: 2}
 """
 CHILD = """\
 version: "1"
@@ -33,6 +33,7 @@ data_parallel:
   reshard_after_forward: all_but_last
   mixed_precision: {reduce: float32, cast_forward_inputs: true}
   prefetch: {backward: 1}
+activation_checkpointing: {mode: selective}
 compile: {modules: [model.layers.*]}
 """
 
@@ -64,8 +65,9 @@ def test_sections_are_inherited_field_by_field(tmp_path: Path) -> None:
         backward_prefetch=1,
         location=plan.data_parallel.location,
     )
-    assert sections.activation_checkpointing == plan.parent.activation_checkpointing
-    assert sections.activation_checkpointing.modules == ("model.layers.*",)
+    assert sections.activation_checkpointing == ActivationCheckpointing(
+        ("model.layers.*",), "selective", 2, location=plan.activation_checkpointing.location
+    )
     assert sections.compile == Compile(("model.layers.*",), location=plan.compile.location)
 
     places = {name: (place.file, place.path) for name, place in sections.data_parallel.given.items()}
@@ -92,7 +94,7 @@ def test_a_default_that_is_written_counts_as_said(tmp_path: Path) -> None:
     assert set(plan.data_parallel.given) == {"backend"}
     assert effective_sections(plan).data_parallel.reshard_after_forward is True
     assert effective_sections(plan).activation_checkpointing == ActivationCheckpointing(
-        (), location=plan.activation_checkpointing.location
+        (), every=2, location=plan.activation_checkpointing.location
     )
     assert effective_sections(plan.parent).compile is None
 

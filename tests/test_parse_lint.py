@@ -83,6 +83,8 @@ def test_parts_that_say_nothing(tmp_path: Path) -> None:
     ]
     assert said('version: "1"\nextends: llama\ndata_parallel: {}\n', tmp_path) == ["`data_parallel` says nothing"]
     empty = 'version: "1"\nextends: llama\ncompile: {backend: eager}\nactivation_checkpointing: {modules: []}\n'
+    assert said(empty, tmp_path) == ["`activation_checkpointing` names no modules"], "compile takes the units"
+    empty = empty.replace("extends: llama", "tensor_parallel: {a: colwise}")
     assert said(empty, tmp_path) == ["`activation_checkpointing` names no modules", "`compile` names no modules"]
 
 

@@ -101,6 +101,39 @@ def test_partial_gradients_are_summed_in_the_dtype_of_the_reduction():
             assert {dtype for dtype, ndim in seen if ndim == 3} == (set() if sequence_parallel else {"torch.bfloat16"})
 
 
+def autocast(name: str) -> tuple[float, dict[str, Tensor], float]:
+    """One step under autocast; and how far the loss moves without it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+    ids = batch(mesh.get_local_rank("dp_shard"))
+    losses = []
+    for dtype in (None, "bfloat16"):
+        model = small_model(name)
+        options = {"sequence_parallel": True, "activation_checkpointing": {"mode": "selective"}}
+        shardplan.apply_plan(model, mesh, "auto", autocast_dtype=dtype, **options)
+        assert ("autocast" in shardplan.applied(model).steps) == (dtype is not None)
+        model.zero_grad()
+        loss, gradients = backward(model, ids)
+        losses.append(loss)
+    for wrong, words in ((torch.float32, "must be"), ("float16", "computes in bfloat16")):
+        with pytest.raises(ValueError, match=words):
+            shardplan.apply_plan(small_model(name), mesh, "auto", autocast_dtype=wrong, data_parallel=MIXED)
+    return losses[1], gradients, abs(losses[1] - losses[0])
+
+
+def test_autocast_is_as_exact_as_in_the_unsharded_model():
+    parts = [batch(0), batch(1)]
+    exact_loss, exact = backward(small_model("qwen3"), *parts)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain_loss, plain = backward(small_model("qwen3"), *parts)
+    runs = on_ranks(4, autocast, "qwen3")
+    loss = sum(run[0] for run in runs) / 4
+    assert abs(loss - exact_loss) <= max(2 * abs(plain_loss - exact_loss), 2**-9 * exact_loss)
+    for _, gradients, moved in runs:
+        assert moved > 0, "the forward ran in bfloat16"
+        assert gradients.keys() == exact.keys()
+        assert distance(gradients, exact) <= 2 * distance(plain, exact)
+
+
 # What is gathered when
 
 

@@ -303,6 +303,16 @@ def mixtral_with(gate: ParameterInfo) -> ModuleTree:
     return replace(tree, modules=modules)
 
 
+def with_frozen(tree: ModuleTree, *prefixes: str) -> ModuleTree:
+    """The same with the parameters of some modules frozen."""
+    modules = {
+        name: replace(module, parameters=tuple(replace(p, requires_grad=False) for p in module.parameters))
+        for name, module in tree.modules.items()
+        if any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
+    }
+    return replace(tree, modules={**tree.modules, **modules})
+
+
 def llama_with_adapters(*, dora: bool) -> ModuleTree:
     """Llama-3.1-8B of two layers with LoRA of rank 8 at q_proj and o_proj."""
     tree = llama_8b(layers=2)
@@ -335,5 +345,7 @@ TREES: dict[str, Callable[[], ModuleTree]] = {
     "my_models:llama_with_lora": lambda: llama_with_adapters(dora=False),
     "my_models:llama_with_dora": lambda: llama_with_adapters(dora=True),
     "mixtral-scalar-gate": lambda: mixtral_with(ParameterInfo("scale", ())),
+    "llama-frozen-embedding": lambda: with_frozen(llama_8b(layers=2), "model.embed_tokens"),
+    "mixtral-float64-bias": lambda: mixtral_with(ParameterInfo("bias", (8,), "float64")),
     "mixtral-float64-router": lambda: mixtral_with(ParameterInfo("weight", (8, 4096), "float64")),
 }

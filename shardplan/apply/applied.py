@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
+from shardplan.torchlib.async_tp import Fused
 from shardplan.torchlib.regime import Shared
 
+from .megatron_fsdp import wrap_optimizer
 from .state import keep_optimizer_order, packed_parameters
 
 _KEY = "_shardplan_applied"
@@ -33,6 +36,8 @@ class Applied:
         tp: the size of the tp axis.
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
+        cp: the cp axis of the mesh, if it has one.
+        fused: what asynchronous tensor parallelism came to; None without it.
     """
 
     program: Program
@@ -41,6 +46,8 @@ class Applied:
     tp: int
     model: nn.Module
     shared: Shared | None
+    cp: DeviceMesh | None = None
+    fused: Fused | None = None
 
     def __str__(self) -> str:
         plan = self.program.resolved.plan
@@ -60,6 +67,20 @@ class Applied:
             modules = self.program.tensor_parallel_modules
         return expected_collectives(modules)
 
+    @property
+    def async_collectives(self) -> Mapping[str, Counter[str]]:
+        """What asynchronous tensor parallelism came to in the graphs that were compiled until now: the operators of
+        collectives "fused" with products, and the collectives "left" as they are.
+
+        Raises:
+            ValueError: the plan does not ask for it, or no step was run yet.
+        """
+        if self.fused is None:
+            raise ValueError("the plan has no `compile: {async_tensor_parallel: true}`")
+        if not self.fused.graphs:
+            raise ValueError("nothing was compiled yet: run a step first")
+        return {"fused": self.fused.fused, "left": self.fused.left}
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that the optimizer holds this model's parameters: one made before `apply_plan` holds dead tensors.
 
@@ -75,6 +96,18 @@ class Applied:
                 f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
                 "apply_plan replaces parameters, so make the optimizer after it"
             )
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer as the plan's data-parallel backend needs it: the same object, with Megatron-FSDP made to work with
+        its wrapper, and otherwise as it was.
+
+        Raises:
+            ValueError: the optimizer holds tensors that are not parameters of the model.
+        """
+        self.check_optimizer(optimizer)
+        section = self.program.resolved.data_parallel
+        wraps = section is not None and section.backend == "megatron_fsdp" and "data parallel" in self.steps
+        return wrap_optimizer(optimizer) if wraps else optimizer
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
         """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -14,21 +15,25 @@ from shardplan.core.plan import DataParallel
 from shardplan.core.tree import full_name
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
+from shardplan.torchlib.async_tp import Fused
 from shardplan.torchlib.failures import module_of
 from shardplan.torchlib.regime import Shared
 
 from .applied import Applied, mark_unusable, remember, was_touched
+from .autocast import autocast_forward
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
 from .ddp import apply_ddp
 from .fsdp2 import apply_fsdp2
 from .heads import use_sharded_loss
+from .megatron_fsdp import apply_megatron_fsdp
 from .mesh import PlanMesh
 from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
 from .ties import restore_ties, tied_groups
+from .wrapped import Wrapped
 
 
 @dataclass
@@ -43,6 +48,8 @@ class Work:
     ties: tuple[tuple[str, ...], ...] = ()
     shared: Shared | None = None
     result: nn.Module | None = None
+    fused: Fused | None = None
+    autocast: torch.dtype | None = None
     steps: list[str] = field(default_factory=list)
 
 
@@ -68,15 +75,23 @@ def _checkpoints(work: Work) -> bool:
 
 
 def _activation_checkpointing(work: Work) -> bool:
-    checkpoint_modules(work.inner, work.program.resolved.ac_modules)
-    return bool(work.program.resolved.ac_modules)
+    resolved, section = work.program.resolved, work.program.resolved.activation_checkpointing
+    if section is not None:
+        checkpoint_modules(work.inner, resolved.ac_modules, section, resolved.compile_modules)
+    return bool(resolved.ac_modules)
 
 
 def _compile(work: Work) -> bool:
     resolved = work.program.resolved
     if resolved.compile is not None:
-        compile_modules(work.inner, resolved.compile_modules, resolved.compile)
+        work.fused = compile_modules(work.inner, resolved.compile_modules, resolved.compile, work.mesh.tp)
     return resolved.compile is not None
+
+
+def _autocast(work: Work) -> bool:
+    if work.autocast is not None:
+        autocast_forward(work.model, work.mesh.mesh.device_type, work.autocast)
+    return work.autocast is not None
 
 
 def _data_parallel(work: Work) -> bool:
@@ -88,8 +103,13 @@ def _data_parallel(work: Work) -> bool:
         return False
     wrap = BACKENDS[resolved.data_parallel.backend]
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
-    units = [full_name(prefix, unit) for unit in resolved.dp_units]
-    work.result = wrap(work.model, mesh, resolved.data_parallel, units)
+    units, parts, ignored = (
+        tuple(full_name(prefix, name) for name in names)
+        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
+    )
+    together = work.mesh.together(mesh) if resolved.data_parallel.backend == "megatron_fsdp" else None
+    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get("tp"), together)
+    work.result = wrap(work.model, mesh, resolved.data_parallel, names)
     return True
 
 
@@ -102,10 +122,11 @@ def _refusals(work: Work) -> bool:
     return False  # nothing that a user asked for
 
 
-# (model, data-parallel mesh, section, unit names) -> what the caller gets: the model, or a wrapper around it.
-BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Sequence[str]], nn.Module]] = {
+# (model, data-parallel mesh, section, names) -> what the caller gets: the model, or a wrapper around it.
+BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Wrapped], nn.Module]] = {
     "fsdp2": apply_fsdp2,
     "ddp": apply_ddp,
+    "megatron_fsdp": apply_megatron_fsdp,
 }
 
 # The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
@@ -116,6 +137,7 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("packed checkpoints", _checkpoints),
     ("compile", _compile),
     ("activation checkpointing", _activation_checkpointing),
+    ("autocast", _autocast),
     ("data parallel", _data_parallel),
     ("refusals", _refusals),
 )
@@ -136,14 +158,18 @@ def apply_program(
     program: Program,
     *,
     src_data_rank: int | None,
+    autocast: torch.dtype | None = None,
     diagnostics: tuple[Diagnostic, ...] = (),
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
+    Args:
+        autocast: the dtype in which the forward runs under torch.autocast.
+
     Raises:
         RuntimeError: a step failed; names it and the module. The model is then marked unusable.
     """
-    work = Work(model, unwrapped(model), mesh, program, src_data_rank)
+    work = Work(model, unwrapped(model), mesh, program, src_data_rank, autocast=autocast)
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)
@@ -157,5 +183,6 @@ def apply_program(
             ) from error
         check_unchanged(before, model, name)
     result = work.result if work.result is not None else model
-    remember(Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared), model)
+    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared, mesh.cp, work.fused)
+    remember(record, model)
     return result

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.plan import Compile
+from shardplan.torchlib.async_tp import Fused, enable_symmetric_memory, inductor_options
 from shardplan.torchlib.forward import wrap_forward
+
+ASYNC_DEVICES = ("cuda",)
 
 
 class Compiled:
     """Around a module's forward: the same forward, compiled at its first call."""
 
-    def __init__(self, section: Compile):
+    def __init__(self, section: Compile, fused: Fused | None):
         self.options = {"fullgraph": section.fullgraph, "backend": section.backend}
+        if fused is not None:
+            self.options["options"] = inductor_options(fused)
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -25,7 +32,41 @@ class Compiled:
         return self.compiled(*args, **kwargs)
 
 
-def compile_modules(model: nn.Module, names: Iterable[str], section: Compile) -> None:
-    """Compile the forward of the named modules, each on its own."""
+def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp: DeviceMesh | None) -> Fused | None:
+    """Compile the forward of the named modules, each on its own.
+
+    Args:
+        tp: the mesh of asynchronous tensor parallelism.
+
+    Returns:
+        What that comes to, once the modules have run; None without it.
+
+    Raises:
+        ValueError: asynchronous tensor parallelism on devices without it.
+    """
+    fused = None
+    if section.async_tensor_parallel:
+        assert tp is not None  # SP383
+        if tp.device_type not in ASYNC_DEVICES:
+            raise ValueError(f"async_tensor_parallel needs a mesh of CUDA devices, not of {tp.device_type}")
+        enable_symmetric_memory(tp)
+        fused = Fused()
+        model.register_forward_hook(_warn_once(fused))
     for name in names:
-        wrap_forward(model.get_submodule(name), Compiled(section))
+        wrap_forward(model.get_submodule(name), Compiled(section, fused))
+    return fused
+
+
+def _warn_once(fused: Fused) -> Callable[..., None]:
+    warned = []
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        if fused.graphs and not fused.fused and not warned:
+            warned.append(True)
+            warnings.warn(
+                "async_tensor_parallel: inductor fused no collective with a product in the compiled modules, which run as "
+                "without it (applied(model).async_collectives)",
+                stacklevel=2,
+            )
+
+    return look

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from shardplan.core.plan import DataParallel
 
+from .wrapped import Wrapped
 
-def apply_ddp(model: nn.Module, mesh: DeviceMesh, section: DataParallel, units: Sequence[str]) -> nn.Module:
+
+def apply_ddp(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
     """Wrap the model; the wrapper's names begin with `module.`.
 
     Args:
         mesh: dp_replicate.
-        units: not used: DDP has buckets, not units.
+        wrapped: not used: DDP has buckets, not units.
     """
     return DistributedDataParallel(model, process_group=mesh.get_group())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -10,24 +10,41 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardplan.core.plan import DataParallel, MixedPrecision
+from shardplan.core.tree import ancestors
 from shardplan.torchlib.failures import at_module
 
+from .wrapped import Wrapped
 
-def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, units: Sequence[str]) -> nn.Module:
+
+def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
     """Shard the units, inner ones first, then the root, which keeps what no unit holds. Returns the same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
-        units: module names in the order of the model's forward.
     """
-    options = {"mesh": mesh, "mp_policy": _policy(section.mixed_precision), "offload_policy": _offload(section)}
-    modules = [model.get_submodule(name) for name in units]
-    for name, module in sorted(zip(units, modules, strict=True), key=lambda unit: -unit[0].count(".")):
+    options = {
+        "mesh": mesh,
+        "mp_policy": _policy(section.mixed_precision),
+        "offload_policy": _offload(section),
+        "ignored_params": _left_alone(model, mesh, wrapped.ignored),
+    }
+    last = wrapped.units[-1:]
+    for name in sorted((*wrapped.units, *wrapped.parts), key=lambda unit: -unit.count(".")):
         with at_module(name):
-            fully_shard(module, **options, reshard_after_forward=_reshard(section, module is modules[-1]))
+            kept = name in last or any(above in last for above in ancestors(name))
+            fully_shard(model.get_submodule(name), **options, reshard_after_forward=_reshard(section, kept))
     fully_shard(model, **options)
-    _prefetch(modules, section)
+    _prefetch(model, wrapped, section)
     return model
+
+
+def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set[nn.Parameter]:
+    """The parameters that FSDP2 does not hold, on the mesh's device, where it would put the others."""
+    parameters = {model.get_parameter(name) for name in names}
+    for parameter in parameters:
+        if not parameter.is_meta and parameter.device.type != mesh.device_type:
+            parameter.data = parameter.data.to(mesh.device_type)
+    return parameters
 
 
 def _reshard(section: DataParallel, last: bool) -> bool | int:
@@ -53,10 +70,16 @@ def _offload(section: DataParallel) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=section.cpu_offload == "pinned") if section.cpu_offload else OffloadPolicy()
 
 
-def _prefetch(units: Sequence[nn.Module], section: DataParallel) -> None:
-    for i, unit in enumerate(units):
-        if section.forward_prefetch is not None:
-            unit.set_modules_to_forward_prefetch(list(units[i + 1 : i + 1 + section.forward_prefetch]))
-        if section.backward_prefetch is not None:
-            before = units[max(0, i - section.backward_prefetch) : i]
-            unit.set_modules_to_backward_prefetch(list(reversed(before)))
+def _prefetch(model: nn.Module, wrapped: Wrapped, section: DataParallel) -> None:
+    """Say how many units are gathered ahead; each comes with the parts inside it."""
+    groups = [
+        [model.get_submodule(name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
+        for unit in wrapped.units
+    ]
+    for i, (unit, *_) in enumerate(groups):
+        if (ahead := section.forward_prefetch) is not None:
+            unit.set_modules_to_forward_prefetch([m for group in groups[i + 1 : i + 1 + ahead] for m in group])
+        if (ahead := section.backward_prefetch) is not None:
+            before = [m for group in reversed(groups[max(0, i - ahead) : i]) for m in group]
+            # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
+            unit.set_modules_to_backward_prefetch(before or [unit])

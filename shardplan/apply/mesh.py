@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
@@ -38,6 +39,11 @@ class PlanMesh:
         """The one-dimensional tp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names["tp"]] if "tp" in self.names else None
 
+    @property
+    def cp(self) -> DeviceMesh | None:
+        """The one-dimensional cp mesh; None where the mesh has no such axis."""
+        return self.mesh[self.names["cp"]] if "cp" in self.names else None
+
     def data_parallel(self, backend: str) -> DeviceMesh | None:
         """What a backend works over: FSDP2 over [dp_replicate,] dp_shard x cp flattened, DDP over dp_replicate. None
         without such an axis.
@@ -52,6 +58,14 @@ class PlanMesh:
         if len(shard_axes) > 1:
             flatten(self.mesh, shard_axes, name)
         return self.mesh[(replicate, name)] if replicate else self.mesh[name]
+
+    def together(self, mesh: DeviceMesh) -> ProcessGroup | None:
+        """The process group over both axes of a data-parallel mesh; None where it has one."""
+        if mesh.ndim == 1:
+            return None
+        name = "_".join(mesh.mesh_dim_names)
+        flatten(self.mesh, tuple(self.names[a] for a in ("dp_replicate", "dp_shard", "cp") if a in self.names), name)
+        return self.mesh[name].get_group()
 
     @property
     def _shard_axes(self) -> tuple[str, ...]:

@@ -13,7 +13,8 @@ from .dead import DEAD
 from .models import OTHER_MODEL, other_model
 from .names import Names
 from .rules import BOTH, CONFLICT, TWICE, assign, findings, layers
-from .sections import PARAMETERS, expand
+from .sections import PARAMETERS, expand, wrapped
+from .units import ignored, units_and_parts
 
 CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS)
 
@@ -33,8 +34,11 @@ def bind(
     stack = layers(plan, names, sequence_parallel=sequence_parallel)
     sections = effective_sections(plan)
     units, about_units = expand(sections.data_parallel, "units", names)
-    checkpointed, about_checkpointed = expand(sections.activation_checkpointing, "modules", names)
-    compiled, about_compiled = expand(sections.compile, "modules", names)
+    left_out, about_left_out = ignored(sections.data_parallel, names)
+    units, parts = units_and_parts(sections.data_parallel, units, left_out, tree)
+    recomputed = sections.activation_checkpointing
+    checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
+    compiled, about_compiled = wrapped(sections.compile, names, units)
     resolved = ResolvedPlan(
         plan=plan,
         tree=tree,
@@ -42,9 +46,11 @@ def bind(
         sequence_parallel=sequence_parallel,
         assignments=assign(stack, names),
         data_parallel=sections.data_parallel,
-        activation_checkpointing=sections.activation_checkpointing,
+        activation_checkpointing=recomputed,
         compile=sections.compile,
         dp_units=units,
+        dp_parts=parts,
+        dp_ignored=left_out,
         ac_modules=checkpointed,
         compile_modules=compiled,
     )
@@ -53,6 +59,7 @@ def bind(
         *findings(plan, stack, names),
         *contradictions(resolved),
         *about_units,
+        *about_left_out,
         *about_checkpointed,
         *about_compiled,
     )

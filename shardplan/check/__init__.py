@@ -9,6 +9,7 @@ from shardplan.core.plan import ResolvedPlan
 
 from . import (
     adapters,
+    async_tp,
     backend,
     checkpointing,
     declared,
@@ -39,6 +40,7 @@ _RULES = (
     adapters,
     backend,
     checkpointing,
+    async_tp,
     mesh,
 )
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from importlib.util import find_spec
 
+from shardplan.backends import BACKENDS, Backend
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.plan import DataParallel, MegatronFSDP
+from shardplan.core.tree import named
 
 from .facts import Facts
 from .places import field_label
@@ -68,38 +72,159 @@ data_parallel:
 """,
 )
 
-CODES = (MISSING, REPLICATES, UNSAID)
+FIELD = Code(
+    code="SP554",
+    title="a field that the data-parallel backend does not have",
+    text="""Each backend carries out some of the fields of `data_parallel`. One that would be skipped, and that changes
+what is computed or where it is kept, is an error. How FSDP2 gathers (`reshard_after_forward`, `prefetch`) may stand there:
+other backends gather in their own way.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+  mixed_precision: {param: bfloat16}
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+""",
+)
 
-PACKAGES = {"megatron_fsdp": ("megatron_fsdp", "megatron-fsdp")}  # backend -> (module, what pip calls it)
+COMBINED = Code(
+    code="SP555",
+    title="a data-parallel backend with a plan that it would train wrongly",
+    text="""Megatron-FSDP hands modules plain tensors in place of their DTensor parameters. Gradients that are partial sums
+over tp (norms on heads, and all norms under sequence parallelism) would then never be summed. Use `fsdp2`, or the plan
+without what needs it.""",
+)
+
+CLASSES = Code(
+    code="SP556",
+    title="units of Megatron-FSDP that are not all modules of their class",
+    text="""Megatron-FSDP finds its units by their class. A plan whose `units` name some modules of a class, and leave out
+others, would get them all.""",
+)
+
+STRATEGY = Code(
+    code="SP557",
+    title="sharding strategies that Megatron-FSDP does not combine",
+    text="""Optimizer state is sharded over `dp_replicate` (`outer_dp_sharding_strategy: optim`) only where all is sharded
+over `dp_shard` (`zero_dp_strategy: optim_grads_params`), and a model on the meta device cannot stay unsharded
+(`init_model_with_meta_device` with `no_shard`).""",
+)
+
+CODES = (MISSING, REPLICATES, UNSAID, FIELD, COMBINED, CLASSES, STRATEGY)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """A data_parallel section that the mesh needs, of a backend that is there and can do what the mesh asks for."""
+    """A data_parallel section that the mesh needs, of a backend that is there and can do what the plan and the mesh ask
+    for."""
     section = facts.resolved.data_parallel
     if section is None:
         yield from _unsaid(facts)
         return
-    module, package = PACKAGES.get(section.backend, ("", ""))
-    if module:
-        state = "not installed" if find_spec(module) is None else "installed, but cannot be applied by this version yet"
+    backend = BACKENDS[section.backend]
+    if backend.module and find_spec(backend.module) is None:
         yield Diagnostic(
             code=MISSING.code,
             severity=Severity.ERROR,
-            message=f"the backend {section.backend} ({package}) is {state}",
+            message=f"the backend {backend.name} ({backend.package}) is not installed",
             primary=field_label(section, "backend"),
-            help="use `backend: fsdp2`",
+            help=f"`pip install {backend.package}`, or use `backend: fsdp2`",
         )
     sizes = facts.resolved.sizes
-    splitting = {axis: size for axis in ("dp_shard", "cp", "tp") if (size := getattr(sizes, axis) or 1) > 1}
-    if section.backend == "ddp" and splitting:
-        axes = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
+    axes = [axis for axis in ("dp_shard", "cp", "tp") if axis not in backend.splits]
+    splitting = {axis: size for axis in axes if (size := getattr(sizes, axis) or 1) > 1}
+    if splitting:
+        said = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
         yield Diagnostic(
             code=REPLICATES.code,
             severity=Severity.ERROR,
-            message=f"the backend ddp keeps the whole model on every rank, but the mesh has {axes}",
+            message=f"the backend {backend.name} keeps the whole model on every rank, but the mesh has {said}",
             primary=field_label(section, "backend"),
             help="use `backend: fsdp2`, or a mesh with dp_replicate alone",
         )
+    yield from _fields(section, backend)
+    yield from _combined(facts, section, backend)
+    if backend.name == "megatron_fsdp":
+        yield from _classes(facts)
+        yield from _strategy(section)
+
+
+def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
+    default, known = DataParallel(), {"backend", "location", "given", *backend.fields, *backend.idle}
+    for field in fields(DataParallel):
+        if field.name not in known and getattr(section, field.name) != getattr(default, field.name):
+            yield Diagnostic(
+                code=FIELD.code,
+                severity=Severity.ERROR,
+                message=f"the backend {backend.name} has no {field.name}",
+                primary=field_label(section, field.name),
+                help=f"remove `{field.name}`, or use a backend that has it",
+            )
+
+
+def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
+    if (facts.tp or 1) == 1:
+        return
+    partial = tuple(name for group in facts.groups if group.how.gradient == "partial" for name in group.names)
+    if facts.resolved.sequence_parallel and not backend.sequence_parallel:
+        message, help = f"the backend {backend.name} does not work with sequence parallelism", "switch it off"
+    elif partial and not backend.partial_gradients:
+        message = f"the backend {backend.name} would not sum the gradient of {named(partial)} over tp"
+        help = "use a mesh without tp"
+    else:
+        return
+    yield Diagnostic(
+        code=COMBINED.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=field_label(section, "backend"),
+        help=f"use `backend: fsdp2`, or {help}",
+        modules=partial,
+    )
+
+
+def _classes(facts: Facts) -> Iterator[Diagnostic]:
+    resolved = facts.resolved
+    units = frozenset(resolved.dp_units)
+    classes = {resolved.tree.modules[name].class_name for name in units}
+    others = tuple(n for n, m in resolved.tree.modules.items() if m.class_name in classes and n not in units)
+    if others:
+        yield Diagnostic(
+            code=CLASSES.code,
+            severity=Severity.ERROR,
+            message=f"megatron_fsdp finds units by their class, and {named(others)} is of the class of a unit",
+            primary=field_label(resolved.data_parallel, "units"),
+            help="name all modules of a class in `units`, or none",
+            modules=others,
+        )
+
+
+def _strategy(section: DataParallel) -> Iterator[Diagnostic]:
+    options = section.megatron_fsdp or MegatronFSDP()
+    if options.outer_dp_sharding_strategy in (1, "optim") and options.zero_dp_strategy not in (3, "optim_grads_params"):
+        message, help = (
+            "`outer_dp_sharding_strategy: optim` needs `zero_dp_strategy: optim_grads_params`",
+            "change one of the two",
+        )
+    elif options.init_model_with_meta_device and options.zero_dp_strategy in (0, "no_shard"):
+        message, help = (
+            "a model on the meta device cannot be initialised with `zero_dp_strategy: no_shard`",
+            "change one of the two",
+        )
+    else:
+        return
+    yield Diagnostic(
+        code=STRATEGY.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=field_label(section, "megatron_fsdp"),
+        help=help,
+    )
 
 
 def _unsaid(facts: Facts) -> Iterator[Diagnostic]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardplan.bind.units import unit_of
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
 from shardplan.styles import STYLES, ParameterStyle, Style, feature_dim
@@ -173,11 +174,7 @@ class Facts:
     @cached_property
     def unit_of(self) -> Mapping[str, str]:
         """The innermost FSDP unit that each module belongs to; "" is the root's."""
-        units = frozenset(self.resolved.dp_units)
-        found: dict[str, str] = {"": ""}
-        for name in self.resolved.tree.modules:
-            found[name] = name if name in units else found[parent(name)]
-        return found
+        return unit_of(self.resolved.tree, frozenset(self.resolved.fsdp_units))
 
     def claimed(self, module: str) -> bool:
         """Whether a rule names the module, one of its parameters, or, as a whole copy, a module around it."""

@@ -39,6 +39,8 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
     for name, value in overrides.items():
         if value is False:
             resolved = replace(resolved, **{name: None, UNITS[name]: ()})
+            if name == "data_parallel":
+                resolved = replace(resolved, dp_parts=(), dp_ignored=frozenset())
         elif value is True and getattr(resolved, name) is None:
             if name == "data_parallel":
                 raise ValueError("data_parallel=True says no units: the plan has no such section, pass a mapping")

@@ -77,8 +77,15 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, found: FoundModel) -> Variants:
-    """Add what the layout check finds; without a tp size above 1 nothing. It is for plans without structural errors."""
-    tp = next(iter(variants.resolved.values())).sizes.tp or 1
+    """Add what the layout check finds, without a tp size above 1 nothing, and what keeps the sequence from being split over
+    a cp axis. It is for plans without structural errors."""
+    sizes = next(iter(variants.resolved.values())).sizes
+    if sizes.cp > 1:
+        from shardplan.layout.context import context_findings
+
+        about = context_findings(found)
+        variants = replace(variants, findings={on: (*old, *about) for on, old in variants.findings.items()})
+    tp = sizes.tp or 1
     if tp == 1:
         return variants
     from shardplan.layout import ModelLayouts

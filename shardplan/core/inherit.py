@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeVar
 
-from .plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, PlanFile
+from .plan import ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, PlanFile
 
-_S = TypeVar("_S", DataParallel, ActivationCheckpointing, Compile, MixedPrecision)
+_S = TypeVar("_S", DataParallel, ActivationCheckpointing, Compile, MixedPrecision, MegatronFSDP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,9 @@ def _over(parent: _S | None, child: _S | None) -> _S | None:
     if parent is None or child is None:
         return child if parent is None else parent
     changes = {name: getattr(child, name) for name in child.given}
-    if "mixed_precision" in changes:
-        changes["mixed_precision"] = _over(parent.mixed_precision, changes["mixed_precision"])
+    for name in ("mixed_precision", "megatron_fsdp"):  # sections inside a section
+        if name in changes:
+            changes[name] = _over(getattr(parent, name), changes[name])
     if hasattr(child, "location"):
         changes["location"] = child.location
     return replace(parent, **changes, given={**parent.given, **child.given})

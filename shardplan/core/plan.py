@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal, get_args
 
@@ -86,17 +86,60 @@ class MixedPrecision:
 
 
 @dataclass(frozen=True, slots=True)
+class MegatronFSDP:
+    """The options of Megatron-FSDP, with the defaults of the package.
+
+    Args:
+        zero_dp_strategy: what is sharded: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
+        outer_dp_sharding_strategy: the same over dp_replicate: 0 or "no_shard", 1 or "optim".
+        init_model_with_meta_device: None is whether the model is on the meta device.
+        grad_reduce_in_fp32, preserve_fp32_weights: dtypes of main gradients and weights.
+        overlap_grad_reduce, overlap_param_gather, check_for_nan_in_grad, average_in_collective, disable_bucketing,
+            calculate_per_token_loss, keep_fp8_transpose_cache, nccl_ub, fsdp_double_buffer: the package's own.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
+    """
+
+    zero_dp_strategy: int | Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = 3
+    outer_dp_sharding_strategy: int | Literal["no_shard", "optim"] = 0
+    init_model_with_meta_device: bool | None = None
+    grad_reduce_in_fp32: bool = False
+    preserve_fp32_weights: bool = True
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    check_for_nan_in_grad: bool = False
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All options by name."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "given"}
+
+
+@dataclass(frozen=True, slots=True)
 class DataParallel:
     """The data-parallel wrapping pass.
 
     Args:
         backend: "fsdp2", "megatron_fsdp" or "ddp".
-        units: globs of the modules that are gathered together.
+        units: globs of the modules that are gathered together; a list of modules stands for its elements.
         reshard_after_forward: FSDP2's argument; "all_but_last" keeps the last unit gathered.
         mixed_precision: None keeps the model's dtypes.
         cpu_offload: parameters, gradients and optimizer state live on the host: False, True, or "pinned".
         forward_prefetch: how many following units to gather ahead; None leaves FSDP2's own choice.
         backward_prefetch: the same in backward.
+        frozen: where modules go that are frozen altogether: "own" (a unit each, if no unit holds them), "root" (with the
+            root, even if they are named as units), "replicated" (every data-parallel rank holds them whole, as all frozen
+            parameters); None treats them as all others.
+        ignored: globs of modules and parameters that the backend leaves alone: every data-parallel rank holds them whole,
+            and their gradients are not reduced.
+        megatron_fsdp: the options of that backend; None is its defaults.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).
     """
@@ -108,6 +151,9 @@ class DataParallel:
     cpu_offload: bool | Literal["pinned"] = False
     forward_prefetch: int | None = None
     backward_prefetch: int | None = None
+    frozen: Literal["own", "root", "replicated"] | None = None
+    ignored: tuple[str, ...] = ()
+    megatron_fsdp: MegatronFSDP | None = None
     location: Location | None = None
     given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
@@ -117,14 +163,16 @@ class ActivationCheckpointing:
     """Modules whose activations are recomputed in backward.
 
     Args:
-        modules: globs.
-        mode: "full": everything inside is computed again.
+        modules: globs; without the field, the data-parallel units.
+        mode: "full": everything inside is computed again; "selective": all but matrix products and collectives.
+        every: of the modules that each glob matches, each n-th alone.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).
     """
 
     modules: tuple[str, ...] = ()
-    mode: Literal["full"] = "full"
+    mode: Literal["full", "selective"] = "full"
+    every: int = 1
     location: Location | None = None
     given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
@@ -134,8 +182,9 @@ class Compile:
     """Modules whose forward is compiled on its own (torch.compile).
 
     Args:
-        modules: globs.
+        modules: globs; without the field, the data-parallel units.
         fullgraph, backend: torch.compile's arguments.
+        async_tensor_parallel: matrix products run while the sequence is gathered and scattered.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).
     """
@@ -143,6 +192,7 @@ class Compile:
     modules: tuple[str, ...] = ()
     fullgraph: bool = True
     backend: str = "inductor"
+    async_tensor_parallel: bool = False
     location: Location | None = None
     given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
@@ -224,6 +274,8 @@ class ResolvedPlan:
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
         data_parallel, activation_checkpointing, compile: the sections that hold after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
+        dp_parts: modules that are FSDP units of their own beside the plan's: frozen ones, and those of a dtype of their own.
+        dp_ignored: the parameters that data parallelism leaves alone, by full name.
         arrivals: what the layout check saw arrive (I or R) at each module that takes both, and what a module with
             `output: gather` hands on; None where it did not run.
         elsewhere: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
@@ -242,9 +294,16 @@ class ResolvedPlan:
     dp_units: tuple[str, ...] = ()
     ac_modules: tuple[str, ...] = ()
     compile_modules: tuple[str, ...] = ()
+    dp_parts: tuple[str, ...] = ()
+    dp_ignored: frozenset[str] = frozenset()
     arrivals: Mapping[str, Layout] | None = None
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sums: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def fsdp_units(self) -> tuple[str, ...]:
+        """All modules that FSDP2 gathers on their own: the plan's units and those that follow from the model."""
+        return (*self.dp_units, *self.dp_parts)
 
     @cached_property
     def modules(self) -> Mapping[str, Assignment]:

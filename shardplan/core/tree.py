@@ -210,6 +210,9 @@ class ModuleTree:
         return {name: tuple(names) for name, names in children.items()}
 
 
+WITHOUT_FORWARD = ("ModuleList", "ModuleDict")  # classes of lists: nothing happens when they would be called
+
+
 def parent(name: str) -> str:
     """The name of the module that holds this one; "" for what stands at the root."""
     return name.rpartition(".")[0]

@@ -131,4 +131,14 @@ it runs itself.""",
 """,
 )
 
-CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE)
+CHUNKS = Code(
+    code="SP411",
+    title="context parallelism of a model whose tokens meet outside of causal attention",
+    text="""With a cp axis each rank has a chunk of the sequence. Keys and values are gathered inside torch's
+`scaled_dot_product_attention`, which must be causal and without a mask. A small copy of the model was run to see whether
+tokens meet in another way: attention that is written out, a sliding window, a convolution or a recurrence over the sequence;
+and whether the model heeds `position_ids`, which say where a chunk stands.
+Load the model with `attn_implementation="sdpa"`, or use a mesh without a cp axis.""",
+)
+
+CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS)

@@ -58,7 +58,7 @@ def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
     best: Proof | None = None
     for layout in (R, I) if open_ones else (R,):
         gathers = dict.fromkeys(open_ones, layout)
-        proof = Prover(bench.model, bound, spreads, origins, gathers, plan.dp_units).prove()
+        proof = Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units).prove()
         if best is None or len(proof.findings) < len(best.findings):
             best = proof
         if not best.findings:

@@ -103,7 +103,7 @@ def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, Para
 
 
 def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
-    return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.dp_units))
+    return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.fsdp_units))
 
 
 def _output_width(module: ModuleInfo) -> int | None:
@@ -147,7 +147,7 @@ def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
     """Give each block the list of its parameters with partial gradients; a FSDP unit inside a block groups its own."""
-    units = set(plan.dp_units)
+    units = set(plan.fsdp_units)
     groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, program in programs.items():
         trained = {p.name for p in plan.tree.modules[name].parameters if p.requires_grad}

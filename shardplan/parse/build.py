@@ -5,13 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from shardplan.core.diagnostics import Location
-from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, PlanFile, Rule
+from shardplan.core.plan import (
+    ActivationCheckpointing,
+    Compile,
+    DataParallel,
+    MegatronFSDP,
+    MixedPrecision,
+    PlanFile,
+    Rule,
+)
 from shardplan.styles import canonical_style
 
 from .models import (
     ActivationCheckpointingFields,
     CompileFields,
     DataParallelFields,
+    MegatronFSDPFields,
     MixedPrecisionFields,
     PlanDocument,
     RuleOptions,
@@ -68,11 +77,14 @@ def _data_parallel(fields: DataParallelFields | None, file: str) -> DataParallel
         return None
     path = ("data_parallel",)
     values, given = _given(fields, path, file)
-    if "units" in values:
-        values["units"] = tuple(values["units"])
+    for name in ("units", "ignored"):
+        if name in values:
+            values[name] = tuple(values[name])
     if "mixed_precision" in values:
         place = (*path, "mixed_precision")
         values["mixed_precision"] = _mixed_precision(values["mixed_precision"], place, file)
+    if "megatron_fsdp" in values:
+        values["megatron_fsdp"] = _megatron_fsdp(values["megatron_fsdp"], (*path, "megatron_fsdp"), file)
     prefetch = values.pop("prefetch", None)
     given.pop("prefetch", None)
     if prefetch is not None:
@@ -85,6 +97,11 @@ def _data_parallel(fields: DataParallelFields | None, file: str) -> DataParallel
 def _mixed_precision(fields: MixedPrecisionFields, path: Path, file: str) -> MixedPrecision:
     values, given = _given(fields, path, file)
     return MixedPrecision(**values, given=given)
+
+
+def _megatron_fsdp(fields: MegatronFSDPFields, path: Path, file: str) -> MegatronFSDP:
+    values, given = _given(fields, path, file)
+    return MegatronFSDP(**values, given=given)
 
 
 def _activation_checkpointing(

@@ -165,9 +165,11 @@ def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> 
     if plan.data_parallel is not None and not plan.data_parallel.given:
         _warn_nothing("`data_parallel` says nothing", ("data_parallel",), "remove it", findings)
     for section in ("activation_checkpointing", "compile"):
-        if getattr(plan, section) is not None and not getattr(sections, section).modules:
+        own, effective = getattr(plan, section), getattr(sections, section)
+        if own is not None and not effective.modules:
             inherited = any(one.modules for p in plan.lineage if (one := getattr(p, section)) is not None)
-            if not inherited:
+            has_units = sections.data_parallel is not None and bool(sections.data_parallel.units)
+            if not inherited and ("modules" in effective.given or not has_units):
                 message = f"`{section}` names no modules"
                 _warn_nothing(message, (section,), "add `modules`, or remove it", findings)
 

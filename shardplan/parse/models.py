@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonS
 from typing_extensions import TypeAliasType
 
 from shardplan.core import expressions, globs
-from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, Rule
+from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, Rule
 
 from .options import none_rule, option_rules, style_schema
 
@@ -188,6 +188,62 @@ class PrefetchFields(_Model):
     backward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2])
 
 
+Strategy = either(
+    (int, Annotated[int, Field(ge=0, le=3)], "a number from 0 to 3"),
+    (
+        str,
+        Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        "`no_shard`, `optim`, `optim_grads`, `optim_grads_params`",
+    ),
+)
+OuterStrategy = either(
+    (int, Annotated[int, Field(ge=0, le=1)], "0 or 1"), (str, Literal["no_shard", "optim"], "`no_shard`, `optim`")
+)
+
+
+def _switch(name: str, description: str) -> Any:
+    default = _default(MegatronFSDP, name)
+    return Field(default=default, description=description, examples=[not default])
+
+
+class MegatronFSDPFields(_Model):
+    """The options of Megatron-FSDP, with the defaults of the package megatron-fsdp 0.6."""
+
+    zero_dp_strategy: Strategy = Field(
+        default=_default(MegatronFSDP, "zero_dp_strategy"),
+        description="What is sharded over `dp_shard`: 0 (`no_shard`) nothing, 1 (`optim`) optimizer state, 2 "
+        "(`optim_grads`) gradients too, 3 (`optim_grads_params`) parameters too.",
+        examples=["optim_grads"],
+    )
+    outer_dp_sharding_strategy: OuterStrategy = Field(
+        default=_default(MegatronFSDP, "outer_dp_sharding_strategy"),
+        description="What is sharded over `dp_replicate`: 0 (`no_shard`) nothing, 1 (`optim`) optimizer state, which "
+        "needs `zero_dp_strategy: 3`.",
+        examples=["optim"],
+    )
+    init_model_with_meta_device: bool = Field(
+        default=None,
+        description="The model is on the meta device, and the package calls `reset_parameters`. Without it, it is seen "
+        "from the model.",
+        examples=[True],
+    )
+    grad_reduce_in_fp32: bool = _switch("grad_reduce_in_fp32", "Gradients are added up and kept in float32.")
+    preserve_fp32_weights: bool = _switch("preserve_fp32_weights", "The optimizer works on weights in float32.")
+    overlap_grad_reduce: bool = _switch("overlap_grad_reduce", "Gradients are reduced while backward computes.")
+    overlap_param_gather: bool = _switch("overlap_param_gather", "Parameters are gathered while the model computes.")
+    check_for_nan_in_grad: bool = _switch(
+        "check_for_nan_in_grad", "Every gradient is looked at for NaN (the package's `report_nan_in_param_grad`)."
+    )
+    average_in_collective: bool = _switch("average_in_collective", "Collectives average, instead of scale and sum.")
+    disable_bucketing: bool = _switch("disable_bucketing", "Each parameter is communicated on its own.")
+    calculate_per_token_loss: bool = _switch(
+        "calculate_per_token_loss", "Gradients are not scaled: the loss is divided by tokens elsewhere."
+    )
+    keep_fp8_transpose_cache: bool = _switch("keep_fp8_transpose_cache", "The transposed FP8 weights are kept.")
+    nccl_ub: bool = _switch("nccl_ub", "NCCL's user buffers are used.")
+    fsdp_double_buffer: bool = _switch("fsdp_double_buffer", "Units are gathered into two buffers in turn.")
+
+
 class DataParallelFields(_Model):
     """How the model is wrapped over the data-parallel ranks."""
 
@@ -199,7 +255,8 @@ class DataParallelFields(_Model):
     )
     units: list[GlobText] = Field(
         default=list(_default(DataParallel, "units")),
-        description="Modules whose parameters are gathered together, usually each layer.",
+        description="Modules whose parameters are gathered together, usually each layer. A list of modules stands "
+        "for its elements.",
         examples=[["model.layers.*"]],
     )
     reshard_after_forward: Reshard = Field(
@@ -224,6 +281,23 @@ class DataParallelFields(_Model):
         description="How far ahead units are gathered. Without it, the backend's own choice.",
         examples=[{"forward": 1, "backward": 2}],
     )
+    frozen: Literal["own", "root", "replicated"] = Field(
+        default=None,
+        description="Where frozen modules go. `own`: each outside of the units is a unit of its own. `root`: they are "
+        "gathered with the root, also where `units` names them. `replicated`: every data-parallel rank holds all frozen "
+        "parameters whole. Without it, they are treated as all others.",
+        examples=["own"],
+    )
+    ignored: list[GlobText] = Field(
+        default=list(_default(DataParallel, "ignored")),
+        description="Frozen parameters, or modules of such, that are left alone: every data-parallel rank holds them whole.",
+        examples=[["model.vision_tower"]],
+    )
+    megatron_fsdp: MegatronFSDPFields = Field(
+        default=None,
+        description="Options of `backend: megatron_fsdp`.",
+        examples=[{"zero_dp_strategy": "optim_grads", "grad_reduce_in_fp32": True}],
+    )
 
 
 class ActivationCheckpointingFields(_Model):
@@ -231,13 +305,22 @@ class ActivationCheckpointingFields(_Model):
 
     modules: list[GlobText] = Field(
         default=list(_default(ActivationCheckpointing, "modules")),
-        description="The modules, usually each layer.",
-        examples=[["model.layers.*"]],
+        description="The modules, usually each layer, or their attention or MLP alone. Without it, the data-parallel "
+        "units.",
+        examples=[["model.layers.*"], ["model.layers.*.mlp"]],
     )
-    mode: Literal["full"] = Field(
+    mode: Literal["full", "selective"] = Field(
         default=_default(ActivationCheckpointing, "mode"),
-        description="`full`: everything inside is computed again.",
-        examples=["full"],
+        description="`full`: everything inside is computed again. `selective`: the results of matrix products, of "
+        "attention and of collectives are kept, the rest is computed again.",
+        examples=["selective"],
+    )
+    every: int = Field(
+        default=_default(ActivationCheckpointing, "every"),
+        ge=1,
+        le=1000,
+        description="Of the modules that each pattern matches, each n-th alone: with 2 the second, the fourth, ...",
+        examples=[2],
     )
 
 
@@ -246,7 +329,7 @@ class CompileFields(_Model):
 
     modules: list[GlobText] = Field(
         default=list(_default(Compile, "modules")),
-        description="The modules, usually each layer.",
+        description="The modules, usually each layer. Without it, the data-parallel units.",
         examples=[["model.layers.*"]],
     )
     fullgraph: bool = Field(
@@ -260,6 +343,12 @@ class CompileFields(_Model):
         max_length=200,
         description="torch.compile's backend.",
         examples=["inductor"],
+    )
+    async_tensor_parallel: bool = Field(
+        default=_default(Compile, "async_tensor_parallel"),
+        description="Run matrix products while the sequence is gathered and scattered over tp. It needs sequence "
+        "parallelism, the backend `inductor` and CUDA.",
+        examples=[True],
     )
 
 

@@ -18,7 +18,13 @@ from .private import private
 _all_reduce = private("all_reduce")
 _all_gather = private("all_gather")
 _reduce_scatter = private("reduce_scatter")
-_wait = private("wait_tensor")
+_wait_tensor = private("wait_tensor")
+
+
+def _wait(x: Tensor) -> Tensor:
+    """The result of a collective. In a graph that is being compiled torch waits by itself; a second time would stand between
+    the collective and the product that inductor fuses with it."""
+    return x if torch.compiler.is_compiling() else _wait_tensor(x)
 
 
 def all_reduce(x: Tensor, mesh: Group, op: str = "sum") -> Tensor:

@@ -55,6 +55,13 @@ NAMES: dict[str, Private] = {
     ),
     "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
     "foreach_mul_": Private((("torch", "_foreach_mul_"),), "scaling many gradients at once"),
+    "CustomGraphPass": Private(
+        (("torch._inductor.custom_graph_pass", "CustomGraphPass"),),
+        "seeing whether asynchronous tensor parallelism fired",
+    ),
+    "enable_symm_mem_for_group": Private(
+        (("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),), "asynchronous tensor parallelism"
+    ),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
     "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }

@@ -1,10 +1,11 @@
-"""What a training loop needs besides the model; usable without a plan."""
+"""What a training loop needs besides the model; the losses are usable without a plan."""
 
 from shardplan.torchlib.vocabulary_entropy import entropy
 from shardplan.torchlib.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
 from shardplan.torchlib.vocabulary_probabilities import log_probabilities
 from shardplan.torchlib.vocabulary_top_k import top_k
 
+from .context import context_parallel
 from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
 from .inference import unshard
 from .local import to_local_if_dtensor
@@ -14,6 +15,7 @@ __all__ = [
     "causal_lm_loss",
     "clip_grad_by_total_norm_",
     "clip_grad_norm_",
+    "context_parallel",
     "entropy",
     "get_grad_norm",
     "log_probabilities",

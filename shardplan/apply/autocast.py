@@ -1,0 +1,47 @@
+"""The model's forward under torch.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.core.plan import DataParallel
+from shardplan.torchlib.forward import wrap_forward
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def read_dtype(dtype: torch.dtype | str | None, section: DataParallel | None) -> torch.dtype | None:
+    """The dtype that is asked for.
+
+    Raises:
+        ValueError: none that autocast computes in, or another one than `mixed_precision.param` of the section.
+    """
+    if dtype is None:
+        return None
+    found = DTYPES.get(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise ValueError(f"autocast_dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
+    param = section.mixed_precision.param if section is not None and section.mixed_precision else None
+    if param is not None and getattr(torch, param) is not found:
+        raise ValueError(
+            f"autocast_dtype is {found}, but the plan's mixed_precision computes in {param}: say one of them"
+        )
+    return found
+
+
+def autocast_forward(model: nn.Module, device: str, dtype: torch.dtype) -> None:
+    """Run the model's forward in torch.autocast.
+
+    Args:
+        device: the type of the mesh's devices.
+    """
+
+    def around(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        with torch.autocast(device, dtype):
+            return forward(*args, **kwargs)
+
+    wrap_forward(model, around)

@@ -1,0 +1,29 @@
+"""What a data-parallel backend is told about the model, besides the plan's section."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """Names in the model as the caller has it.
+
+    Args:
+        units: the modules that the plan gathers together, in the order of the model.
+        parts: modules that are gathered on their own beside them.
+        ignored: parameters that are left alone.
+        mesh: the whole mesh.
+        tp: the mesh's name of its tp axis, if it has one.
+        together: the process group of dp_replicate and dp_shard in one, where there are both.
+    """
+
+    units: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    mesh: DeviceMesh | None = None
+    tp: str | None = None
+    together: ProcessGroup | None = None

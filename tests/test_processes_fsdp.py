@@ -1,0 +1,245 @@
+"""What FSDP2 is made to do: frozen modules, ignored parameters, units by dtype, gathering ahead, put-off reductions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from small_models import batch, small_model, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import TWO_BY_TWO, Recipe, compare
+
+import shardplan
+from shardplan.proof.compare import relative_error
+
+LAYERS = 4
+
+
+def freeze(model: nn.Module) -> None:
+    """The embedding, the first layer, and a part of the second."""
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+    model.model.layers[1].mlp.requires_grad_(False)
+
+
+def planned(name: str, mesh: Any, *, freezing: bool = False, layers: int = LAYERS, **data_parallel: Any) -> nn.Module:
+    model = small_model(name, num_hidden_layers=layers)
+    if freezing:
+        freeze(model)
+    shardplan.apply_plan(model, mesh, "auto", sequence_parallel=True, data_parallel=data_parallel)
+    return model
+
+
+def step(model: nn.Module, *parts: torch.Tensor) -> tuple[float, dict[str, torch.Tensor]]:
+    """The mean loss over the parts, and the gradients."""
+    total = 0.0
+    for ids in parts:
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss / len(parts)
+        loss.backward()
+        total += loss.item()
+    return total, {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def expected(frozen: bool, name: str = "qwen3", layers: int = LAYERS) -> tuple[float, dict[str, torch.Tensor]]:
+    model = small_model(name, num_hidden_layers=layers)
+    if frozen:
+        freeze(model)
+    return step(model, batch(0), batch(1))
+
+
+def equal(run: tuple[float, dict[str, torch.Tensor]], reference: tuple[float, dict[str, torch.Tensor]]) -> None:
+    """The gradients; the loss is that of one share."""
+    assert run[1].keys() == reference[1].keys()
+    for name, value in reference[1].items():
+        assert relative_error(run[1][name], value) <= 1e-5, name
+
+
+# Frozen modules and ignored parameters
+
+
+def held_by_data_parallelism(model: nn.Module) -> set[str]:
+    """The names of the parameters that are sharded over dp_shard."""
+    return {name for name, p in model.named_parameters() if "dp_shard" in p.device_mesh.mesh_dim_names}
+
+
+def units_of(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def frozen_somewhere(wheres: list[dict[str, Any]]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    layers = {f"model.layers.{i}" for i in range(LAYERS)}
+    reference = expected(True)
+    units = {
+        "": {"", *layers},
+        "own": {"", "model.embed_tokens", *layers},
+        "root": {"", *layers - {"model.layers.0"}},
+        "replicated": {"", *layers},
+    }
+    for where in wheres:
+        model = planned("qwen3", mesh, freezing=True, **where)
+        everything = {name for name, _ in model.named_parameters()}
+        frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+        assert units_of(model) == units[where.get("frozen", "")]
+        ignored = frozen if where.get("frozen") == "replicated" else set()
+        if "ignored" in where:
+            ignored = {name for name in everything if name.startswith("model.layers.0.")}
+        assert held_by_data_parallelism(model) == everything - ignored
+        before = {name: whole(p).clone() for name, p in model.named_parameters()}
+        run = step(model, batch(mesh.get_local_rank("dp_shard")))
+        equal(run, reference)
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == everything - frozen
+        for name, p in model.named_parameters():
+            assert torch.equal(whole(p), before[name]), name
+
+
+def test_frozen_modules_are_where_the_plan_says_and_gradients_are_right():
+    wheres = [{"frozen": "own"}, {"frozen": "root"}, {"frozen": "replicated"}, {"ignored": ["model.layers.0"]}, {}]
+    on_ranks(4, frozen_somewhere, wheres)
+
+
+# Units by dtype
+
+
+def of_two_dtypes() -> None:
+    """An MLP in float64 in a model in float32: it is a unit of its own, and all gradients keep their dtype."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+    def build() -> nn.Module:
+        model = small_model("llama")
+        model.model.layers[1].mlp.double()
+        model.model.layers[1].mlp.register_forward_pre_hook(lambda m, args: tuple(x.double() for x in args))
+        model.model.layers[1].mlp.register_forward_hook(lambda m, args, out: out.float())
+        return model
+
+    model = build()
+    shardplan.apply_plan(model, mesh, "auto")
+    assert units_of(model) == {"", "model.layers.0", "model.layers.1", "model.layers.1.mlp"}
+    run = step(model, batch(mesh.get_local_rank("dp_shard")))
+    reference = step(build(), batch(0), batch(1))
+    equal(run, reference)
+    assert {run[1][name].dtype for name in run[1]} == {torch.float32, torch.float64}
+    assert all(run[1][name].dtype == value.dtype for name, value in reference[1].items())
+
+
+def test_a_unit_of_two_dtypes_becomes_two():
+    on_ranks(4, of_two_dtypes)
+
+
+# Gathering ahead
+
+
+def gathered_at(depths: list[tuple[int | None, int | None]]) -> list[tuple[list[int], list[int]]]:
+    """For each pair of depths: how many later layers are gathered or on the way when a layer's forward begins, and how
+    many earlier ones when its backward does."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    results = []
+    for forward, backward in depths:
+        ahead = {key: n for key, n in (("forward", forward), ("backward", backward)) if n is not None}
+        model = planned("llama", mesh, reshard_after_forward=True, prefetch=ahead)
+        layers = list(model.model.layers)
+        groups = [layer._get_fsdp_state()._fsdp_param_groups[0] for layer in layers]
+        seen: dict[str, dict[int, int]] = {"forward": {}, "backward": {}}
+
+        def there(which: range) -> int:
+            return sum(groups[i].is_unsharded or groups[i]._all_gather_result is not None for i in which)
+
+        def watch(i: int, layer: nn.Module) -> None:
+            def forward(module: nn.Module, args: Any) -> None:
+                seen["forward"].setdefault(i, there(range(i + 1, LAYERS)))
+
+            def backward(module: nn.Module, into: Any, out: Any) -> None:
+                seen["backward"].setdefault(i, there(range(i)))
+
+            # In a layer, its first norm is the first to compute forward, and its last matrix backward.
+            layer.input_layernorm.register_forward_pre_hook(forward)
+            layer.mlp.down_proj.register_full_backward_hook(backward)
+
+        for i, layer in enumerate(layers):
+            watch(i, layer)
+        ids = batch(mesh.get_local_rank("dp_shard"))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        results.append(tuple([seen[way][i] for i in range(LAYERS)] for way in ("forward", "backward")))
+    return results
+
+
+def test_as_many_units_are_gathered_ahead_as_the_plan_says():
+    zero, one, two, unsaid = on_ranks(4, gathered_at, [(0, 0), (1, 1), (2, 2), (None, None)])[0]
+    assert zero == ([0, 0, 0, 0], [0, 0, 0, 0])
+    assert one == ([1, 1, 1, 0], [0, 1, 1, 1])
+    assert two == ([2, 2, 1, 0], [0, 1, 2, 2])
+    assert unsaid == ([0, 0, 0, 0], [0, 1, 1, 1]), "torch's own choice"
+
+
+# Reductions that wait for the last micro-batch
+
+
+class Reductions(TorchDispatchMode):
+    """Counts what FSDP2 and DDP reduce, and the small gradients' all-reduces over tp."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func._schema.name
+        if name in ("c10d::_reduce_scatter_base_", "c10d::allreduce_"):
+            self.counts["data parallel"] += 1
+        elif name == "_c10d_functional::all_reduce" and args[0].ndim == 1:
+            self.counts["tp"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def accumulated(n: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    share = mesh.get_local_rank("dp_shard")
+    reference = step(small_model("qwen3"), *(batch(i, s) for i in range(n) for s in range(2)))
+    model = planned("qwen3", mesh, layers=2)
+    counts = []
+    for ids in shardplan.micro_batches(model, [batch(i, share) for i in range(n)]):
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss / n
+        with Reductions() as seen:
+            loss.backward()
+        counts.append(seen.counts)
+    assert [bool(c["data parallel"]) for c in counts] == [False] * (n - 1) + [True]
+    assert len({c["tp"] for c in counts}) == 1 and counts[0]["tp"], "each backward sums its small gradients over tp"
+    equal((0.0, {name: whole(p.grad) for name, p in model.named_parameters()}), reference)
+
+    model.zero_grad()
+    with pytest.raises(KeyError):
+        for _ in shardplan.micro_batches(model, range(3)):
+            raise KeyError
+    run = step(model, batch(share))
+    equal(run, step(small_model("qwen3"), batch(0), batch(1)))
+    with pytest.raises(ValueError, match="no plan was applied"):
+        shardplan.micro_batches(small_model("qwen3"), [1])
+    assert list(shardplan.micro_batches(model, [])) == []
+
+
+def replicas_accumulated(n: int) -> None:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_replicate",))
+    rank = mesh.get_local_rank()
+    model = small_model("llama")
+    wrapper = shardplan.apply_plan(model, mesh, "auto", data_parallel={"backend": "ddp"})
+    for ids in shardplan.micro_batches(wrapper, [batch(i, rank) for i in range(n)]):
+        (wrapper(input_ids=ids, labels=ids, use_cache=False).loss / n).backward()
+    reference = step(small_model("llama"), *(batch(i, s) for i in range(n) for s in range(4)))
+    equal((0.0, {name: p.grad for name, p in model.named_parameters()}), reference)
+
+
+def test_gradients_are_reduced_at_the_last_micro_batch():
+    on_ranks(4, accumulated, 3)
+    on_ranks(4, replicas_accumulated, 2)
+
+
+@pytest.mark.slow
+def test_frozen_modules_train_alike():
+    options = {"data_parallel": {"frozen": "own"}}
+    change = freeze
+    compare(Recipe("qwen3", TWO_BY_TWO, options=options, change=change))
