@@ -24,11 +24,11 @@ from .places import Places, glob_of_key
 from .rules import Rules, overlay, rules_of
 from .sources import Form, Source, import_source, read_source
 
-OF = {
-    "transformers": "transformers",
-    "automodel": "NeMo Automodel",
-    "torch": "torch's parallelize_module",
-    "deepspeed": "DeepSpeed AutoTP",
+OF: dict[Form, str] = {
+    "transformers": "a plan of transformers",
+    "automodel": "a plan of NeMo Automodel",
+    "torch": "a plan for torch's parallelize_module",
+    "deepspeed": "a partition_config of DeepSpeed",
 }
 DERIVED = "The source has its sequence-parallel form alone: tensor_parallel is the same with the sequence whole."
 
@@ -82,7 +82,7 @@ def convert(
     model = (found.tree.model_type or found.tree.class_names[0]) if found is not None else None
     heading = Heading(
         name=name or model or _stem(read.name),
-        description=f"Converted from a plan of {OF[told]}.",
+        description=f"Converted from {OF[told]}.",
         models=(model,) if model else (),
         notes=notes,
     )
@@ -135,7 +135,7 @@ def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
     data = read.data
     if is_deepspeed:
         if form not in (None, "deepspeed"):
-            raise NotSaid(NO_FORM, f"this is a config of DeepSpeed, not a plan of {OF[form]}")
+            raise NotSaid(NO_FORM, f"this is {OF['deepspeed']}, not {OF[form]}")
         return "deepspeed"
     if form == "deepspeed":
         raise NotSaid(
@@ -199,8 +199,7 @@ def _entries(
             message = f"{quoted(glob)} matches nothing in this model"
             findings.append(finding(LEFT_OUT, message, at, warning=True))
             continue
-        kinds = places.kinds(names)
-        entries += [Entry(pattern, meaning, at, kinds) for pattern in places.patterns(names, glob)]
+        entries += [Entry(p, meaning, at, places.kinds((p,))) for p in places.patterns(names, glob)]
     return entries
 
 
@@ -233,8 +232,8 @@ def _deepspeed(
         if not names:
             findings.append(finding(LEFT_OUT, "it matches nothing that is left in this model", spec.at, warning=True))
         elif spec.meaning is not None:
-            kinds = places.kinds(names)
-            entries += [Entry(p, spec.meaning, spec.at, kinds) for p in places.patterns(names, None)]
+            patterns = places.patterns(names, None)
+            entries += [Entry(p, spec.meaning, spec.at, places.kinds((p,))) for p in patterns]
     rules = rules_of(entries)
     rules.findings[:0] = findings
     return rules
@@ -249,5 +248,6 @@ def _units(found: FoundModel, draft: Draft) -> tuple[str, ...]:
 
 def _stem(name: str) -> str:
     """A plan's name from a file's or an import's."""
-    stem = re.sub(r"[^\w-]+", "-", Path(name).stem if ":" not in name else name.rpartition(":")[2]).strip("-")
-    return stem or "converted"
+    stem = name.rpartition(":")[2] if ":" in name else Path(name).stem
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")
+    return "converted" if name.startswith("<") or not word else word

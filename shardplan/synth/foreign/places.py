@@ -55,9 +55,9 @@ class Places:
         weights = {name: modules[name].parameter("weight") for name in self.of(globs) if name in modules}
         return tuple(name for name, weight in weights.items() if weight is not None and len(weight.shape) > 1)
 
-    def kinds(self, names: Iterable[str]) -> frozenset[str]:
-        """The kinds of the modules among them."""
-        return frozenset(self.tree.modules[name].kind for name in names if name in self.tree.modules)
+    def kinds(self, globs: Iterable[str]) -> frozenset[str]:
+        """The kinds of the modules that any of the globs matches."""
+        return frozenset(self.tree.modules[name].kind for name in self.of(globs) if name in self.tree.modules)
 
     def patterns(self, names: tuple[str, ...], glob: str | None) -> tuple[str, ...]:
         """Globs that match these names and no others: with `*` for list indices where all layers are meant, else the
