@@ -54,9 +54,7 @@ def automodel_llama(model: object = None, sequence_parallel: bool = False) -> di
             ),
             "model.norm": SequenceParallel(),
             **{name: SequenceParallelAllGatherActivation(use_local_output=False) for name in NORMS},
-            **{
-                name: RowwiseParallel(output_layouts=Shard(1), use_local_output=False) for name in (O_PROJ, DOWN)
-            },
+            **{name: RowwiseParallel(output_layouts=Shard(1), use_local_output=False) for name in (O_PROJ, DOWN)},
             "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
         }
     return plan

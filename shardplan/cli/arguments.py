@@ -101,7 +101,9 @@ def _init(parser: Parser) -> None:
 def _convert(parser: Parser) -> None:
     source_help = "a JSON or YAML file, or `hf` (the plan that transformers has for MODEL)"
     parser.add_argument("source", nargs="?", metavar="SOURCE", help=source_help)
-    parser.add_argument("--model", metavar="MODEL", help=f"what the plan is for, and is validated against: {MODEL_HELP}")
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"what the plan is for, and is validated against: {MODEL_HELP}"
+    )
     parser.add_argument(
         "--from",
         dest="form",
@@ -116,7 +118,9 @@ def _convert(parser: Parser) -> None:
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
-    parser.add_argument("--name", metavar="NAME", help="the plan's name; without it the model's type or the file's name")
+    parser.add_argument(
+        "--name", metavar="NAME", help="the plan's name; without it the model's type or the file's name"
+    )
     parser.add_argument("--tp", type=size, metavar="N", help="a size to validate the plan at")
     _model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON; the plan goes to FILE alone")

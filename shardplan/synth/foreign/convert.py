@@ -144,11 +144,12 @@ def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
     if not isinstance(data, Mapping) or not data:
         raise NotSaid(NO_FORM, "a mapping from names to styles is wanted", help="docs/converting.md shows each form")
     names = all(isinstance(style, str) for style in data.values())
+    any_name = any(isinstance(style, str) for style in data.values())
     if form == "torch" and names:
         raise NotSaid(NO_FORM, "torch's styles are objects, and these are names", help="say --from transformers")
-    if form == "transformers" and not names:
-        raise NotSaid(NO_FORM, "transformers' styles are names, and not all of these are")
-    if form is None and not names and not any(_is_style(style) for style in data.values()):
+    if form == "transformers" and not any_name:
+        raise NotSaid(NO_FORM, "transformers' styles are names, and none of these is")
+    if form is None and not any_name and not any(_is_style(style) for style in data.values()):
         raise NotSaid(
             NO_FORM,
             "the values are neither names of styles nor styles",

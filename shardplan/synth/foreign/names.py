@@ -38,9 +38,7 @@ def meaning_of_name(name: object) -> Meaning:
         raise NotSaid(NO_STYLE, "a style is a name here, not a list, a mapping or a number", help="write its name")
     said = quoted(name)
     if name in REFUSED:
-        raise NotSaid(
-            NO_STYLE, f"{said} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`"
-        )
+        raise NotSaid(NO_STYLE, f"{said} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`")
     if name in TORCH:
         kind, takes, hands = TORCH[name]
         return Meaning(kind, said, takes, hands, unsure=name == "rowwise_rep")  # type: ignore[arg-type]

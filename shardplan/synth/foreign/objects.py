@@ -17,6 +17,8 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from shardplan.lower.own import OwnStyle
+
 from .codes import NO_LAYOUTS, NO_STYLE
 from .entries import Meaning, NotSaid, Spread
 from .names import meaning_of_name
@@ -191,6 +193,7 @@ TORCH: dict[type, Callable[[Any], Meaning]] = {
     PrepareModuleInput: _input,
     PrepareModuleOutput: _output,
     PrepareModuleInputOutput: _both,
+    OwnStyle: lambda style: meaning_of_name(style.style),
 }
 # Classes of NeMo Automodel and NeMo-RL, by name: what they extend, and what they mean. Those for adapters mean what their
 # base means: adapters belong to the layer that they adapt.

@@ -71,9 +71,7 @@ class Places:
     def below(self, globs: Iterable[str]) -> str | None:
         """The one child of the model below which such a glob matches; None where there is none, or several."""
         globs = tuple(globs)
-        children = [
-            child for child in self.tree.children[""] if any(self.of((f"{child}.{glob}",)) for glob in globs)
-        ]
+        children = [child for child in self.tree.children[""] if any(self.of((f"{child}.{glob}",)) for glob in globs)]
         return children[0] if len(children) == 1 else None
 
     def _pattern(self, name: str) -> str:

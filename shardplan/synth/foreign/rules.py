@@ -105,7 +105,9 @@ def _options(entry: Entry) -> tuple[Options | None, Options | None]:
 def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
     meaning, kinds = entry.meaning, entry.kinds
     if kinds is not None and "embedding" in kinds and len(kinds) > 1:
-        message = f"`{entry.pattern}` matches embeddings and other modules, for which {meaning.said} means different things"
+        message = (
+            f"`{entry.pattern}` matches embeddings and other modules, for which {meaning.said} means different things"
+        )
         raise NotSaid(NO_LAYOUTS, message, help="write an entry for each")
     if kinds is not None and not kinds.isdisjoint(("norm", "dropout", "list")):
         raise NotSaid(NO_LAYOUTS, f"{meaning.said} splits a matrix, and `{entry.pattern}` has none")
