@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import applied, apply_plan, compile_plan, coverage, init_plan, load_plan, validate, verify
+    from .api import applied, apply_plan, compile_plan, convert_plan, coverage, init_plan, load_plan, validate, verify
     from .apply import build_mesh, micro_batches, without_sequence_parallel
     from .core.diagnostics import PlanError
     from .core.plan import Plan
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _EXPORTS = {
     "load_plan": "shardplan.api",
     "init_plan": "shardplan.api",
+    "convert_plan": "shardplan.api",
     "coverage": "shardplan.api",
     "validate": "shardplan.api",
     "compile_plan": "shardplan.api",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, plan_name, read_plan
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardplan.core.coverage import Coverage
     from shardplan.lower import Program
     from shardplan.models import FoundModel
+    from shardplan.synth.foreign.sources import Form
     from shardplan.synth.new import NewPlan
 
 
@@ -211,6 +213,89 @@ def init_plan(
     # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
     about_model = [replace(d, severity=Severity.WARNING) for d in variants.together if d.primary is None]
     return replace(made, diagnostics=(*made.diagnostics, *about_model))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedPlan:
+    """What `convert_plan` returns.
+
+    Args:
+        text: the plan file, YAML; None where an entry of the source has no counterpart.
+        document: the same as data.
+        report: what cannot be said, is left out or was added, and with a model what `validate` says of the plan.
+    """
+
+    text: str | None
+    document: Mapping[str, Any] | None
+    report: Report
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a plan, and no error."""
+        return self.text is not None and self.report.ok
+
+
+def convert_plan(
+    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    model: AnyModel | None = None,
+    form: Form | None = None,
+    import_path: str | None = None,
+    name: str | None = None,
+    tp: int | None = None,
+    inputs: AnyInputs | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    shown_as: str = "<converted>",
+) -> ConvertedPlan:
+    """Write a plan that says what a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed says.
+
+    Nothing is guessed: an entry that no rule of ours means is an error, and no plan is written then.
+
+    Args:
+        source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
+            config; or "hf", the plan that transformers has for the model.
+        model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
+            cannot be understood without it (SP544).
+        form: "transformers", "automodel", "torch" or "deepspeed"; None: told by the source's form.
+        import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
+            module is imported and its code run, which nothing else does.
+        name: of the plan; None: the model's type, or the source's name.
+        tp: a size to validate at; None: as for `validate`.
+        inputs, settings, trust_remote_code: as for `validate`.
+        shown_as: what findings call the plan's file.
+
+    Raises:
+        ValueError: neither a source nor an import path, or both; a form that there is none of; a tp size below 1.
+        TypeError: a source that is neither a file nor a dictionary.
+    """
+    from shardplan.parse.parsing import parse_text
+    from shardplan.synth.foreign.convert import convert
+    from shardplan.synth.foreign.sources import FORMS
+
+    if (source is None) == (import_path is None):
+        raise ValueError("give a source or an import path, one of both")
+    if form is not None and form not in FORMS:
+        raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
+    found, about_model = None, ()
+    if model is not None:
+        wanted = ModelSource(model, settings or {}, trust_remote_code, inputs)
+        found, about_model = find_model(wanted)
+        if found is None:
+            return ConvertedPlan(None, None, Report(diagnostics=about_model, model=wanted.name))
+    made = convert(source, form=form, import_path=import_path, found=found, name=name)
+    if made.text is None:
+        findings = ordered(made.diagnostics, made.sources)
+        return ConvertedPlan(None, None, Report(diagnostics=findings, sources=made.sources))
+    parsed = parse_text(made.text, file=shown_as)
+    report = Report(diagnostics=parsed.diagnostics, plans=(shown_as,))
+    if parsed.plan is not None and model is not None:
+        plan = Plan(parsed.plan, parsed.sources, parsed.diagnostics)
+        options = {"settings": settings, "inputs": inputs, "trust_remote_code": trust_remote_code}
+        report = validate(model, plan, tp=tp, **options)
+    sources = SourceMap({**made.sources.files, **parsed.sources.files})
+    findings = ordered((*made.diagnostics, *report.diagnostics), sources)
+    return ConvertedPlan(made.text, made.document, replace(report, diagnostics=findings, sources=sources))
 
 
 def compile_plan(

@@ -98,6 +98,34 @@ def _init(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
+def _convert(parser: Parser) -> None:
+    source_help = "a JSON or YAML file, or `hf` (the plan that transformers has for MODEL)"
+    parser.add_argument("source", nargs="?", metavar="SOURCE", help=source_help)
+    parser.add_argument(
+        "--model", metavar="MODEL", help=f"what the plan is for, and is validated against: {MODEL_HELP}"
+    )
+    parser.add_argument(
+        "--from",
+        dest="form",
+        choices=("transformers", "automodel", "torch", "deepspeed"),
+        help="whose plan it is; without it, told by its form",
+    )
+    parser.add_argument(
+        "--import",
+        dest="import_path",
+        metavar="MODULE:NAME",
+        help="in place of SOURCE: import a dictionary of styles, or a function that returns one; runs the module's code",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output")
+    parser.add_argument("--force", action="store_true", help="overwrite FILE")
+    parser.add_argument(
+        "--name", metavar="NAME", help="the plan's name; without it the model's type or the file's name"
+    )
+    parser.add_argument("--tp", type=size, metavar="N", help="a size to validate the plan at")
+    _model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON; the plan goes to FILE alone")
+
+
 def _verify(parser: Parser) -> None:
     _model_and_plan(parser)
     _mesh(parser, tp_required=True)
@@ -197,6 +225,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Write a plan for a model: found from its structure and a run of a small copy of it, validated and proven.",
         "shardplan init qwen3 -o plan.yaml --sequence-parallel",
         _init,
+    ),
+    "convert": (
+        "Write a plan that says what a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed says.",
+        "shardplan convert ds_config.json --model llama -o plan.yaml",
+        _convert,
     ),
     "validate": (
         "Check a plan against a model.",

@@ -1,6 +1,8 @@
-"""The findings of this room: what of a model cannot be split."""
+"""The findings of this room: what of a model cannot be split, and of other projects' plans not be said."""
 
 from shardplan.core.diagnostics import Code
+
+from . import foreign
 
 NOTHING = Code(
     "SP530",
@@ -29,4 +31,4 @@ WHOLE = Code(
     good="$ shardplan init falcon --set num_attention_heads=64",
 )
 
-CODES = (NOTHING, NO_OVERLAY, WHOLE)
+CODES = (NOTHING, NO_OVERLAY, WHOLE, *foreign.CODES)

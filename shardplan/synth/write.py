@@ -54,23 +54,25 @@ class Heading:
     notes: tuple[str, ...] = ()
 
 
-def plan_text(heading: Heading, draft: Draft, tree: ModuleTree, units: Sequence[str] = ()) -> str:
+def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Sequence[str] = ()) -> str:
     """The file as YAML.
 
     Args:
+        tree: the model that rules are ordered by; None leaves them as they are.
         units: patterns of the modules that data parallelism wraps.
     """
-    lines = ['version: "1"', f"name: {heading.name}", f"description: {_scalar(heading.description)}"]
-    lines += [f"models: [{', '.join(heading.models)}]", ""]
-    lines += [f"# {line}" for line in heading.notes]
+    lines = ['version: "1"', f"name: {_scalar(heading.name)}", f"description: {_scalar(heading.description)}"]
+    lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
+    lines += ["", *(f"# {line}" for line in heading.notes)]
     said: set[str] = set()
     for section, rules in (
         ("tensor_parallel", draft.tensor_parallel),
         ("sequence_parallel", draft.sequence_parallel),
     ):
         if rules:
-            parameters = frozenset(map(tree.pattern, tree.parameters))
-            lines += [f"{section}:", *_rules(folded(in_order(rules, tree), parameters), said), ""]
+            parameters = frozenset(map(tree.pattern, tree.parameters)) if tree is not None else frozenset()
+            ordered = in_order(rules, tree) if tree is not None else rules
+            lines += [f"{section}:", *_rules(folded(ordered, parameters), said), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
         lines += ["  reshard_after_forward: all_but_last", ""]
@@ -79,7 +81,9 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree, units: Sequence[
 
 def document(heading: Heading, draft: Draft, units: Sequence[str] = ()) -> dict[str, Any]:
     """The same as data."""
-    found = draft.document(heading.name) | {"description": heading.description, "models": list(heading.models)}
+    found = draft.document(heading.name) | {"description": heading.description}
+    if heading.models:
+        found["models"] = list(heading.models)
     if units:
         found["data_parallel"] = {
             "backend": "fsdp2",

@@ -1,0 +1,83 @@
+"""The findings about plans of other projects: what they say that no plan of ours says."""
+
+from shardplan.core.diagnostics import Code
+
+NO_FORM = Code(
+    "SP540",
+    "a source that is no plan of a known form",
+    "`convert` reads a mapping from names to style names (transformers, NeMo Automodel, NeMo-RL), a DeepSpeed config or its "
+    "`partition_config`, and the word `hf` for the plan that transformers has for a model. `ParallelStyle` objects are in "
+    "no file: `--import module:name` imports them. What a file leaves to another project's own tables (a preset of "
+    "DeepSpeed) is not in it, and cannot be converted.",
+    bad='{"tensor_parallel": {"autotp_size": 4, "preset_model": "llama"}}',
+    good='{"layer_specs": [{"patterns": [".*\\\\.o_proj\\\\.weight$"], "partition_type": "row"}]}',
+)
+NO_STYLE = Code(
+    "SP541",
+    "a style that no style of ours means",
+    "The entry names a style, or holds an object of a class, whose meaning is not known. A subclass of torch's styles runs "
+    "code of its own, which its layouts do not tell; those of NeMo Automodel and NeMo-RL are known by their names. Styles of "
+    "expert parallelism have no counterpart: experts are split by tensor parallelism here (`moe_tp_experts`).",
+    bad='{"model.layers.*.mlp.experts": "ep_router"}',
+    good='{"model.layers.*.mlp.experts": "moe_tp_experts"}',
+)
+NO_LAYOUTS = Code(
+    "SP542",
+    "layouts that no style means",
+    "A style says where a value arrives whole or in slices, and what is handed on. The layouts of this entry are a pair "
+    "that none of our styles takes and hands on: the message names both. What is nearest is not chosen, as it would be "
+    "another computation.",
+    bad='{"layer_specs": [{"patterns": [".*\\\\.down_proj\\\\.weight$"], "partition_type": "row", "partition_dim": 0}]}',
+    good='{"layer_specs": [{"patterns": [".*\\\\.down_proj\\\\.weight$"], "partition_type": "row"}]}',
+)
+NO_GLOB = Code(
+    "SP543",
+    "a pattern that no glob says",
+    "A plan names modules by globs. Of regular expressions these parts have a counterpart: plain characters, `\\.`, `.`, "
+    "`.*`, `[^.]+`, `\\d`, `\\d+`, sets such as `[qkv]`, alternatives in parentheses, `?` behind one of these, and the "
+    "anchors. Others (counts, look-around, references) have none. Keys of the other forms are globs already, but braces, "
+    "commas and the empty key, which torch reads as plain text, are none.",
+    bad='{"layer_specs": [{"patterns": [".*(?<!cross)attn\\\\.o_proj\\\\.weight$"], "partition_type": "row"}]}',
+    good='{"layer_specs": [{"patterns": [".*\\\\.self_attn\\\\.o_proj\\\\.weight$"], "partition_type": "row"}]}',
+)
+NEEDS_MODEL = Code(
+    "SP544",
+    "an entry that only the model explains",
+    "The same words mean different things for different modules: a row-wise style that takes whole values splits the "
+    "vocabulary of an embedding, and the input features of a linear layer. Which one is meant is seen in the model.",
+    bad="$ shardplan convert automodel.json",
+    good="$ shardplan convert automodel.json --model llama",
+)
+LEFT_OUT = Code(
+    "SP545",
+    "an entry that is left out",
+    "The entry says nothing that the plan has to say: it matches nothing in this model, or it undoes something that does not "
+    "happen here. Positions and rotary tables are computed from the whole sequence, so that `RotaryEmbedParallel` is not "
+    "needed.",
+    bad='{"model.layers.*.self_attn.qkv_proj": "colwise"}',
+    good='{"model.layers.*.self_attn.q_proj": "colwise"}',
+)
+IMPLIED = Code(
+    "SP546",
+    "a move that the source leaves to DTensor",
+    "The source hands a DTensor that is split along the sequence to modules that take the whole value, and DTensor's own "
+    "propagation finds a way at run time. A plan says where each value is gathered: at the module around its readers, or at "
+    "the norm in front of the head. The layouts are proven like those of any plan.",
+    bad='{"model.layers.*.input_layernorm": "sequence_parallel", "model.layers.*.self_attn.q_proj": "colwise"}',
+    good="""
+    sequence_parallel:
+      model.layers.*.input_layernorm: sequence_parallel
+      model.layers.*.self_attn: gather_seq_input
+    """,
+)
+NO_IMPORT = Code(
+    "SP547",
+    "an import that gives no styles",
+    "`--import module:name` imports a module and runs its code, which nothing else does. The name must be a dictionary from "
+    "names to styles, or a function that returns one; a function may take `model` and `sequence_parallel`, and is called "
+    "without and with sequence parallelism then.",
+    bad="$ shardplan convert --import my_plans:llama_plam",
+    good="$ shardplan convert --import my_plans:llama_plan",
+)
+
+CODES = (NO_FORM, NO_STYLE, NO_LAYOUTS, NO_GLOB, NEEDS_MODEL, LEFT_OUT, IMPLIED, NO_IMPORT)

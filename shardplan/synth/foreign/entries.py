@@ -1,0 +1,104 @@
+"""What another project's plan says, entry by entry, in one form for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.plan import Rule
+
+# How a value is spread over the tensor-parallel ranks, as the layouts of other projects say it:
+#   whole     Replicate()               features  Shard(-1), a slice of the last dim
+#   sequence  Shard(0) or Shard(1)      partial   Partial()
+Spread = Literal["whole", "features", "sequence", "partial"]
+Kind = Literal["colwise", "rowwise", "sequence", "input", "output", "style", "nothing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What a style of another project does to a module.
+
+    Args:
+        kind: it splits by output or by input features, runs on slices of the sequence, moves an input or an output; is a
+            style of ours already; or has nothing to say here.
+        said: as the source has it, for messages.
+        takes, hands: what arrives and what is handed on.
+        dtensor: whether it is handed on as a DTensor, which carries its layout along.
+        seq_dim: the dim of `sequence`.
+        argument: the argument that is moved, by name.
+        position: its place among the positional arguments, where it has no name.
+        output: of `kind` input: (takes, hands) of the output that is moved as well.
+        options: of `kind` style and colwise and rowwise: `style` and options, options of the rule.
+        why: of `kind` nothing: why not.
+        unsure: whether embedding and linear layers are both usual in this place, so that only the model tells.
+    """
+
+    kind: Kind
+    said: str
+    takes: Spread | None = None
+    hands: Spread | None = None
+    dtensor: bool = False
+    seq_dim: int = 1
+    argument: str | None = None
+    position: int = 0
+    output: tuple[Spread, Spread] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    why: str = ""
+    unsure: bool = False
+
+    @property
+    def uses_sequence(self) -> bool:
+        return "sequence" in (self.takes, self.hands, *(self.output or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry.
+
+    Args:
+        pattern: a glob over modules or parameters, in our language.
+        meaning: what is done there.
+        at: where it stands in the source.
+        kinds: the kinds of the modules that it matches; None without a model.
+    """
+
+    pattern: str
+    meaning: Meaning
+    at: Location
+    kinds: frozenset[str] | None = None
+
+    @property
+    def layer(self) -> str | None:
+        """The pattern up to the first list index: the layer that it is in; None where it is in none."""
+        parts = self.pattern.split(".")
+        indices = [i for i, part in enumerate(parts) if part == "*" or part.isdecimal()]
+        return ".".join(parts[: indices[0] + 1]) if indices else None
+
+
+class NotSaid(Exception):
+    """An entry that no plan of ours says.
+
+    Args:
+        code: its finding.
+        message, help: the finding's.
+    """
+
+    def __init__(self, code: Code, message: str, help: str | None = None):
+        super().__init__(message)
+        self.code, self.message, self.help = code, message, help
+
+    def finding(self, at: Location) -> Diagnostic:
+        return finding(self.code, self.message, at, help=self.help)
+
+
+def finding(
+    code: Code, message: str, at: Location | None, *, help: str | None = None, warning: bool = False
+) -> Diagnostic:
+    severity = Severity.WARNING if warning else Severity.ERROR
+    return Diagnostic(code.code, severity, message, Label(at) if at is not None else None, help=help)
+
+
+MeaningOf = Callable[[object], Meaning]
+DEFAULT_SEQ_DIM = Rule("", "", Location("")).seq_dim

@@ -1,0 +1,558 @@
+"""`convert_plan`: plans of transformers, NeMo Automodel, NeMo-RL, torch and DeepSpeed as plans of ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from shardplan import convert_plan
+from shardplan.bind import bind
+from shardplan.bind.names import Names
+from shardplan.core.globs import parse_glob
+from shardplan.core.mesh import MeshSizes
+from shardplan.models import find_model
+from shardplan.parse import parse_plan, parse_text
+from shardplan.synth.foreign.convert import convert
+from shardplan.synth.foreign.regexes import NoGlob, globs_of
+from tests import foreign_plans as foreign
+
+WHOLE, SLICE, FEATURES = Replicate(), Shard(1), Shard(-1)
+
+
+def rules(text: str | None, section: str = "tensor_parallel") -> dict[str, tuple[str, dict[str, Any]]]:
+    """What each pattern of a plan says: braces opened, options that are stated."""
+    assert text is not None
+    plan = parse_text(text, file="<text>").plan
+    assert plan is not None, text
+    return {
+        pattern: (rule.style, {k: v for k, v in rule.options.items() if v not in (None, (), 1)})
+        for rule in getattr(plan, section)
+        for pattern in parse_glob(rule.pattern).texts
+    }
+
+
+def styles(text: str | None, section: str = "tensor_parallel") -> dict[str, str]:
+    return {pattern: style for pattern, (style, _) in rules(text, section).items()}
+
+
+def said(source: Mapping[str, Any], **options: Any) -> list[tuple[str, str]]:
+    """The findings about a source that is converted without a model."""
+    made = convert_plan(source, **options)
+    return [(d.code, d.message) for d in made.report.diagnostics]
+
+
+# --- there and back: the built-in plans in torch's styles -----------------------------------------------------------------
+
+
+def torch_style(style: str, options: Mapping[str, Any]) -> ParallelStyle | str | None:
+    """torch's style for one of ours, as a person would write it; None where torch has none, for a door that torch's styles
+    have in themselves."""
+    if style == "sequence_parallel" and options["output"] == "gather":
+        return foreign.SequenceParallelAllGatherActivation()
+    if style == "gather_seq_input" and options["output"] is None:
+        name = options["argument"]
+        if name is not None:
+            return PrepareModuleInput(input_kwarg_layouts={name: SLICE}, desired_input_kwarg_layouts={name: WHOLE})
+    simple: dict[str, ParallelStyle] = {
+        "colwise": ColwiseParallel(),
+        "colwise_seq": ColwiseParallel(input_layouts=SLICE),
+        "colwise_gather_output": ColwiseParallel(output_layouts=WHOLE),
+        "colwise_seq_gather_output": ColwiseParallel(input_layouts=SLICE, output_layouts=WHOLE),
+        "colwise_vocab": ColwiseParallel(use_local_output=False),
+        "rowwise": RowwiseParallel(),
+        "rowwise_seq": RowwiseParallel(output_layouts=SLICE),
+        "rowwise_split_input": RowwiseParallel(input_layouts=WHOLE),
+        "embedding_rowwise": RowwiseParallel(input_layouts=WHOLE),
+        "embedding_rowwise_seq": RowwiseParallel(input_layouts=WHOLE, output_layouts=SLICE),
+        "embedding_colwise": ColwiseParallel(output_layouts=WHOLE),
+        "sequence_parallel": SequenceParallel(),
+        "gather_seq_input": PrepareModuleInput(input_layouts=SLICE, desired_input_layouts=WHOLE),
+        "split_seq_input": PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=SLICE),
+        "all_reduce": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=WHOLE),
+        "reduce_scatter": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=SLICE),
+        "replicated_with_grad_allreduce": foreign.Qwen3QKNorm(),
+    }
+    return simple[style]
+
+
+# Plans all of whose styles torch can say, one for each form of model among them.
+DENSE = ["llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi", "starcoder2"]
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_there_and_back(name: str) -> None:
+    """A built-in plan in torch's styles, without and with sequence parallelism, comes back as the same rules."""
+    found = find_model(name, overrides={"num_hidden_layers": 2})
+    plan = parse_plan(name).plan
+    assert plan is not None
+
+    def bound(read: Any, on: bool) -> dict[str, tuple[str, dict[str, Any]]]:
+        resolved, _ = bind(read, found.tree, MeshSizes(tp=2), sequence_parallel=on)
+        return {
+            module: (a.rule.style, a.rule.options)
+            for module, a in resolved.assignments.items()
+            if a.rule.style not in ("input_with_grad_allreduce", "replicate")
+        }
+
+    for on in (False, True) if plan.has_overlay else (False,):
+        wanted = bound(plan, on)
+        source = {module: torch_style(*rule) for module, rule in wanted.items()}
+        made = convert(source, form="torch", import_path=None, found=found, name=None)
+        assert made.text is not None, made.diagnostics
+        assert bound(parse_text(made.text, file="<text>").plan, on) == wanted
+
+
+# --- transformers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3", "mixtral", "gemma3_text"])
+def test_transformers_own_plan(model: str) -> None:
+    made = convert_plan("hf", model=model, settings={"num_hidden_layers": 2})
+    assert made.ok and made.report.diagnostics == ()
+    found = find_model(model, overrides={"num_hidden_layers": 2})
+    names = Names(found.tree)
+    theirs = {
+        name: style
+        for pattern, style in found.build().tp_plan.items()
+        for reached in [names.reach(parse_glob(pattern))]
+        for name in (*reached.modules, *reached.parameters)
+    }
+    resolved, _ = bind(parse_text(made.text, file="<text>").plan, found.tree, MeshSizes(tp=2), sequence_parallel=False)
+    assert {name: a.rule.style for name, a in resolved.assignments.items()} == theirs
+
+
+def test_qwen3_without_its_head_norms() -> None:
+    """The plan of a Llama, and of an older transformers, on Qwen3: right losses, wrong gradients."""
+    made = convert_plan(foreign.NAMES, model="qwen3", settings={"num_hidden_layers": 2}, shown_as="plan.yaml")
+    assert not made.ok and made.text is not None
+    (finding,) = made.report.diagnostics
+    assert finding.code == "SP401" and finding.help is not None
+    assert finding.help.startswith("add `model.layers.*.self_attn.{q,k}_norm: replicated_with_grad_allreduce`")
+    assert finding.primary is not None and finding.primary.location.file == "plan.yaml"
+    assert "model.layers.*.self_attn.{q,k,v}_proj: colwise" in made.text
+
+
+def test_a_plan_without_the_base_models_name() -> None:
+    source = {"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise", "lm_head": "colwise_rep"}
+    found = find_model("llama", overrides={"num_hidden_layers": 2})
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert styles(made.text) == {
+        "model.layers.*.mlp.up_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise",
+        "lm_head": "colwise_gather_output",
+    }
+    # torch reads names as they are: nothing is completed for it.
+    other = convert({k: ColwiseParallel() for k in source}, form=None, import_path=None, found=found, name=None)
+    assert styles(other.text) == {"lm_head": "colwise"}
+    assert [d.code for d in other.diagnostics] == ["SP545", "SP545"]
+
+
+# --- NeMo Automodel, NeMo-RL, torchtitan -----------------------------------------------------------------------------------
+
+SP_OF_LLAMA = {
+    "model.embed_tokens": ("embedding_rowwise_seq", {}),
+    "model.layers.0": ("split_seq_input", {}),
+    foreign.O_PROJ: ("rowwise_seq", {}),
+    foreign.DOWN: ("rowwise_seq", {}),
+    "model.norm": ("sequence_parallel", {"output": "gather"}),
+}
+DOORS = {"model.layers.*.self_attn": ("gather_seq_input", {}), "model.layers.*.mlp": ("gather_seq_input", {})}
+TP_OF_LLAMA = {
+    "model.embed_tokens": "embedding_rowwise",
+    **dict.fromkeys((*foreign.QKV, *foreign.UP), "colwise"),
+    foreign.O_PROJ: "rowwise",
+    foreign.DOWN: "rowwise",
+    "lm_head": "colwise_vocab",
+}
+
+
+def test_automodels_function_for_llama() -> None:
+    made = convert_plan(import_path="tests.foreign_plans:automodel_llama", model="llama")
+    assert made.ok, made.report
+    assert [d.code for d in made.report.diagnostics] == ["SP545", "SP545"], "the fused names"
+    assert made.report.variants == ("tensor_parallel", "sequence_parallel")
+    assert styles(made.text) == TP_OF_LLAMA
+    gathering = {norm: ("sequence_parallel", {"output": "gather"}) for norm in foreign.NORMS}
+    assert rules(made.text, "sequence_parallel") == SP_OF_LLAMA | gathering
+    assert "sequence-parallel form alone" not in str(made.text)
+    read = parse_plan(dict(made.document or {}), name="said").plan
+    assert read is not None and read.name == "llama", "the document says the same"
+    # The dictionary with sequence parallelism alone: the other section follows from it, and the file says so.
+    found = find_model("llama")
+    alone = convert(foreign.AUTOMODEL_SP, form=None, import_path=None, found=found, name=None)
+    assert "sequence-parallel form alone" in str(alone.text)
+    assert rules(alone.text) == rules(made.text)
+    assert rules(alone.text, "sequence_parallel") == rules(made.text, "sequence_parallel")
+
+
+def test_nemo_rls_older_form_for_qwen3() -> None:
+    made = convert_plan(import_path="tests.foreign_plans.nemo_rl_qwen3", model="qwen3")
+    assert made.ok, made.report
+    assert sorted(d.code for d in made.report.diagnostics) == ["SP545"] * 3 + ["SP546"]
+    head_norms = {f"model.layers.*.self_attn.{n}_norm": "replicated_with_grad_allreduce" for n in "qk"}
+    assert styles(made.text) == TP_OF_LLAMA | head_norms
+    norms = {norm: ("sequence_parallel", {}) for norm in foreign.NORMS}
+    assert rules(made.text, "sequence_parallel") == SP_OF_LLAMA | norms | DOORS
+
+
+def test_torchtitans_form() -> None:
+    found = find_model("llama", overrides={"num_hidden_layers": 2})
+    made = convert(foreign.torchtitan_llama(), form=None, import_path=None, found=found, name=None)
+    assert made.diagnostics == ()
+    norms = {norm: ("sequence_parallel", {}) for norm in foreign.NORMS}
+    attention = {"model.layers.*.self_attn": ("gather_seq_input", {"argument": "hidden_states"})}
+    assert rules(made.text, "sequence_parallel") == SP_OF_LLAMA | norms | DOORS | attention
+    assert styles(made.text) == TP_OF_LLAMA | {"lm_head": "colwise_gather_output"}
+
+
+@pytest.mark.slow  # many changes are tried before none is proposed
+def test_slices_as_local_tensors_are_not_gathered() -> None:
+    """With `use_local_output=True` the matrices would multiply slices as if they were whole: torch computes that, and the
+    plan that says it is refused."""
+    plan = foreign.nemo_rl_qwen3() | {name: SequenceParallel(use_local_output=True) for name in foreign.NORMS}
+    made = convert_plan(plan, model="qwen3", settings={"num_hidden_layers": 2})
+    assert "SP402" in [d.code for d in made.report.errors] and made.text is not None
+
+
+def test_styles_by_name_of_automodel() -> None:
+    made = convert(foreign.NAMES, form="automodel", import_path=None, found=find_model("llama"), name="mine")
+    assert styles(made.text) == TP_OF_LLAMA | {"lm_head": "colwise_gather_output"}
+    assert "name: mine" in str(made.text) and made.diagnostics == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("tests.foreign_plans:nothing", "has no nothing"),
+        ("no_such_module:plan", "cannot be imported: ModuleNotFoundError"),
+        ("plan", "names nothing to import"),
+        ("tests.foreign_plans:EMPTY", "an empty dictionary"),
+        ("tests.foreign_plans:QKV", "a list, not a dictionary"),
+        ("tests.foreign_plans:raises", "raised RuntimeError: no plan today"),
+    ],
+)
+def test_imports_that_give_nothing(path: str, reason: str) -> None:
+    made = convert_plan(import_path=path)
+    (finding,) = made.report.diagnostics
+    assert finding.code == "SP547" and reason in finding.message and made.text is None
+
+
+def test_a_function_that_wants_more() -> None:
+    assert [d.code for d in convert_plan(import_path="tests.foreign_plans:takes_more").report.errors] == ["SP544"]
+    found = find_model("llama", overrides={"num_hidden_layers": 1})
+    made = convert(None, form=None, import_path="tests.foreign_plans:takes_more", found=found, name=None)
+    assert "tp_size" in made.diagnostics[0].message
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("style", "whole", "sliced"),
+    [
+        (ColwiseParallel(), {"style": "colwise"}, None),
+        (ColwiseParallel(output_layouts=WHOLE), {"style": "colwise_gather_output"}, None),
+        (ColwiseParallel(input_layouts=SLICE), {"style": "colwise"}, {"style": "colwise_seq"}),
+        (ColwiseParallel(input_layouts=Shard(0)), {"style": "colwise"}, {"style": "colwise_seq", "seq_dim": 0}),
+        (
+            ColwiseParallel(input_layouts=SLICE, output_layouts=WHOLE),
+            {"style": "colwise_gather_output"},
+            {"style": "colwise_seq_gather_output"},
+        ),
+        (RowwiseParallel(), {"style": "rowwise"}, None),
+        (RowwiseParallel(output_layouts=SLICE), {"style": "rowwise"}, {"style": "rowwise_seq"}),
+        (SequenceParallel(), None, {"style": "sequence_parallel"}),
+        (foreign.Qwen3QKNorm(), {"style": "replicated_with_grad_allreduce"}, None),
+        (
+            PrepareModuleInput(input_layouts=(SLICE, None), desired_input_layouts=(WHOLE, None)),
+            None,
+            {"style": "gather_seq_input"},
+        ),
+        (
+            PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=SLICE),
+            None,
+            {"style": "split_seq_input"},
+        ),
+        (
+            PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=SLICE),
+            {"style": "all_reduce"},
+            {"style": "reduce_scatter"},
+        ),
+        (
+            PrepareModuleInputOutput(
+                input_layouts=SLICE,
+                desired_input_layouts=WHOLE,
+                output_layouts=Partial(),
+                desired_output_layouts=SLICE,
+            ),
+            {"style": "all_reduce"},
+            {"style": "gather_seq_input", "output": "reduce_scatter"},
+        ),
+    ],
+    ids=repr,
+)
+def test_what_layouts_mean(style: ParallelStyle, whole: Any, sliced: Any) -> None:
+    """A rule of each section (None: there is none)."""
+    made = convert({"blocks.*.part": style}, form=None, import_path=None, found=None, name=None)
+    assert made.diagnostics == () and made.document is not None
+    for section, wanted in (("tensor_parallel", whole), ("sequence_parallel", sliced)):
+        found = made.document.get(section, {}).get("blocks.*.part")
+        assert found == (wanted["style"] if wanted and len(wanted) == 1 else wanted)
+
+
+@pytest.mark.parametrize(
+    "style",
+    [
+        ColwiseParallel(output_layouts=SLICE),
+        ColwiseParallel(input_layouts=FEATURES),
+        ColwiseParallel(output_layouts=Shard(2)),
+        RowwiseParallel(input_layouts=SLICE),
+        RowwiseParallel(output_layouts=FEATURES),
+        RowwiseParallel(input_layouts=Shard(0), output_layouts=SLICE),
+        SequenceParallel(sequence_dim=2),
+        PrepareModuleInput(input_layouts=FEATURES, desired_input_layouts=WHOLE),
+        PrepareModuleInput(input_layouts=(None, SLICE), desired_input_layouts=(None, WHOLE)),
+        PrepareModuleInput(input_layouts=(SLICE, SLICE), desired_input_layouts=(WHOLE, WHOLE)),
+        PrepareModuleOutput(output_layouts=SLICE, desired_output_layouts=WHOLE),
+        PrepareModuleOutput(output_layouts=Partial("max"), desired_output_layouts=WHOLE),
+    ],
+    ids=repr,
+)
+def test_layouts_that_no_style_means(style: ParallelStyle) -> None:
+    made = convert_plan({"blocks.*.part": style, "blocks.*.other": ColwiseParallel()})
+    assert [d.code for d in made.report.diagnostics] == ["SP542"] and made.text is None
+    assert made.report.diagnostics[0].primary is not None
+    assert made.report.diagnostics[0].primary.location.path == ("blocks.*.part",)
+
+
+def test_embeddings_and_linear_layers_are_told_apart_by_the_model() -> None:
+    whole = RowwiseParallel(input_layouts=WHOLE)
+    assert [code for code, _ in said({"embed": whole})] == ["SP544"]
+    found = find_model("llama", overrides={"num_hidden_layers": 1})
+    source = {"model.embed_tokens": whole, foreign.O_PROJ: whole}
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert styles(made.text) == {"model.embed_tokens": "embedding_rowwise", foreign.O_PROJ: "rowwise_split_input"}
+    for wrong in (ColwiseParallel(), RowwiseParallel()):
+        made = convert({"model.embed_tokens": wrong}, form=None, import_path=None, found=found, name=None)
+        assert [d.code for d in made.diagnostics] == ["SP542"]
+    made = convert({"model.*": whole}, form=None, import_path=None, found=found, name=None)
+    assert [d.code for d in made.diagnostics] == ["SP542"] * 2, "a norm and a list"
+
+
+def test_unknown_styles() -> None:
+    wrong = {"a": "colwise_wrong", "b": foreign.MyOwn(), "c": 3, "d": "ep_router", "e": "none", "f": ["colwise"]}
+    messages = said({**wrong, "g": ColwiseParallel()})
+    assert [code for code, _ in messages] == ["SP541"] * 6
+    assert "MyOwn is a class of its own" in messages[1][1] and "expert parallelism" in messages[3][1]
+
+
+def test_keys_that_are_no_globs() -> None:
+    wrong = {"": "colwise", "a,b": "colwise", "a.{q,k}": "colwise", "a..b": "colwise", "a/b": "colwise"}
+    assert [code for code, _ in said(wrong)] == ["SP543"] * 5
+    made = convert_plan({"a.**.b": "colwise", "c[0-9]": "rowwise"})
+    assert styles(made.text) == {"a.*.b": "colwise", "c[0-9]": "rowwise"}, "two stars are one part there too"
+
+
+def test_an_entrance_that_cannot_be_told() -> None:
+    split = RowwiseParallel(input_layouts=WHOLE, output_layouts=SLICE)
+    assert [code for code, _ in said({"embed": split, "norm": SequenceParallel()})] == ["SP542"]
+    two = {"embed": split, "a.*.norm": SequenceParallel(), "b.*.norm": SequenceParallel()}
+    assert [code for code, _ in said(two)] == ["SP542"]
+    head = ColwiseParallel(input_layouts=SLICE, use_local_output=False)
+    assert [code for code, _ in said({"head": head, "a.*.norm": SequenceParallel()})] == ["SP542"], "no norm in front"
+
+
+# --- DeepSpeed -------------------------------------------------------------------------------------------------------------
+
+
+def specs(*specs: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    return {"layer_specs": list(specs), **more}
+
+
+def test_deepspeeds_llama() -> None:
+    made = convert_plan(foreign.DEEPSPEED, model="llama", settings={"num_hidden_layers": 2})
+    assert made.ok and made.report.diagnostics == ()
+    wanted = {name: style for name, style in TP_OF_LLAMA.items() if "layers" in name}
+    assert styles(made.text) == wanted
+    without = convert_plan(foreign.DEEPSPEED)
+    found = find_model("llama", overrides={"num_hidden_layers": 2})
+    resolved, findings = bind(
+        parse_text(str(without.text), file="<text>").plan, found.tree, MeshSizes(tp=2), sequence_parallel=False
+    )
+    theirs, _ = bind(
+        parse_text(str(made.text), file="<text>").plan, found.tree, MeshSizes(tp=2), sequence_parallel=False
+    )
+    assert not findings
+    assert {n: a.rule.style for n, a in resolved.assignments.items()} == {
+        n: a.rule.style for n, a in theirs.assignments.items()
+    }
+
+
+def test_the_first_spec_holds_and_skip_takes_out() -> None:
+    found = find_model("llama", overrides={"num_hidden_layers": 2})
+    source = specs(
+        {"patterns": [r".*layers\.1\.mlp\..*$"], "partition_type": "skip"},
+        {"patterns": [r".*\.down_proj\.weight"], "partition_type": "row"},
+        {"patterns": [r".*\.mlp\.[a-z]+_proj\.weight$", r"model\.layers\.\d+\.mlp\..*"]},
+        {"patterns": [r"lm_head"], "gather_output": True},
+    )
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert [d.code for d in made.diagnostics] == ["SP543"], "[a-z]+ has no glob"
+    source["layer_specs"][2]["patterns"].pop(0)
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert made.diagnostics == ()
+    assert styles(made.text) == {
+        "model.layers.0.mlp.down_proj": "rowwise",
+        "model.layers.0.mlp.gate_proj": "colwise",
+        "model.layers.0.mlp.up_proj": "colwise",
+        "lm_head": "colwise_gather_output",
+    }
+    assert [d.code for d in convert_plan(source).report.diagnostics] == ["SP544"]
+
+
+def test_packed_parts_and_model_types() -> None:
+    found = find_model("phi3", overrides={"num_hidden_layers": 2})
+    source = specs(
+        {"patterns": [r".*\.qkv_proj\.weight$"], "shape": [[3072, 3072, 3072], -1], "partition_dim": 0},
+        {"patterns": [r".*\.gate_up_proj\.weight$"], "shape": [2, -1], "model_types": ["PHI3"]},
+        {"patterns": [r".*\.o_proj\.weight$"], "partition_type": "row", "model_types": ["llama"]},
+        {"patterns": [r".*\.o_proj$"], "partition_type": "row"},
+    )
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert rules(made.text) == {
+        "model.layers.*.self_attn.qkv_proj": ("packed_colwise", {"packed": ("3072", "3072", "3072")}),
+        "model.layers.*.mlp.gate_up_proj": ("packed_colwise", {"packed": 2}),
+    }
+    assert [(d.code, d.is_error) for d in made.diagnostics] == [("SP545", False)] * 2
+    assert [code for code, _ in said(source)] == ["SP544", "SP544", "SP545"]
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        (specs({"patterns": ["a.weight"], "partition_type": "row", "partition_dim": 0}), "SP542"),
+        (specs({"patterns": ["a.weight"], "partition_type": "row", "gather_output": True}), "SP542"),
+        (specs({"patterns": ["a.weight"], "shape": [8, -1, 64], "partition_dim": 1}), "SP542"),
+        (specs({"patterns": ["a.weight"], "shape": [1, -1]}), "SP542"),
+        (specs({"patterns": ["a.weight"], "shape": [2, -1], "gather_output": True}), "SP542"),
+        (specs({"patterns": ["a.weight"], "partition_type": "diagonal"}), "SP541"),
+        (specs({"patterns": [r"(?<!b)a\.weight"]}), "SP543"),
+        (specs({"patterns": [3]}), "SP543"),
+        (specs({"pattern": "a.weight"}), "SP540"),
+        (specs({"patterns": ["a.weight"], "dim": 0}), "SP540"),
+        ({"tensor_parallel": {"autotp_size": 4, "preset_model": "llama"}}, "SP540"),
+        ({"tensor_parallel": {"preset_model": "llama", "partition_config": specs({"patterns": ["a"]})}}, "SP540"),
+        (specs(), "SP540"),
+        ({"a": 1}, "SP540"),
+        ({}, "SP540"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_said(source: dict[str, Any], code: str) -> None:
+    made = convert_plan(source)
+    assert [d.code for d in made.report.errors] == [code] and made.text is None
+
+
+NAMES = [
+    *("a", "o_proj", "x.o_proj", "model.layers.0.o_proj", "model.layers.12.self_attn.q_proj", "m.layers.1.k_proj"),
+    *("model.layers.x1.mlp.up_proj", "model.layers.0.mlp.gate_up_proj", "model.layers.0.mlp.gate_proj"),
+    *("model.layers.0.o_proj2", "model.layers.0.o_proj.base", "aXb", "a.b", "axb.c", "encoder.layers.3.attn.o_proj"),
+]
+EXPRESSIONS = [
+    *(r".*\.o_proj\.weight$", r".*\.o_proj\.weight", r".*o_proj\.weight$", r".*\.o_proj", r".*o_proj", r"o_proj"),
+    *(r".*\.[qkv]_proj\.weight$", r".*\.(q|k|v)_proj\.weight$", r".*\.mlp\.(?:up|gate)_proj\.weight$"),
+    *(r"model\.layers\.\d+\..*\.weight$", r"model\.layers\.[0-9]+\.o_proj\.weight$", r".*\.weight$", r".*", ""),
+    *(
+        r"model\.layers\.[^.]+\.mlp\.[^.]*\.weight$",
+        r"a.b\.weight$",
+        r"^model\..*proj\.weight$",
+        r".*layers.*proj\.weight$",
+    ),
+    *(r".*\.mlp\.(gate_)?up_proj\.weight$", r"(model|encoder)\.layers\.\d\.attn\.o_proj\.weight$", r"m.*\.weight$"),
+    *(r".*\.o_proj\.weight$|.*\.up_proj\.weight$", r".*\.o_proj$", r"model.layers.0.o_proj.weight", r"a[X-Z]b\.weight"),
+    *(
+        r"model\.layers\..*",
+        r".*\.mlp\.[^.]+$",
+        r".*\.w",
+        r".*(o_proj\.weight|up_proj\.weight)$",
+        r"(a|x\.o_proj)\.weight$",
+    ),
+]
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_a_glob_matches_what_the_expression_matches(expression: str) -> None:
+    globs = [parse_glob(glob) for glob in globs_of(expression)]
+    matched = [name for name in NAMES if re.match(expression, f"{name}.weight")]
+    assert [name for name in NAMES if any(glob.matches(name) for glob in globs)] == matched
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *(r"a+\.weight", r"(?=a)b", r"\w+\.weight", r"a{2}", r".+\.weight", r"[^a]b", r"(a)\1", r"a\.weight$b"),
+        *(r"(a", r"a)", r"[a", r"a*?", r".*?\.weight", r"(a$|b)\.weight", r"a^b", "a\\", "model.layers."),
+    ],
+)
+def test_expressions_without_a_glob(expression: str) -> None:
+    with pytest.raises(NoGlob):
+        globs_of(expression)
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------------
+
+
+def test_files(tmp_path: Path) -> None:
+    plan = tmp_path / "my plan.json"
+    plan.write_text(json.dumps({"a.*.up": "colwise", "a.*.down": "rowwise"}))
+    made = convert_plan(plan)
+    assert styles(made.text) == {"a.*.up": "colwise", "a.*.down": "rowwise"} and "name: my-plan\n" in str(made.text)
+    yaml = tmp_path / "plan.yaml"
+    yaml.write_text("a.*.up: colwise\na.*.down: rowwise\na.*.down: colwise\n")
+    twice = convert_plan(str(yaml))
+    assert twice.text is None and [d.code for d in twice.report.diagnostics] == ["SP103"]
+    assert "SP101" in str(convert_plan(tmp_path / "no.json").report)
+    code = tmp_path / "plan.py"
+    code.write_text("plan = {'a': 'colwise'}")
+    assert convert_plan(code).text is None, "no file is ever run"
+
+
+def test_forms_that_do_not_fit() -> None:
+    names = {"a.up": "colwise"}
+    for source, form in (
+        (names, "torch"),
+        (names, "deepspeed"),
+        (foreign.DEEPSPEED, "transformers"),
+        ({"a": ColwiseParallel()}, "transformers"),
+    ):
+        assert [code for code, _ in said(source, form=form)] == ["SP540"]
+    for form in ("transformers", "automodel"):
+        assert said(names, form=form) == []
+
+
+def test_wrong_calls() -> None:
+    with pytest.raises(ValueError, match="one of both"):
+        convert_plan()
+    with pytest.raises(ValueError, match="one of both"):
+        convert_plan({"a": "colwise"}, import_path="a:b")
+    with pytest.raises(ValueError, match="there is no form 'vllm'"):
+        convert_plan({"a": "colwise"}, form="vllm")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a file or a dictionary"):
+        convert_plan(3)  # type: ignore[arg-type]
+    assert [d.code for d in convert_plan({"a": "colwise"}, model="no_such_type").report.errors] == ["SP504"]
+    assert [d.code for d in convert_plan("hf").report.errors] == ["SP544"]
