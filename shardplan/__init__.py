@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from .core.plan import Plan
     from .core.report import Report
     from .training import causal_lm_loss, vocabulary_parallel_nll
-    from .weights import materialize
+    from .weights import (
+        Loaded,
+        Progress,
+        load_checkpoint,
+        load_training_state,
+        materialize,
+        save_checkpoint,
+        save_training_state,
+    )
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
 # and linting a plan import neither torch nor pydantic.
@@ -28,6 +36,12 @@ _EXPORTS = {
     "applied": "shardplan.api",
     "without_sequence_parallel": "shardplan.apply",
     "materialize": "shardplan.weights",
+    "load_checkpoint": "shardplan.weights",
+    "save_checkpoint": "shardplan.weights",
+    "save_training_state": "shardplan.weights",
+    "load_training_state": "shardplan.weights",
+    "Loaded": "shardplan.weights",
+    "Progress": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",
     "vocabulary_parallel_nll": "shardplan.training",
     "PlanError": "shardplan.core.diagnostics",

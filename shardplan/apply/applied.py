@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardplan.core.diagnostics import Diagnostic
@@ -17,6 +18,7 @@ from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
 from shardplan.torchlib.regime import Shared
 
+from .fsdp2 import reshard
 from .state import keep_optimizer_order, packed_parameters
 
 _KEY = "_shardplan_applied"
@@ -33,6 +35,7 @@ class Applied:
         tp: the size of the tp axis.
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
+        mesh: the mesh that the plan was applied on, as given.
     """
 
     program: Program
@@ -41,6 +44,7 @@ class Applied:
     tp: int
     model: nn.Module
     shared: Shared | None
+    mesh: DeviceMesh
 
     def __str__(self) -> str:
         plan = self.program.resolved.plan
@@ -66,6 +70,7 @@ class Applied:
         Raises:
             ValueError: names how many of its tensors are no parameter of the model.
         """
+        reshard(self.model)
         alive = {id(p) for p in self.model.parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         dead = [p for p in held if id(p) not in alive]

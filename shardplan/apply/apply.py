@@ -148,5 +148,5 @@ def apply_program(
             ) from error
         check_unchanged(before, model, name)
     result = work.result if work.result is not None else model
-    remember(Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared), model)
+    remember(Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared, mesh.mesh), model)
     return result

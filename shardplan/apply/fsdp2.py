@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardplan.core.plan import DataParallel, MixedPrecision
 from shardplan.torchlib.failures import at_module
@@ -28,6 +28,13 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, units
     fully_shard(model, **options)
     _prefetch(modules, section)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the sharded parameters back: FSDP2 leaves gathered ones in their place after a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _reshard(section: DataParallel, last: bool) -> bool | int:
