@@ -44,7 +44,7 @@ def train(args: argparse.Namespace) -> None:
     if dist.is_initialized():
         mesh = build_mesh(tp=args.tp)
         model = apply_plan(model.to(accelerator.device), mesh, "auto", sequence_parallel=args.sequence_parallel)
-        adopt(accelerator, model, mesh)
+        adopt(accelerator, model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 

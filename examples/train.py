@@ -12,18 +12,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from shardplan import applied, apply_plan, materialize
+from shardplan import (
+    applied,
+    apply_plan,
+    load_checkpoint,
+    load_training_state,
+    materialize,
+    save_checkpoint,
+    save_training_state,
+)
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a small language model on the bytes of a text.")
     parser.add_argument("--text", type=Path, required=True, help="the file to train on")
     parser.add_argument("--model", default=str(Path(__file__).with_name("tiny-qwen3.json")), help="a config.json")
+    parser.add_argument("--weights", type=Path, help="a folder with config.json and safetensors to start from")
     parser.add_argument("--plan", default="auto", help="a plan file, a built-in plan's name, or auto")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument("--dp-replicate", type=int, default=1, help="copies of the model; the rest is dp_shard")
@@ -35,6 +42,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", type=Path, help="a checkpoint folder to go on from")
     parser.add_argument("--checkpoint", type=Path, help="a folder for a checkpoint at the end")
+    parser.add_argument(
+        "--export", type=Path, help="a folder for the weights at the end, as from_pretrained reads them"
+    )
     parser.add_argument("--losses", type=Path, help="a file for the losses, one JSON object per line")
     return parser.parse_args()
 
@@ -61,9 +71,13 @@ def make_model(config: PreTrainedConfig, mesh: DeviceMesh, args: argparse.Namesp
         activation_checkpointing=True,
         seq_len=args.seq_len,
     )
-    # Every rank draws the same random weights and keeps its part. To start from real weights, load them afterwards.
+    # Every rank reads its part of real weights, or draws the same random ones and keeps its part of them.
     torch.manual_seed(args.seed)
-    return materialize(model, mesh.device_type)
+    if args.weights:
+        load_checkpoint(model, args.weights)
+    else:
+        materialize(model, mesh.device_type)
+    return model
 
 
 def global_batch(text: torch.Tensor, step: int, batch: int, seq_len: int) -> torch.Tensor:
@@ -88,16 +102,15 @@ def train(args: argparse.Namespace) -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = make_mesh(device, args.tp, args.dp_replicate)
-    model = make_model(AutoConfig.from_pretrained(args.model), mesh, args)
+    model = make_model(AutoConfig.from_pretrained(args.weights or args.model), mesh, args)
     say = print if dist.get_rank() == 0 else lambda *_, **__: None
     say(applied(model), flush=True)
 
     # The optimizer comes after the plan, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     applied(model).check_optimizer(optimizer)
-    # For plans with packed weights: checkpoints hold the original order, and can be read on another mesh.
-    applied(model).keep_checkpoints_portable(optimizer)
-    done = load(model, optimizer, args.resume) if args.resume else 0
+    # What any mesh wrote can be read on this one.
+    done = load_training_state(model, optimizer, args.resume)["step"] if args.resume else 0
 
     text = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8)
     losses = {}
@@ -116,26 +129,13 @@ def train(args: argparse.Namespace) -> None:
         say(f"step {step:3}  loss {losses[step]:.6f}  gradient norm {norm.full_tensor().item():.4f}", flush=True)
 
     if args.checkpoint:
-        save(model, optimizer, args.steps, args.checkpoint)
+        save_training_state(model, optimizer, args.checkpoint, extra={"step": args.steps}, overwrite=True)
+    if args.export:
+        save_checkpoint(model, args.export, overwrite=True)
     if args.losses and dist.get_rank() == 0:
         rows = [{"step": step, "loss": loss} for step, loss in losses.items()]
         args.losses.write_text("".join(json.dumps(row) + "\n" for row in rows))
     dist.destroy_process_group()
-
-
-def save(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int, folder: Path) -> None:
-    """Every rank writes what it holds; the names are those of the unsharded model."""
-    weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments, "step": step}, checkpoint_id=folder)
-
-
-def load(model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> int:
-    """Read a checkpoint that any mesh wrote. Returns the steps that were done."""
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    return state["step"]
 
 
 if __name__ == "__main__":

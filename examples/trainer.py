@@ -57,7 +57,7 @@ def train(args: argparse.Namespace) -> None:
         model = apply_plan(model.to(settings.device), mesh, "auto", sequence_parallel=args.sequence_parallel)
     trainer = Trainer(model=model, args=settings, train_dataset=sequences(args.text, args.seq_len))
     if dist.is_initialized():
-        adopt(trainer, model, mesh)
+        adopt(trainer, model)
     trainer.train()
     trainer.save_model()
     if args.losses and trainer.is_world_process_zero():

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
         unshard,
         vocabulary_parallel_nll,
     )
-    from .weights import materialize
+    from .weights import (
+        Loaded,
+        Progress,
+        load_checkpoint,
+        load_training_state,
+        materialize,
+        save_checkpoint,
+        save_training_state,
+    )
 
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
 # and linting a plan import neither torch nor pydantic.
@@ -44,6 +52,12 @@ _EXPORTS = {
     "without_sequence_parallel": "shardplan.apply",
     "micro_batches": "shardplan.apply",
     "materialize": "shardplan.weights",
+    "load_checkpoint": "shardplan.weights",
+    "save_checkpoint": "shardplan.weights",
+    "save_training_state": "shardplan.weights",
+    "load_training_state": "shardplan.weights",
+    "Loaded": "shardplan.weights",
+    "Progress": "shardplan.weights",
     "causal_lm_loss": "shardplan.training",
     "pad_to_multiple": "shardplan.training",
     "clip_grad_by_total_norm_": "shardplan.training",

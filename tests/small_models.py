@@ -36,6 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "qwen3_moe": {**_COMMON, "head_dim": 8, **_EXPERTS, "mlp_only_layers": [0]},
+    "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {
         "n_embd": 64,
         "n_layer": 2,

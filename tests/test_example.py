@@ -81,7 +81,8 @@ def test_a_checkpoint_is_resumed_on_another_mesh(tmp_path):
     folder = str(tmp_path / "checkpoint")
     printed = torchrun(4, "--tp", "2", "--sequence-parallel", "--steps", "4", "--losses", str(whole))
     assert "tensor parallel, activation checkpointing, data parallel" in printed
-    torchrun(4, "--tp", "2", "--sequence-parallel", "--steps", "2", "--checkpoint", folder)
-    torchrun(2, "--tp", "2", "--steps", "4", "--resume", folder, "--losses", str(second))
+    weights = str(tmp_path / "weights")
+    torchrun(4, "--tp", "2", "--sequence-parallel", "--steps", "2", "--checkpoint", folder, "--export", weights)
+    torchrun(2, "--tp", "2", "--steps", "4", "--weights", weights, "--resume", folder, "--losses", str(second))
     assert losses(second) == pytest.approx(losses(whole)[2:], rel=1e-5)
     assert losses(whole)[3] < losses(whole)[0]

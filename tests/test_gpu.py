@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardplan import apply_plan, materialize
+from shardplan import apply_plan, load_checkpoint, materialize, save_checkpoint
 from shardplan.models import find_model
 from shardplan.proof.compare import relative_error
 from shardplan.twin import make_twin
@@ -42,3 +42,17 @@ def test_a_step_on_one_device(mesh, name):
     for parameter_name, parameter in model.named_parameters():
         error = relative_error(parameter.grad.full_tensor(), references[parameter_name].grad)
         assert error <= 1e-5, (parameter_name, error)
+
+
+def test_a_checkpoint_is_read_and_written(mesh, tmp_path):
+    twin = make_twin(find_model("qwen3"), tp=1)
+    unsharded = twin.build()
+    unsharded.save_pretrained(tmp_path / "given")
+    with torch.device("meta"):
+        model = type(unsharded)(copy.deepcopy(unsharded.config))
+    apply_plan(model, mesh, "qwen3")
+    load_checkpoint(model, tmp_path / "given")
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    save_checkpoint(model, tmp_path / "written")
+    written = type(unsharded).from_pretrained(tmp_path / "written").state_dict()
+    assert all(torch.equal(value, written[name]) for name, value in unsharded.state_dict().items())

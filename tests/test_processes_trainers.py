@@ -80,21 +80,21 @@ def test_the_losses_are_those_of_the_unsharded_model(name, words, tmp_path):
 def refuse(folder: str) -> None:
     as_torchrun()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
     model = shardplan.apply_plan(small_model("llama"), mesh, "auto")
     accelerator = Accelerator(cpu=True)
     with pytest.raises(TypeError, match="not a Linear"):
-        adopt(torch.nn.Linear(1, 1), model, mesh)
+        adopt(torch.nn.Linear(1, 1), model)
     with pytest.raises(ValueError, match="no plan was applied"):
-        adopt(accelerator, small_model("llama"), mesh)
-    with pytest.raises(ValueError, match="the plan was applied on"):
-        adopt(accelerator, model, other)
+        adopt(accelerator, small_model("llama"))
+    with pytest.raises(ValueError, match="does not know the mesh axis 'data'"):
+        adopt(accelerator, shardplan.apply_plan(small_model("llama"), other, "auto"))
     given = {"output_dir": folder, "use_cpu": True, "report_to": []}
     trainer = Trainer(small_model("llama"), TrainingArguments(**given, save_strategy="no"))
     with pytest.raises(ValueError, match="made with another model"):
-        adopt(trainer, model, mesh)
+        adopt(trainer, model)
     with pytest.raises(ValueError, match="save_only_model=True"):
-        adopt(Trainer(model, TrainingArguments(**given)), model, mesh)
+        adopt(Trainer(model, TrainingArguments(**given)), model)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

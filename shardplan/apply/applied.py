@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shardplan.core.diagnostics import Diagnostic
@@ -19,7 +18,9 @@ from shardplan.models.adapters import unwrapped
 from shardplan.torchlib.async_tp import Fused
 from shardplan.torchlib.regime import Shared
 
+from .fsdp2 import reshard
 from .megatron_fsdp import wrap_optimizer
+from .mesh import PlanMesh
 from .state import keep_optimizer_order, packed_parameters
 
 _KEY = "_shardplan_applied"
@@ -36,7 +37,7 @@ class Applied:
         tp: the size of the tp axis.
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
-        cp: the cp axis of the mesh, if it has one.
+        mesh: what the plan was applied on.
         fused: what asynchronous tensor parallelism came to; None without it.
     """
 
@@ -46,7 +47,7 @@ class Applied:
     tp: int
     model: nn.Module
     shared: Shared | None
-    cp: DeviceMesh | None = None
+    mesh: PlanMesh
     fused: Fused | None = None
 
     def __str__(self) -> str:
@@ -87,6 +88,7 @@ class Applied:
         Raises:
             ValueError: names how many of its tensors are no parameter of the model.
         """
+        reshard(self.model)
         alive = {id(p) for p in self.model.parameters()}
         held = [p for group in optimizer.param_groups for p in group["params"]]
         dead = [p for p in held if id(p) not in alive]

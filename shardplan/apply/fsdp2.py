@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from shardplan.core.plan import DataParallel, MixedPrecision
 from shardplan.core.tree import ancestors
@@ -45,6 +45,13 @@ def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set
         if not parameter.is_meta and parameter.device.type != mesh.device_type:
             parameter.data = parameter.data.to(mesh.device_type)
     return parameters
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the sharded parameters back: FSDP2 leaves gathered ones in their place after a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _reshard(section: DataParallel, last: bool) -> bool | int:

@@ -9,15 +9,21 @@ from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.packing import pack
 
 
-def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
-    """This rank's part of a whole tensor, cut as `stored` is: over tp first, then (strided) over what FSDP added."""
-    mesh = stored.device_mesh
+def cuts(stored: DTensor) -> list[tuple[int, int]]:
+    """(mesh axis, dim) of each cut, in the order in which they are made: over tp first, then (strided) over what FSDP
+    added."""
     sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if not placement.is_replicate()]
+    return [(axis, placement.dim) for axis, placement in sorted(sharded, key=lambda cut: type(cut[1]) is not Shard)]
+
+
+def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
+    """This rank's part of a whole tensor, cut as `stored` is."""
+    mesh = stored.device_mesh
     local = whole
-    for axis, placement in sorted(sharded, key=lambda cut: type(cut[1]) is not Shard):
-        chunks = local.chunk(mesh.size(axis), dim=placement.dim)
+    for axis, dim in cuts(stored):
+        chunks = local.chunk(mesh.size(axis), dim=dim)
         rank = mesh.get_local_rank(axis)
-        local = chunks[rank] if rank < len(chunks) else local.narrow(placement.dim, 0, 0)
+        local = chunks[rank] if rank < len(chunks) else local.narrow(dim, 0, 0)
     return local
 
 

@@ -17,6 +17,8 @@ from shardplan.torchlib.packing import unpack
 
 from .slices import like
 
+_PORTABLE = "_shardplan_portable"
+
 
 def to_original(value: DTensor, parameter: ParameterProgram, tp: int) -> DTensor:
     """The DTensor with its rows in the original order, still sharded over the same mesh axes. A collective."""
@@ -89,7 +91,10 @@ def keep_optimizer_order(
     optimizer: Optimizer, model: nn.Module, packed: Mapping[str, ParameterProgram], tp: int
 ) -> None:
     """Make the optimizer's state_dict and load_state_dict speak the original order of rows too, and take what the
-    model's do."""
+    model's do. Once is enough."""
+    if optimizer.__dict__.setdefault(_PORTABLE, False):
+        return
+    optimizer.__dict__[_PORTABLE] = True
     programs = {id(p): packed[name] for name, p in model.named_parameters() if name in packed}
     held = [p for group in optimizer.param_groups for p in group["params"]]
 

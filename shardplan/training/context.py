@@ -56,15 +56,15 @@ def context_parallel(
     record = applied(model)
     sequences = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "labels": labels, "position_ids": position_ids}
     given = {name: value for name, value in sequences.items() if value is not None}
-    if record.cp is None or record.cp.size() == 1:
+    if record.mesh.cp is None or record.mesh.cp.size() == 1:
         passed = {"attention_mask": attention_mask, "num_items_in_batch": num_items_in_batch}
         yield {**given, **{name: value for name, value in passed.items() if value is not None}, **others}
         return
     _refuse(given, attention_mask, others, record.program.resolved.tree.numbers)
-    attention = context_attention(record.cp)
+    attention = context_attention(record.mesh.cp)
     attention.ran = False
     with attention_replaced(attention):
-        yield {**_own_part(given, record.cp.size(), record.cp.get_local_rank(), num_items_in_batch), **others}
+        yield {**_own_part(given, record.mesh.cp.size(), record.mesh.cp.get_local_rank(), num_items_in_batch), **others}
     if not attention.ran:
         raise RuntimeError(
             "no scaled_dot_product_attention ran in this context: load the model with attn_implementation='sdpa', and "

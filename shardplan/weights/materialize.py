@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -49,14 +49,25 @@ def materialize(
     packed = packed_parameters(record.program) if record.tp > 1 else {}
     model.to_empty(device=device)
     with torch.no_grad():
-        _initialize(inner, packed, torch.device(device))
+        initialize(inner, packed, torch.device(device))
     if state_dict is not None:
         model.load_state_dict(state_dict)
     return model
 
 
-def _initialize(model: nn.Module, packed: Mapping[str, ParameterProgram], device: torch.device) -> None:
-    """Initialise block by block, in the order of `nn.Module.apply`, children first."""
+def initialize(
+    model: nn.Module,
+    packed: Mapping[str, ParameterProgram],
+    device: torch.device,
+    *,
+    drawn: Collection[str] | None = None,
+) -> None:
+    """Initialise block by block, in the order of `nn.Module.apply`, children first.
+
+    Args:
+        drawn: the names of the parameters that get values; None is all. The others are on the meta device meanwhile, so
+            that only buffers are computed, and keep what they have.
+    """
     seen: set[int] = set()
     names = {id(module): name for name, module in model.named_modules()}
 
@@ -65,12 +76,12 @@ def _initialize(model: nn.Module, packed: Mapping[str, ParameterProgram], device
             initializer = module
         name = names[id(module)]
         if block(name) == name and name:
-            with _whole_parameters(module, name, packed, device, seen):
+            with _whole_parameters(module, name, packed, device, seen, drawn):
                 _apply(module, initializer, _initialize_module)
             return
         for child in module.children():
             visit(child, initializer)
-        with _whole_parameters(module, name, packed, device, seen, recurse=False):
+        with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
             _initialize_module(module, initializer)
 
     visit(model, model)
@@ -104,10 +115,12 @@ def _whole_parameters(
     packed: Mapping[str, ParameterProgram],
     device: torch.device,
     seen: set[int],
+    drawn: Collection[str] | None,
     *,
     recurse: bool = True,
 ) -> Iterator[None]:
-    """DTensor parameters are plain whole tensors while the context lasts; then each keeps its slice of them.
+    """DTensor parameters are plain whole tensors while the context lasts; then each keeps its slice of them. Those that
+    are not drawn are on the meta device, and keep nothing.
 
     A tied parameter is drawn under each of its names, as in the unsharded model before it is tied, and the first
     one's values stay.
@@ -116,19 +129,21 @@ def _whole_parameters(
     exchanged = []
     for owner_name, owner in owners:
         for leaf, parameter in owner._parameters.items():
-            if isinstance(parameter, DTensor):
-                whole = nn.Parameter(
-                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device), parameter.requires_grad
-                )
-                exchanged.append((owner, leaf, parameter, whole, f"{owner_name}.{leaf}" if owner_name else leaf))
-    for owner, leaf, _, whole, _ in exchanged:
+            full_name = f"{owner_name}.{leaf}" if owner_name else leaf
+            wanted = drawn is None or full_name in drawn
+            if parameter is not None and (isinstance(parameter, DTensor) or not wanted):
+                place = device if wanted else "meta"
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=place)
+                whole = nn.Parameter(whole, parameter.requires_grad)
+                exchanged.append((owner, leaf, parameter, whole, full_name, wanted))
+    for owner, leaf, _, whole, _, _ in exchanged:
         owner._parameters[leaf] = whole
     try:
         yield
     finally:
-        for owner, leaf, parameter, _, _ in exchanged:
+        for owner, leaf, parameter, *_ in exchanged:
             owner._parameters[leaf] = parameter
-    for _, _, parameter, whole, full_name in exchanged:
-        if id(parameter) not in seen:
+    for _, _, parameter, whole, full_name, wanted in exchanged:
+        if wanted and id(parameter) not in seen:
             seen.add(id(parameter))
             parameter.to_local().copy_(like(whole.detach(), parameter, packed.get(full_name)).to_local())

@@ -1,0 +1,153 @@
+"""A folder of safetensors files as the Hugging Face libraries write it: what is in it, checked before anything is read,
+and slices of its tensors."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .lazy import Box
+
+ONE_FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+DTYPES: Mapping[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+OPEN_FILES = 4  # the experts of one layer may be spread over some files
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, not read."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name. The header of every file is read, and its length compared with the file's.
+
+    Raises:
+        FileNotFoundError: there is no such folder, no safetensors in it, or a file that its index names is missing.
+        ValueError: a file is damaged, or the index names a file outside the folder or a tensor that is not there.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(
+            f"{folder} is no folder: download the model first (`hf download`), and name the folder it is in"
+        )
+    _refuse_quantized(folder)
+    placed = _index(folder)
+    files = sorted(set(placed.values())) if placed is not None else [ONE_FILE]
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{_listed(missing)} of {folder} is missing, which {INDEX} names: download it again")
+    found: dict[str, StoredTensor] = {}
+    for name in files:
+        for tensor in _header(folder / name):
+            if placed is None or placed.get(tensor.name, name) == name:
+                found[tensor.name] = tensor
+    lost = [name for name in placed or {} if name not in found]
+    if lost:
+        raise ValueError(f"{_listed(lost)} is not in the file that {folder / INDEX} names: it fits another checkpoint")
+    return found
+
+
+def _refuse_quantized(folder: Path) -> None:
+    config = folder / CONFIG
+    if config.is_file() and _json(config).get("quantization_config"):
+        raise ValueError(f"{folder} holds quantized weights ({CONFIG} says how): dequantize them first")
+
+
+def _index(folder: Path) -> dict[str, str] | None:
+    """The file of each tensor; None for a checkpoint in one file, which goes before an index, as in transformers."""
+    if (folder / ONE_FILE).is_file():
+        return None
+    if not (folder / INDEX).is_file():
+        others = sorted(path.name for path in folder.glob("*.bin"))
+        hint = f"; {_listed(others)} is in an older format: save it as safetensors first" if others else ""
+        raise FileNotFoundError(f"{folder} has neither {ONE_FILE} nor {INDEX}{hint}")
+    placed = _json(folder / INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(name, str) for name in placed.values()):
+        raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to names of files")
+    for tensor, name in placed.items():
+        if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor:
+            raise ValueError(
+                f"{folder / INDEX} places {tensor} in {name!r}, outside of the folder: nothing is read there"
+            )
+    return placed
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no JSON ({error}): it is damaged") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return content
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _header(path: Path) -> list[StoredTensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            kinds = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
+    except SafetensorError as error:
+        size = path.stat().st_size
+        raise ValueError(
+            f"{path} ({size:,} bytes) is no whole safetensors file ({error}): it is damaged or cut off; download it again"
+        ) from error
+    unknown = [(name, dtype) for name, (_, dtype) in kinds.items() if dtype not in DTYPES]
+    if unknown:
+        raise ValueError(f"{path}: the dtype {unknown[0][1]} of {unknown[0][0]} is not supported")
+    return [StoredTensor(name, path, shape, DTYPES[dtype]) for name, (shape, dtype) in kinds.items()]
+
+
+class Reader:
+    """Reads boxes of stored tensors. A few files stay open; those that were not used for longest are closed."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, Any] = OrderedDict()
+
+    def read(self, tensor: StoredTensor, box: Box) -> Tensor:
+        file = self._file(tensor.file)
+        if not box:  # a scalar has no slices
+            return file.get_tensor(tensor.name)
+        return file.get_slice(tensor.name)[tuple(slice(*one) for one in box)]
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            if len(self._open) == OPEN_FILES:
+                self._open.popitem(last=False)[1].__exit__(None, None, None)
+            self._open[path] = safe_open(path, framework="pt").__enter__()
+        self._open.move_to_end(path)
+        return self._open[path]
+
+    def close(self) -> None:
+        while self._open:
+            self._open.popitem()[1].__exit__(None, None, None)

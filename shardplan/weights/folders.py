@@ -1,0 +1,91 @@
+"""Folders that are whole or not there: what is written goes into a folder beside, which then takes the name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+
+def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
+    """An empty folder beside `folder`, to be written to. What an earlier attempt left there is removed.
+
+    Args:
+        overwrite: `folder` may exist and have files.
+        marks: names of files, one of which a folder must have to be overwritten.
+
+    Raises:
+        ValueError: `folder` is a file, has files and `overwrite` is not given, or is not such a folder.
+    """
+    old = beside(folder, "old")
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # a process died between the two renames of `commit`
+    if folder.exists():
+        _check_existing(folder, overwrite, marks)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    new = beside(folder, "new")
+    abandon(new)
+    new.mkdir()
+    return new
+
+
+def _check_existing(folder: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: name a folder")
+    names = {path.name for path in folder.iterdir()}
+    if names and not overwrite:
+        raise ValueError(f"{folder} has files: name another folder, or pass overwrite=True")
+    if names and not names & set(marks):
+        raise ValueError(
+            f"{folder} has files but none of {', '.join(marks)}: it is no checkpoint, and is not overwritten"
+        )
+    below = [path.name for path in folder.iterdir() if path.is_dir()]
+    if below:
+        raise ValueError(f"{folder} has the folder {below[0]!r} in it, which would be lost: name another folder")
+
+
+def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
+    """Give the new folder its name. The old one, if there is one, is whole until then, and removed afterwards.
+
+    Args:
+        keep: whether a file of that name is taken over from the old folder.
+    """
+    for path in sorted(folder.iterdir()) if folder.exists() else ():
+        if keep(path.name) and not (new / path.name).exists():
+            shutil.copy2(path, new / path.name)
+    for path in new.iterdir():
+        _flush(path)
+    _flush(new)
+    old = beside(folder, "old")
+    abandon(old)
+    if folder.exists():
+        folder.rename(old)
+    try:
+        new.rename(folder)
+    except OSError:
+        if old.exists():
+            old.rename(folder)
+        raise
+    _flush(folder.parent)
+    abandon(old)
+
+
+def abandon(new: Path) -> None:
+    """Remove an unfinished folder."""
+    if new.exists():
+        shutil.rmtree(new)
+
+
+def beside(folder: Path, what: str) -> Path:
+    """The hidden folder for what is "new" or "old"."""
+    return folder.with_name(f".{folder.name}.{what}")
+
+
+def _flush(path: Path) -> None:
+    """To the disk: a rename must not be there before what it renames."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

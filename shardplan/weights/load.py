@@ -1,0 +1,317 @@
+"""From a checkpoint of the Hugging Face libraries into a planned model, each rank reading its own slices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from itertools import product
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardplan.apply.applied import Applied, applied
+from shardplan.apply.state import packed_parameters
+from shardplan.core.program import ParameterProgram
+
+from .files import Reader, stored_tensors
+from .lazy import Lazy, leaf, leaves, read
+from .materialize import initialize
+from .names import Held, Resolved, held_tensors, inner_model, resolve
+from .progress import OnProgress, Progress, reporter
+from .ranges import Ranges, own_ranges
+from .together import is_first, together
+
+SHOWN = 30  # similar names are looked for only so often, as it takes time
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load_checkpoint` did on this rank.
+
+    Args:
+        missing: names of the model that the checkpoint does not have; with `strict` those alone that its class says may be.
+        unexpected: names of the checkpoint that the model does not have; empty with `strict`.
+        read: bytes that were read into parameters and buffers.
+        held: bytes of all tensors of the checkpoint.
+    """
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    read: int
+    held: int
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One tensor of the model and what is to be read into it."""
+
+    held: Held
+    source: Lazy
+    ranges: tuple[Ranges, ...]
+
+    @property
+    def elements(self) -> int:
+        count = 1
+        for one in self.ranges:
+            count *= sum(stop - start for start, stop in one)
+        return count
+
+
+@dataclass(frozen=True)
+class _Work:
+    tasks: tuple[_Task, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    conversions: tuple[Any, ...]
+    held: int
+
+
+def load_checkpoint(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+    progress: bool | OnProgress = True,
+) -> Loaded:
+    """Read a checkpoint in the Hugging Face layout (safetensors, in one file or several with an index) into a model that
+    a plan was applied to. To be called on all ranks of the mesh.
+
+    Each rank reads the slices that it keeps, through the renamings and conversions that transformers has for the model's
+    type. A model on the meta device gets memory and its buffers first. Nothing of the model is touched before all ranks
+    know that every file is whole and every name and shape fits.
+
+    Args:
+        model: what `apply_plan` returned, on the meta device or with memory.
+        folder: a folder that `save_pretrained` or `save_checkpoint` wrote, or one that was downloaded.
+        device: where a meta-device model's memory is; the mesh's device type, or "cpu" where FSDP2 offloads to the CPU.
+        dtype: the dtype that floating-point parameters and persistent buffers get (those that a transformers model keeps
+            in float32 stay so); None leaves them as the model has them. What is read is cast to it.
+        strict: names that are in the model or in the checkpoint alone are errors. Otherwise parameters that are missing
+            keep what they have, or are drawn by the model's own initialisation if it was on the meta device (all ranks
+            then need the same random state), and what is unexpected is left out.
+        progress: whether the first rank shows a bar on a terminal, or a function that every rank calls.
+
+    Returns:
+        What was missing and unexpected, and how much was read.
+
+    Raises:
+        ValueError: no plan was applied; the model has adapters, or is on the meta device in part; a file is damaged; the
+            index names a file outside the folder; names or shapes do not fit, with all of them; tied parameters have
+            different values; the checkpoint is quantized.
+        FileNotFoundError: the folder or a file of it is missing.
+        RuntimeError: another rank failed, or sees other files. Every rank raises.
+    """
+    record = applied(model)
+    reader = Reader()
+    try:
+        with together(record.mesh.mesh, f"preparing to load {folder}") as agree:
+            _check_call(dtype, device, progress)
+            inner = inner_model(model)
+            packed = packed_parameters(record.program) if record.tp > 1 else {}
+            on_meta = _on_meta(inner)
+            work = _prepare(inner, Path(folder), reader, packed, strict)
+            agree((str(dtype), strict, work.held, work.missing, [(t.held.name, t.source.shape) for t in work.tasks]))
+            place = torch.device(device or _place(record))
+            if on_meta and work.missing:
+                agree(_random_state(place))
+        with together(record.mesh.mesh, f"loading {folder}"), torch.no_grad():
+            if dtype is not None:
+                _cast(inner, dtype)
+            if on_meta:
+                model.to_empty(device=place)
+                initialize(inner, packed, place, drawn=frozenset(work.missing))
+            done = _fill(work, inner, reporter(progress, is_first(record.mesh.mesh)))
+        if isinstance(inner, PreTrainedModel):
+            inner._weight_conversions = list(work.conversions)  # what save_pretrained and save_checkpoint revert
+    finally:
+        reader.close()
+    return Loaded(work.missing, work.unexpected, done, work.held)
+
+
+def _check_call(dtype: Any, device: Any, progress: Any) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
+    if device is not None and torch.device(device).type == "meta":
+        raise ValueError("device='meta' has no memory to load into: name the device that the model is to run on")
+    if not callable(progress) and not isinstance(progress, bool):
+        raise TypeError(f"progress must be True, False or a function, not {progress!r}")
+
+
+def _on_meta(model: nn.Module) -> bool:
+    places = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+    if len(places) == 2:
+        raise ValueError(f"{places[True]} is on the meta device and {places[False]} is not: materialize all or none")
+    return True in places
+
+
+def _place(record: Applied) -> str:
+    section = record.program.resolved.data_parallel
+    return "cpu" if section is not None and getattr(section, "cpu_offload", None) else record.mesh.mesh.device_type
+
+
+def _random_state(place: torch.device) -> list[int]:
+    """What random numbers on a device depend on."""
+    source = torch if place.type == "cpu" else torch.get_device_module(place)
+    return source.get_rng_state().tolist()
+
+
+# Before the model is touched
+
+
+def _prepare(
+    model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str, ParameterProgram], strict: bool
+) -> _Work:
+    stored = stored_tensors(folder)
+    lazies = {name: leaf(name, one.shape, one.dtype, partial(reader.read, one)) for name, one in stored.items()}
+    tensors = held_tensors(model)
+    found = resolve(model, lazies, {name: held.tensor for held in tensors for name in held.names})
+    missing = [held for held in tensors if not any(name in found.tensors for name in held.names)]
+    missing = _not_ignored(missing, lambda held: held.name, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    unexpected = _unexpected(model, found)
+    sources = {held.name: _source(held, found) for held in tensors}
+    wrong = [
+        f"{held.name} is {tuple(source.shape)} in the checkpoint and {tuple(held.tensor.shape)} in the model"
+        for held in tensors
+        if (source := sources[held.name]) is not None and source.shape != held.tensor.shape
+    ]
+    if wrong or (strict and (missing or unexpected)):
+        known = [name for held in tensors for name in held.names]
+        raise ValueError(_misfit(folder, [held.name for held in missing], unexpected, wrong, known))
+    tasks = [
+        _Task(held, source, _ranges(held, packed)) for held in tensors if (source := sources[held.name]) is not None
+    ]
+    for task in tasks:
+        _check_ties(task, found)
+    tasks.sort(key=lambda task: min(str(stored[key].file) for key in leaves(task.source)))  # file by file
+    return _Work(
+        tuple(tasks),
+        tuple(name for held in tensors if sources[held.name] is None for name in held.names),
+        tuple(unexpected),
+        found.conversions,
+        sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in stored.values()),
+    )
+
+
+def _source(held: Held, found: Resolved) -> Lazy | None:
+    return next((found.tensors[name] for name in held.names if name in found.tensors), None)
+
+
+def _not_ignored(items: Sequence[Any], name: Callable[[Any], str], patterns: Collection[str] | None) -> list[Any]:
+    return [item for item in items if not any(re.search(pattern, name(item)) for pattern in patterns or ())]
+
+
+def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
+    """What nothing in the model takes. Left out: what the model's class says to ignore, and buffers that older
+    checkpoints hold and the model now computes itself (inv_freq, position_ids)."""
+    persistent = {name for held in held_tensors(model) for name in held.names}
+    computed = {name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in persistent}
+    names = _not_ignored(
+        found.unexpected, lambda name: name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)
+    )
+    return [name for name in names if name.rpartition(".")[2] not in computed]
+
+
+def _ranges(held: Held, packed: Mapping[str, ParameterProgram]) -> tuple[Ranges, ...]:
+    if not isinstance(held.tensor, DTensor):
+        return tuple(((0, size),) if size else () for size in held.tensor.shape)
+    return own_ranges(held.tensor, next((packed[name] for name in held.names if name in packed), None))
+
+
+def _check_ties(task: _Task, found: Resolved) -> None:
+    """A tied tensor that is stored twice must be the same twice."""
+    present = [name for name in task.held.names if name in found.tensors]
+    for name in present[1:]:
+        one, other = (_slices(found.tensors[key], task) for key in (present[0], name))
+        if any(not torch.equal(left, right) for left, right in zip(one, other, strict=True)):
+            raise ValueError(
+                f"the model ties {present[0]} and {name}, and the checkpoint has different values for them: build the "
+                "model with tie_word_embeddings=False"
+            )
+
+
+def _slices(source: Lazy, task: _Task) -> Iterator[Tensor]:
+    for box in product(*task.ranges):
+        values = torch.empty([stop - start for start, stop in box], dtype=source.dtype)
+        read(source, values, box)
+        yield values
+
+
+def _misfit(folder: Path, missing: list[str], unexpected: list[str], wrong: list[str], known: Sequence[str]) -> str:
+    lines = [f"the checkpoint in {folder} does not fit the model:"]
+    for title, names, others in (
+        ("the checkpoint lacks", missing, unexpected),
+        ("the model lacks", unexpected, missing or known),
+    ):
+        for i, name in enumerate(names):
+            near = _nearest(name, others) if i < SHOWN else None
+            lines.append(f"  {title} {name}" + (f" (is it {near}?)" if near else ""))
+    lines += [f"  {one}" for one in wrong]
+    if (missing or unexpected) and not wrong:
+        lines.append("strict=False leaves unexpected names out, and draws what is missing")
+    return "\n".join(lines)
+
+
+def _nearest(name: str, others: Sequence[str]) -> str | None:
+    alike = [other for other in others if other.rpartition(".")[2] == name.rpartition(".")[2]] or others[:500]
+    return next(iter(get_close_matches(name, alike[:500], n=1)), None)
+
+
+# Touching the model
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give floating-point parameters and persistent buffers a dtype, as `from_pretrained(dtype=...)` does."""
+    plan = model._get_dtype_plan(dtype) if isinstance(model, PreTrainedModel) else {}
+    wanted = {}
+    for held in held_tensors(model):
+        if held.tensor.is_floating_point():
+            kept = [other for pattern, other in plan.items() if any(_names(pattern, name) for name in held.names)]
+            wanted[id(held.tensor)] = kept[0] if kept else dtype
+    model._apply(lambda tensor: tensor.to(wanted.get(id(tensor), tensor.dtype)))
+
+
+def _names(pattern: str, name: str) -> bool:
+    return re.search(pattern.replace("*", ".*"), name) is not None
+
+
+def _fill(work: _Work, model: nn.Module, report: Callable[[Progress], None]) -> int:
+    """Read everything. Returns the bytes that were written into the model."""
+    now = {name: held.tensor for held in held_tensors(model) for name in held.names}  # to_empty made them anew
+    sizes = [task.elements * now[task.held.name].dtype.itemsize for task in work.tasks]
+    done, total = 0, sum(sizes)
+    for task, size in zip(work.tasks, sizes, strict=True):
+        target = now[task.held.name]
+        local = target.to_local() if isinstance(target, DTensor) else target
+        fill(local.detach(), task.source, task.ranges)
+        done += size
+        report(Progress(task.held.name, done, total))
+    return done
+
+
+def fill(local: Tensor, source: Lazy, ranges: tuple[Ranges, ...]) -> None:
+    """Read the given ranges of a tensor into a rank's part of it."""
+    assert tuple(local.shape) == tuple(sum(b - a for a, b in one) for one in ranges), (local.shape, ranges)
+    placed = [_positions(one) for one in ranges]
+    for boxes in product(*placed):
+        out = local
+        for dim, (position, (start, stop)) in enumerate(boxes):
+            out = out.narrow(dim, position, stop - start)
+        read(source, out, tuple(box for _, box in boxes))
+
+
+def _positions(ranges: Ranges) -> list[tuple[int, tuple[int, int]]]:
+    placed, position = [], 0
+    for start, stop in ranges:
+        placed.append((position, (start, stop)))
+        position += stop - start
+    return placed

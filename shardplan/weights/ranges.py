@@ -1,0 +1,67 @@
+"""Which indices of a whole tensor this rank holds, so that a checkpoint's tensor is read in slices.
+
+Indices are those of the original order: the packed order is a list of ranges in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.tensor import DTensor
+
+from shardplan.apply.slices import cuts
+from shardplan.core.program import ParameterProgram
+
+Ranges = tuple[tuple[int, int], ...]  # [start, stop), in the order in which they are stored; none is empty
+
+
+def own_ranges(stored: DTensor, packed: ParameterProgram | None) -> tuple[Ranges, ...]:
+    """The indices that this rank's part of a parameter holds, per dim.
+
+    Args:
+        stored: a parameter of a planned model (its last mesh axis is tp where it is packed).
+        packed: how it is packed, if it is.
+    """
+    mesh = stored.device_mesh
+    ranges: list[Ranges] = [((0, size),) if size else () for size in stored.shape]
+    if packed is not None:
+        ranges[packed.dim] = packed_ranges(packed.parts, mesh.size(mesh.ndim - 1))
+    for axis, dim in cuts(stored):
+        ranges[dim] = chunk(ranges[dim], mesh.size(axis), mesh.get_local_rank(axis))
+    return tuple(_joined(one) for one in ranges)
+
+
+def packed_ranges(parts: Sequence[int], ranks: int) -> Ranges:
+    """The packed order (torchlib/packing.py) as ranges: for each rank, its share of each part."""
+    starts = [sum(parts[:i]) for i in range(len(parts))]
+    shares = [
+        (start + rank * size // ranks, start + (rank + 1) * size // ranks)
+        for rank in range(ranks)
+        for start, size in zip(starts, parts, strict=True)
+    ]
+    return tuple(share for share in shares if share[0] < share[1])
+
+
+def chunk(ranges: Ranges, count: int, index: int) -> Ranges:
+    """The part at `index` of `count`, as `torch.chunk` cuts: all of the same length, rounded up, but the last ones."""
+    length = sum(stop - start for start, stop in ranges)
+    size = -(-length // count)
+    first, last = min(index * size, length), min((index + 1) * size, length)
+    kept, position = [], 0
+    for start, stop in ranges:
+        low, high = max(first, position), min(last, position + stop - start)
+        if low < high:
+            kept.append((start + low - position, start + high - position))
+        position += stop - start
+    return tuple(kept)
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """Neighbours that follow each other as one."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)

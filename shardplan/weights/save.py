@@ -1,0 +1,318 @@
+"""From a planned model to a checkpoint in the Hugging Face layout, one parameter gathered at a time."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from shardplan.apply.applied import applied
+from shardplan.apply.state import packed_parameters
+from shardplan.core.program import ParameterProgram
+from shardplan.torchlib.packing import unpack
+
+from .files import CONFIG, DTYPES, INDEX, ONE_FILE
+from .folders import abandon, begin, commit
+from .lazy import Box, Lazy, leaf, leaves, read
+from .names import Held, held_tensors, inner_model, kept_name, original_classes, saved_names
+from .progress import OnProgress, Progress, reporter
+from .together import is_first, together
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Output:
+    """A tensor of the checkpoint."""
+
+    name: str
+    tensor: Lazy
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return self.tensor.numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    outputs: tuple[_Output, ...]
+
+
+def save_checkpoint(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    progress: bool | OnProgress = True,
+) -> None:
+    """Write a planned model as `save_pretrained` writes the unsharded one. To be called on all ranks of the mesh.
+
+    Parameters are gathered one at a time, and the mesh's first rank writes them: no rank holds the model, and only that
+    rank needs the disk. Names and layouts are those of the checkpoint that was loaded, else those of the model's type
+    (experts apart, tied weights once). It is written to a folder beside and renamed at the end: until then an old
+    checkpoint of that name is whole, and there must be room for both.
+
+    Args:
+        model: what `apply_plan` returned, with memory.
+        folder: the checkpoint; folders above it are made.
+        max_shard_size: bytes of one file, or with a unit ("5GB", "500MB"; "GiB" for powers of two); a larger tensor gets a
+            file of its own.
+        dtype: what floating-point tensors are cast to; None is as they are.
+        overwrite: replace a checkpoint that is there. Files of it that are not written anew, such as a tokenizer's, are
+            kept.
+        progress: whether the first rank shows a bar on a terminal, or a function that every rank calls.
+
+    Raises:
+        ValueError: no plan was applied, the model is on the meta device or has adapters, the size cannot be read, or the
+            folder has files and `overwrite` is not given, or is no checkpoint.
+        OSError: on the first rank: there is no room, or the disk fails.
+        RuntimeError: another rank failed. Every rank raises.
+    """
+    record = applied(model)
+    folder = Path(folder).absolute()
+    first = is_first(record.mesh.mesh)
+    new: Path | None = None
+    try:
+        with together(record.mesh.mesh, f"preparing to save {folder}") as agree:
+            limit = size_of(max_shard_size)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
+            inner = inner_model(model)
+            packed = packed_parameters(record.program) if record.tp > 1 else {}
+            source = _Gathered(inner, packed, record.tp)
+            files = _files(_outputs(inner, source, dtype), limit)
+            if first:
+                folder = folder.resolve()
+                new = begin(folder, overwrite=overwrite, marks=(CONFIG, ONE_FILE, INDEX))
+                _check_room(new, files)
+            agree([(file.name, [(one.name, one.tensor.shape, one.dtype) for one in file.outputs]) for file in files])
+        _write_files(files, source, new, record.mesh.mesh, reporter(progress, first))
+        with together(record.mesh.mesh, f"finishing {folder}"):
+            if first:
+                _write_rest(inner, files, new, dtype)
+                commit(new, folder, lambda name: not _replaced(name))
+    except BaseException:
+        if new is not None:
+            abandon(new)
+        raise
+
+
+def size_of(text: int | str) -> int:
+    """Bytes, from a number or a text with a unit.
+
+    Raises:
+        ValueError: it is neither, or not positive.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text > 0:
+        return text
+    if isinstance(text, str):
+        number, unit = text.strip().upper(), "B"
+        for name in sorted(_UNITS, key=len, reverse=True):
+            if number.endswith(name):
+                number, unit = number.removesuffix(name).strip(), name
+                break
+        if number.replace(".", "", 1).isdigit() and float(number) > 0:
+            return max(1, int(float(number) * _UNITS[unit]))
+    raise ValueError(f"max_shard_size must be a number of bytes or a text such as '5GB', not {text!r}")
+
+
+# What is written
+
+
+class _Gathered:
+    """The tensors of a model, gathered when they are asked for."""
+
+    def __init__(self, model: nn.Module, packed: Mapping[str, ParameterProgram], tp: int):
+        on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+        if on_meta is not None:
+            raise ValueError(f"{on_meta} is on the meta device: there is nothing to save")
+        self.tp = tp
+        self.held: dict[str, Tensor] = {}
+        self.tensors: dict[str, Held] = {}
+        self.packed: dict[str, ParameterProgram] = {}
+        for held in held_tensors(model):
+            name = kept_name(held, model)
+            if not any(ignored in held.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
+                self.tensors[name] = held
+                self.packed |= {name: packed[other] for other in held.names if other in packed}
+
+    def lazies(self) -> dict[str, Lazy]:
+        return {
+            name: leaf(name, held.tensor.shape, held.tensor.dtype, self._reader(name))
+            for name, held in self.tensors.items()
+        }
+
+    def _reader(self, name: str) -> Callable[[Box], Tensor]:
+        return lambda box: self.held[name][tuple(slice(*one) for one in box)]
+
+    def gather(self, name: str, keep: bool) -> None:
+        """Gather a tensor, a collective, and hold it where it is written."""
+        tensor = self.tensors[name].tensor.detach()
+        if isinstance(tensor, DTensor):
+            local = tensor.to_local().to(tensor.device_mesh.device_type)  # FSDP2 may keep it on the CPU
+            placed = DTensor.from_local(
+                local,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+            tensor = placed.full_tensor()
+        if keep:
+            one = self.packed.get(name)
+            self.held[name] = unpack(tensor, one.dim, one.parts, self.tp) if one is not None else tensor
+
+
+def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> list[_Output]:
+    outputs = []
+    for name, tensor in saved_names(model, source.lazies()).items():
+        cast = dtype is not None and tensor.is_floating_point()
+        outputs.append(_Output(name, tensor, dtype if cast else tensor.dtype))
+    unknown = [one for one in outputs if one.dtype not in _NAMES]
+    if unknown:
+        raise ValueError(f"safetensors has no {unknown[0].dtype}, the dtype of {unknown[0].name}")
+    return outputs
+
+
+def _files(outputs: Sequence[_Output], limit: int) -> list[_File]:
+    """The outputs in files, in their order; within a file the largest elements first, so that all are aligned."""
+    groups: list[list[_Output]] = [[]]
+    filled = 0
+    for one in outputs:
+        if groups[-1] and filled + one.bytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(one)
+        filled += one.bytes
+    count = len(groups)
+    names = [ONE_FILE] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    return [
+        _File(name, tuple(sorted(group, key=lambda one: -one.dtype.itemsize)))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def _check_room(folder: Path, files: Sequence[_File]) -> None:
+    needed = sum(one.bytes for file in files for one in file.outputs)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise OSError(
+            f"{folder.parent} has {free:,} bytes free, and the checkpoint has {needed:,}: nothing was written"
+        )
+
+
+# Writing
+
+
+def _write_files(
+    files: Sequence[_File],
+    source: _Gathered,
+    folder: Path | None,
+    mesh: Any,
+    report: Callable[[Progress], None],
+) -> None:
+    """Gather and write, file by file.
+
+    Args:
+        folder: on the rank that writes.
+    """
+    uses = Counter(key for file in files for one in file.outputs for key in leaves(one.tensor))
+    done, total = 0, sum(one.bytes for file in files for one in file.outputs)
+    gathered: set[str] = set()
+    for file in files:
+        with together(mesh, f"writing {file.name}"), torch.no_grad():
+            writer = _Writer(folder / file.name, file.outputs) if folder is not None else None
+            for one in file.outputs:
+                for key in leaves(one.tensor):
+                    if key not in gathered:
+                        source.gather(key, keep=writer is not None)
+                        gathered.add(key)
+                if writer is not None:
+                    writer.write(one)
+                for key in leaves(one.tensor):
+                    uses[key] -= 1
+                    if not uses[key]:
+                        source.held.pop(key, None)
+                done += one.bytes
+                report(Progress(one.name, done, total))
+            if writer is not None:
+                writer.close()
+
+
+class _Writer:
+    """A safetensors file, written tensor by tensor. After an error of the disk it takes what it is given and writes
+    nothing, as the other ranks go on gathering; `close` raises it."""
+
+    def __init__(self, path: Path, outputs: Sequence[_Output]):
+        self.failure: OSError | None = None
+        self.file: BinaryIO | None = None
+        offset, header = 0, {"__metadata__": {"format": "pt"}}
+        for one in outputs:
+            place = [offset, offset + one.bytes]
+            header[one.name] = {"dtype": _NAMES[one.dtype], "shape": list(one.tensor.shape), "data_offsets": place}
+            offset += one.bytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._try(lambda: self._open(path, len(text).to_bytes(8, "little") + text))
+
+    def _open(self, path: Path, header: bytes) -> None:
+        self.file = path.open("wb")
+        self.file.write(header)
+
+    def write(self, one: _Output) -> None:
+        values = torch.empty(one.tensor.shape, dtype=one.dtype)
+        read(one.tensor, values)
+        self._try(lambda: self.file.write(values.reshape(-1).view(torch.uint8).numpy().data))
+
+    def close(self) -> None:
+        if self.file is not None:
+            self._try(self.file.close)
+        if self.failure is not None:
+            raise self.failure
+
+    def _try(self, act: Callable[[], object]) -> None:
+        try:
+            if self.failure is None:
+                act()
+        except OSError as error:
+            self.failure = error
+
+
+def _write_rest(model: nn.Module, files: Sequence[_File], folder: Path, dtype: torch.dtype | None) -> None:
+    """The index, where there are several files, and a transformers model's configuration."""
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(one.bytes for file in files for one in file.outputs)},
+            "weight_map": {one.name: file.name for file in files for one in file.outputs},
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if isinstance(model, PreTrainedModel):
+        config = copy.deepcopy(model.config)
+        config.dtype = str(dtype or model.dtype).removeprefix("torch.")
+        with original_classes(model):
+            config.architectures = [type(model).__name__]
+        config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+
+
+def _replaced(name: str) -> bool:
+    """Whether a file of an old checkpoint holds weights, and so is not kept."""
+    return name.endswith((".safetensors", INDEX)) or (name.startswith("pytorch_model") and ".bin" in name)

@@ -1,0 +1,120 @@
+"""Weights, optimizer state and what else training goes on from, in torch's distributed checkpoint format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from shardplan.apply.applied import applied
+
+from .folders import abandon, begin, beside, commit
+from .together import is_first, together
+
+METADATA, EXTRA = ".metadata", "extra.pt"
+
+
+def save_training_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    folder: str | PathLike[str],
+    *,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Write a planned model and its optimizer so that any mesh can go on from it. To be called on all ranks.
+
+    Every rank writes what it holds, into one folder that all ranks see. It is written beside and renamed at the end:
+    until then an old one of that name is whole.
+
+    Args:
+        extra: numbers, texts, tensors, and lists and dicts of them, such as the step or a scheduler's `state_dict()`; the
+            first rank's are saved.
+        overwrite: replace what `save_training_state` wrote there before.
+
+    Raises:
+        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or the folder
+            has files and `overwrite` is not given, or is no checkpoint.
+        RuntimeError: a rank failed, such as on a full disk; it is named with its error. Every rank raises.
+    """
+    folder = Path(folder).resolve()
+    first, new = is_first(None), beside(folder, "new")
+    try:
+        with together(None, f"preparing to save {folder}"):
+            applied(model).keep_checkpoints_portable(optimizer)
+            if first:
+                begin(folder, overwrite=overwrite, marks=(METADATA,))
+        weights, moments = get_state_dict(model, optimizer)
+        with _said(f"saving {folder}"):
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=new)
+        with together(None, f"finishing {folder}"):
+            if first:
+                torch.save(dict(extra or {}), new / EXTRA)
+                commit(new, folder, lambda name: False)
+    except BaseException:
+        if first:
+            abandon(new)
+        raise
+
+
+def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | PathLike[str]) -> dict[str, Any]:
+    """Read what `save_training_state` wrote, on any mesh, into a planned model with memory and its optimizer. To be called
+    on all ranks.
+
+    Files are looked for, and their lengths compared, before anything is changed. If reading fails after that, model and
+    optimizer hold parts of the checkpoint and are not to be used.
+
+    Returns:
+        What was saved as `extra`.
+
+    Raises:
+        ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or a file is
+            shorter than it was.
+        FileNotFoundError: the folder or a file of it is missing.
+        RuntimeError: names or shapes do not fit, a file is damaged, or another rank failed. Every rank raises.
+    """
+    folder = Path(folder).resolve()
+    with together(None, f"preparing to load {folder}"):
+        applied(model).keep_checkpoints_portable(optimizer)
+        _check_files(folder)
+        extra = torch.load(folder / EXTRA, weights_only=True)
+    weights, moments = get_state_dict(model, optimizer)
+    with _said(f"loading {folder}"):
+        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    with together(None, f"loading {folder}"):
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    return extra
+
+
+@contextmanager
+def _said(doing: str) -> Iterator[None]:
+    """torch collects the errors of all ranks, and raises them on each as something that `except Exception` misses."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (failure, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{doing} failed on rank {rank}: {type(failure).__name__}: {failure}") from error
+
+
+def _check_files(folder: Path) -> None:
+    for name in (METADATA, EXTRA):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: save_training_state did not write it, or not to its end")
+    lengths: dict[str, int] = {}
+    for place in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
+        end = place.offset + place.length
+        lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
+    for name, length in lengths.items():
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing, which {METADATA} names")
+        if (size := (folder / name).stat().st_size) < length:
+            raise ValueError(f"{folder / name} has {size:,} bytes of at least {length:,}: it is cut off")
