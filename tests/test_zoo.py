@@ -15,7 +15,7 @@ from shardplan.parse import builtin_plans, parse_plan
 from tests.model_settings import find, without_dropout
 from tests.zoo import image_text
 from tests.zoo.__main__ import page, right
-from tests.zoo.entry import Entry, entry
+from tests.zoo.entry import Entry, entry, has
 
 DOCS = Path(__file__).parent.parent / "docs"
 TABLE = {row["name"]: Entry(**row) for row in json.loads((DOCS / "model-types.json").read_text("utf-8"))}
@@ -83,6 +83,13 @@ def test_the_goal_is_met() -> None:
     split = [found for found in TABLE.values() if found.has("tp") and found.split > 0]
     assert len(split) >= 165
     assert sum(found.has("sp") for found in split) >= 150
+
+
+def test_init_is_right_where_it_writes_a_plan() -> None:
+    """Without looking at the built-in plans, which it finds again for most types."""
+    assert {name: e.init for name, e in TABLE.items() if not e.init or any(not right(t) for t in e.init.values())} == {}
+    assert sum(has(found.init, "tp") for found in TABLE.values()) >= 150
+    assert sum(has(found.init, "tp") and "tp" not in found.init_more for found in TABLE.values()) >= 130
 
 
 def test_most_plans_communicate_at_the_minimum() -> None:
