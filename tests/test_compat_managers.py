@@ -270,7 +270,7 @@ def test_plans_of_their_own_are_converted(world: None, calls: list[SimpleNamespa
     for plan in (STYLES, here + "STYLES", here + "styles"):
         fsdp2_strategy_parallelize(llama(), mesh, tp_shard_plan=plan)
     first, *others = (call.plan for call in calls)
-    assert first["tensor_parallel"]["model.layers.*.self_attn.{q,k,v}_proj"] == "colwise"
+    assert first["tensor_parallel"]["model.layers.*.self_attn.o_proj"] == "rowwise"
     assert first["data_parallel"]["units"] == ["model.layers.*"]
     assert all(plan["tensor_parallel"] == first["tensor_parallel"] for plan in others)
     own = {"version": "1", "tensor_parallel": {"lm_head": "colwise_gather_output"}}

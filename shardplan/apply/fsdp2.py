@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
         mesh: [dp_replicate,] dp_shard.
     """
     shard_units(model, mesh, section, wrapped)
-    fully_shard(model, **_options(model, mesh, section, wrapped))
+    fully_shard(model, **_options(model, mesh, section, wrapped), mp_policy=_policy(section.mixed_precision))
     return model
 
 
@@ -35,6 +36,8 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
         mesh: [dp_replicate,] dp_shard.
     """
     options = _options(model, mesh, section, wrapped)
+    # Units hand on what they compute in: a value in the model's output dtype would meet parameters of another one.
+    options["mp_policy"] = replace(_policy(section.mixed_precision), output_dtype=None)
     last = wrapped.units[-1:]
     for name in sorted((*wrapped.units, *wrapped.parts), key=lambda unit: -unit.count(".")):
         with at_module(name):
@@ -47,7 +50,6 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
     """The arguments that all calls of `fully_shard` share."""
     return {
         "mesh": mesh,
-        "mp_policy": _policy(section.mixed_precision),
         "offload_policy": _offload(section),
         "ignored_params": _left_alone(model, mesh, wrapped.ignored),
     }
