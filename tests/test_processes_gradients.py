@@ -228,6 +228,8 @@ def ties_and_bounds() -> bool:
     assert clip_grad_norm_([empty], 1.0).item() == 0.0
     with pytest.raises(ValueError, match="norm_type must be above 0"):
         get_grad_norm(tied, norm_type=0)
+    with pytest.raises(TypeError, match="a model or tensors, not tuple"):
+        get_grad_norm(tied.named_parameters())
     with pytest.raises(ValueError, match="max_norm must be at least 0"):
         clip_grad_norm_(tied, math.nan)
     return True

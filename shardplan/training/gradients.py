@@ -71,7 +71,11 @@ def _parameters(parameters: Parameters) -> list[Tensor]:
         parameters = parameters.parameters()
     if isinstance(parameters, Tensor):
         parameters = [parameters]
-    return list({id(parameter): parameter for parameter in parameters}.values())
+    found = list({id(parameter): parameter for parameter in parameters}.values())
+    for parameter in found:
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"parameters must be a model or tensors, not {type(parameter).__name__}")
+    return found
 
 
 def _read(gradient: Tensor) -> _Gradient:
@@ -175,6 +179,7 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
         gradients in float64; 0 without gradients.
 
     Raises:
+        TypeError: no parameters.
         ValueError: another `norm_type`; a parameter on a mesh that this rank is not part of.
         RuntimeError: the norm is not finite, and `error_if_nonfinite`.
     """
