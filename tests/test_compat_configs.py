@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,7 +21,8 @@ from shardplan.core.plan import DDP, MegatronFSDP, MixedPrecision
 
 CONFIGS = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, cast_forward_inputs=True)
-PAGE = (Path(__file__).parent.parent / "docs" / "coming-from.md").read_text("utf-8")
+TESTS = Path(__file__).parent
+PAGE = (TESTS.parent / "docs" / "coming-from.md").read_text("utf-8")
 
 # The fields of NeMo Automodel's configs with their defaults, as its releases of 2026 have them.
 DEFAULTS = {
@@ -244,6 +246,18 @@ def test_megatron_fsdp_comes_to_a_section_of_the_plan() -> None:
     assert on_meta["megatron_fsdp"]["init_model_with_meta_device"] is True and "units" not in on_meta
     with pytest.raises(ValueError, match="no module of the class LlamaDecoderlayer: did you mean LlamaDecoderLayer?"):
         MegatronFSDPConfig(megatron_fsdp_unit_modules=["LlamaDecoderlayer"]).arguments(meta_llama())
+
+
+def test_the_tables_name_tests_that_there_are() -> None:
+    named = set(re.findall(r"`(test_\w+)`", PAGE))
+    there = {
+        name
+        for path in TESTS.glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.M)
+    }
+    assert len(named) > 15 and named <= there
+    files = set(re.findall(r"`tests/(test_\w+\.py)`", PAGE))
+    assert files and all((TESTS / name).is_file() for name in files)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

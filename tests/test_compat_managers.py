@@ -365,7 +365,19 @@ def test_units_of_lists_and_their_unsharding(world: None) -> None:
     assert model.blocks[0][0].weight is whole
 
 
-# Log-probabilities
+# Norms and log-probabilities
+
+
+def test_norms_and_clipping() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))]
+    parameters[0].grad, parameters[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([-4.0])
+    assert compat.get_grad_norm(parameters, None, None, norm_type=2, dtype=torch.float32) == 5.0
+    assert compat.get_grad_norm(parameters, norm_type=float("inf")) == 4.0
+    compat.clip_grad_by_total_norm_(parameters, max_grad_norm=2.5, total_norm=5.0)
+    assert parameters[1].grad.item() == pytest.approx(-2.0)
+    assert compat.to_local_if_dtensor(parameters[0]) is parameters[0]
+    with pytest.raises(ValueError, match="dtype must be torch.float32"):
+        compat.get_grad_norm(parameters, dtype=torch.bfloat16)
 
 
 def test_log_probabilities_of_the_next_tokens() -> None:
