@@ -113,6 +113,11 @@ def test_a_manager_takes_what_its_backend_has(world: None) -> None:
         MegatronFSDPManager(MegatronFSDPConfig(), mesh).parallelize(llama(), torch.optim.SGD(llama().parameters()))
 
 
+def test_there_is_no_default_plan(world: None) -> None:
+    with pytest.raises(PlanError, match="SP511"):
+        FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(dp_shard=4, tp=2)).parallelize(nn.Sequential(nn.Linear(4, 4)))
+
+
 @pytest.mark.parametrize("axis", ["pp", "ep"])
 def test_axes_for_stages_and_experts_are_refused_by_the_plan(world: None, axis: str) -> None:
     mesh = mesh_of(**{axis: 2, "dp_shard": 2, "tp": 2})

@@ -66,7 +66,9 @@ def by_two_meshes() -> tuple[nn.Module, nn.Module]:
 
 def by_ddp() -> tuple[nn.Module, nn.Module]:
     model = small_model("llama")
-    called = DDPManager(DDPConfig(activation_checkpointing=True, gradient_as_bucket_view=True)).parallelize(model)
+    manager = DDPManager(DDPConfig(activation_checkpointing=True, gradient_as_bucket_view=True))
+    called = manager.parallelize(model)
+    manager.maybe_compile(called)
     assert called.gradient_as_bucket_view and not called.broadcast_buffers
     return model, called
 

@@ -1,5 +1,5 @@
-"""The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/coming-from.md says where
-they differ."""
+"""The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/coming-from.md says
+where they differ."""
 
 from shardplan.training import to_local_if_dtensor
 

@@ -1,5 +1,5 @@
-"""The sections of a plan as Python values, with the fields and defaults of NeMo Automodel's strategy configs. A config says
-which arguments of `apply_plan` it comes to."""
+"""The sections of a plan as Python values, with the fields and defaults of NeMo Automodel's strategy configs. A config
+says which arguments of `apply_plan` it comes to."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def _check_checkpointing(mode: Any, scope: Any) -> None:
         raise ValueError(f'activation_checkpointing must be True, False, "full" or "selective", not {mode!r}')
     if scope not in ("all", ["all"], ("all",), None):
         raise ValueError(
-            f"activation_checkpointing_scope must be 'all', not {scope!r}: which modules are a model's language, vision or "
-            "audio part is said by names, in the plan: `activation_checkpointing: {modules: [...]}`"
+            f"activation_checkpointing_scope must be 'all', not {scope!r}: which modules are a model's language, vision "
+            "or audio part is said by names, in the plan: `activation_checkpointing: {modules: [...]}`"
         )
 
 
@@ -193,8 +193,8 @@ class MegatronFSDPConfig(Config):
     """Megatron-FSDP (the package megatron-fsdp).
 
     Args:
-        megatron_fsdp_unit_modules: the classes of units, by import path or name; None is the units of the plan. Nothing is
-            imported: they are looked for among the modules.
+        megatron_fsdp_unit_modules: the classes of units, by import path or name; None is the units of the plan. Nothing
+            is imported: they are looked for among the modules.
         zero_dp_strategy: 0 to 3, or the package's words for them.
         init_fsdp_with_meta_device: False is seen from the model.
         check_for_nan_in_grad: without effect, as in the package, which has no such check any more:

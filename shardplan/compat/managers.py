@@ -27,8 +27,8 @@ class Manager:
     """What the managers have in common.
 
     `Manager(config, device_mesh)` takes what there is; `Manager(dp_size=..., tp_size=..., backend=..., ...)` builds the
-    mesh from sizes, of which dp_size may be None (or 0, or below), and takes the fields of the config as well. Without a
-    process group, which torchrun's processes then have to make, it makes one, and destroys that at exit.
+    mesh from sizes, of which dp_size may be None (or 0, or below), and takes the fields of the config as well. Without
+    a process group, which torchrun's processes then have to make, it makes one, and destroys that at exit.
 
     Args:
         config: None is its defaults.
@@ -38,8 +38,8 @@ class Manager:
             `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
 
     Raises:
-        ValueError: a moe_mesh, or pp_size or ep_size above 1: there is no expert and no pipeline parallelism; sizes that do
-            not fit, or that the backend does not have; a name that is none of these.
+        ValueError: a moe_mesh, or pp_size or ep_size above 1: there is no expert and no pipeline parallelism; sizes that
+            do not fit, or that the backend does not have; a name that is none of these.
         TypeError: a config of another backend; sizes beside a mesh.
     """
 
@@ -84,8 +84,8 @@ class Manager:
         applied(model)
 
     def micro_batches(self, model: nn.Module, batches: Iterable[_T]) -> Iterator[_T]:
-        """The micro-batches of one optimizer step, as `shardplan.micro_batches`; with `defer_fsdp_grad_sync` off, each one
-        reduces its gradients."""
+        """The micro-batches of one optimizer step, as `shardplan.micro_batches`; with `defer_fsdp_grad_sync` off, each
+        one reduces its gradients."""
         return micro_batches(model, batches) if getattr(self.config, "defer_fsdp_grad_sync", True) else iter(batches)
 
     def _without_mesh(self) -> DeviceMesh:
@@ -130,8 +130,8 @@ def mesh_of_sizes(
     pp_size: int | None = 1,
     ep_size: int | None = 1,
 ) -> DeviceMesh:
-    """The mesh of NeMo Automodel's sizes: dp_size is dp_replicate x dp_shard, and what the others leave where it is open;
-    the others are 1 where they are.
+    """The mesh of NeMo Automodel's sizes: dp_size is dp_replicate x dp_shard, and what the others leave where it is
+    open; the others are 1 where they are.
 
     Raises:
         ValueError: they do not multiply to the number of ranks.
@@ -160,7 +160,7 @@ def _destroy() -> None:
 
 
 class FSDP2Manager(Manager):
-    """FSDP2 with tensor and sequence parallelism. Its older form reduces gradients in bfloat16, as NeMo Automodel's did."""
+    """FSDP2 with tensor and sequence parallelism. The older form reduces gradients in bfloat16, as Automodel's did."""
 
     config_type = FSDP2Config
     sizes = SIZES

@@ -26,8 +26,8 @@ def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
 
     Args:
         plan: None: the built-in plan for the model. A plan of ours: its content, a file, a built-in name. Else it is
-            converted: "hf", a dictionary from names to styles (of any project, by name or as objects), or the import path
-            of such a dictionary, or of a function that returns one.
+            converted: "hf", a dictionary from names to styles (of any project, by name or as objects), or the import
+            path of such a dictionary, or of a function that returns one.
 
     Raises:
         PlanError: an entry has no counterpart; the import fails.
@@ -70,7 +70,7 @@ def parallelize(
 
 
 def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:
-    """The `axes` argument of `apply_plan` for names that a caller gives; what the mesh lacks is read from its other axes.
+    """The `axes` argument of `apply_plan` for names that a caller gives; what the mesh lacks is read off its others.
 
     Args:
         names: our axis -> the name of the mesh's, or of several of its axes that were flattened.

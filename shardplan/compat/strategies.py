@@ -68,7 +68,7 @@ def fsdp2_strategy_parallelize(
     """Apply a plan with FSDP2.
 
     Args:
-        device_mesh: as for `apply_plan`, or with the axis names that are given. What was flattened is read from its axes.
+        device_mesh: as for `apply_plan`, or with the axis names that are given. What was flattened is read off its axes.
         mp_policy: None keeps what the plan says, else the model's dtypes.
         tp_shard_plan: None: the built-in plan for the model. Else a plan of ours, or a dictionary to styles, the import
             path of one or of a function that returns one, "hf".
@@ -119,7 +119,7 @@ def parallelize_model(
     """Apply a plan with FSDP2, from a data-parallel and a tensor-parallel mesh, as NeMo-RL's `_parallelize_model` does.
 
     Args:
-        dp_mesh, tp_mesh: slices of one mesh, which they make up together; dp_mesh may be several axes, or flattened ones.
+        dp_mesh, tp_mesh: slices of one mesh, which they make up together; dp_mesh may be of several axes, or flat.
         param_dtype: layers compute in it; gradients are reduced, and results returned, in float32.
         custom_parallel_plan: as `tp_shard_plan` of `fsdp2_strategy_parallelize`.
 
@@ -129,8 +129,8 @@ def parallelize_model(
     mesh = root_of(tp_mesh)
     if root_of(dp_mesh) is not mesh or dp_mesh.size() * tp_mesh.size() != mesh.size():
         raise ValueError(
-            f"dp_mesh ({dp_mesh.size()} ranks) and tp_mesh ({tp_mesh.size()}) must be slices of one mesh, and make it up "
-            'together: mesh["dp"] and mesh["tp"] of init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
+            f"dp_mesh ({dp_mesh.size()} ranks) and tp_mesh ({tp_mesh.size()}) must be slices of one mesh, and make it "
+            'up together: mesh["dp"] and mesh["tp"] of init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
         )
     names = {"dp_shard_cp_mesh_name": dp_mesh.mesh_dim_names[0]} if dp_mesh.ndim == 1 else {}
     return fsdp2_strategy_parallelize(
@@ -223,7 +223,7 @@ def apply_fsdp2_sharding_recursively(
     fsdp2_forward_prefetch_depth: int = 1,
     reshard_after_forward: bool | None = None,
 ) -> None:
-    """Make FSDP2 units of the elements of all outermost lists of modules; the root is left to the caller's `fully_shard`.
+    """Make FSDP2 units of the elements of all outermost lists of modules; the root is left to the caller.
 
     Args:
         mesh: the data-parallel mesh alone: one axis, or replicas and shards.
