@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .api import applied, apply_plan, compile_plan, convert_plan, coverage, init_plan, load_plan, validate, verify
     from .apply import build_mesh, micro_batches, without_sequence_parallel
+    from .compat import DDPConfig, FSDP2Config, MegatronFSDPConfig
     from .core.diagnostics import PlanError
     from .core.plan import Plan
     from .core.report import Report
@@ -70,6 +71,9 @@ _EXPORTS = {
     "unshard": "shardplan.training",
     "context_parallel": "shardplan.training",
     "vocabulary_parallel_nll": "shardplan.training",
+    "FSDP2Config": "shardplan.compat",
+    "MegatronFSDPConfig": "shardplan.compat",
+    "DDPConfig": "shardplan.compat",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
     "Report": "shardplan.core.report",

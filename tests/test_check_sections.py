@@ -208,8 +208,9 @@ def test_fields_of_another_backend_are_errors_at_their_place():
     text = "data_parallel:\n  backend: ddp\n  mixed_precision: {param: bfloat16}\n"
     (finding,) = checked(text, dp_replicate=2)
     assert (finding.code, place(finding, text)) == ("SP554", "{param: bfloat16}")
-    text = "data_parallel:\n  megatron_fsdp: {nccl_ub: true}\n"
-    assert codes(checked(text, dp_shard=2)) == ["SP554"]
+    for words in ("megatron_fsdp: {nccl_ub: true}", "ddp: {static_graph: true}"):
+        assert codes(checked(f"data_parallel:\n  {words}\n", dp_shard=2)) == ["SP554"]
+    assert checked("data_parallel:\n  backend: ddp\n  ddp: {static_graph: true}\n", dp_replicate=2) == ()
 
 
 def test_gradients_that_megatron_fsdp_would_not_sum_are_refused():

@@ -354,6 +354,32 @@ def test_embeddings_and_linear_layers_are_told_apart_by_the_model() -> None:
     assert [d.code for d in made.diagnostics] == ["SP542"] * 2, "a norm and a list"
 
 
+def test_two_entries_for_one_module() -> None:
+    found = find_model("llama", overrides={"num_hidden_layers": 2})
+    source = {"model.layers.*.mlp.*_proj": "colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert [d.code for d in made.diagnostics] == ["SP548"] and made.text is None
+    again = {"model.layers.*.mlp.*_proj": "colwise", "model.layers.*.mlp.down_proj": "colwise"}
+    assert convert(again, form=None, import_path=None, found=found, name=None).text is not None
+
+
+def test_layers_that_are_listed_one_by_one() -> None:
+    found = find_model("llama", overrides={"num_hidden_layers": 3})
+    source = {
+        name.replace("*", str(layer)): style for layer in range(3) for name, style in foreign.torchtitan_llama().items()
+    }
+    source["model.layers.1.mlp.gate_proj"] = ColwiseParallel(output_layouts=WHOLE)
+    made = convert(source, form=None, import_path=None, found=found, name=None)
+    assert made.diagnostics == ()
+    whole = styles(made.text)
+    one = {f"model.layers.{layer}.mlp.gate_proj": "colwise" for layer in (0, 2)}
+    one["model.layers.1.mlp.gate_proj"] = "colwise_gather_output"
+    wanted = TP_OF_LLAMA | {"lm_head": "colwise_gather_output"} | one
+    wanted.pop("model.layers.*.mlp.gate_proj")
+    assert whole == wanted
+    assert "model.layers.0" in rules(made.text, "sequence_parallel")
+
+
 def test_unknown_styles() -> None:
     wrong = {"a": "colwise_wrong", "b": foreign.MyOwn(), "c": 3, "d": "ep_router", "e": "none", "f": ["colwise"]}
     messages = said({**wrong, "g": ColwiseParallel()})

@@ -46,7 +46,7 @@ def test_names_are_the_same_afterwards(plan, mesh):
 def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
     """torch's checkpoint_wrapper renames what it wraps; afterwards rules and checkpoints match nothing."""
 
-    def wrap(model, modules):
+    def wrap(model, *arguments):
         for i, layer in enumerate(model.model.layers):
             model.model.layers[i] = checkpoint_wrapper(layer)
 

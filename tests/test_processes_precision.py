@@ -52,6 +52,21 @@ def backward(model: nn.Module, *parts: Tensor) -> tuple[float, dict[str, Tensor]
     return total, {name: whole(p.grad).float() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def outputs() -> tuple[Tensor, Tensor]:
+    """The logits of both: without and with a dtype of the model's output."""
+    found = []
+    for output in ({}, {"output": "float32"}):
+        model, _ = planned("llama", True, mixed_precision={**MIXED["mixed_precision"], **output})
+        found.append(model(input_ids=batch(0), use_cache=False).logits)
+        found[-1].sum().backward()
+    return found[0].detach(), found[1].detach()
+
+
+def test_the_output_dtype_is_that_of_the_model_alone():
+    for low, high in on_ranks(4, outputs):
+        assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32) and torch.equal(low.float(), high)
+
+
 def mixed(name: str, sequence_parallel: bool) -> tuple[float, dict[str, Tensor], set[tuple[str, int]]]:
     model, mesh = planned(name, sequence_parallel, **MIXED)
     with SumDtypes() as sums:

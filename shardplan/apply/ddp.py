@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardplan.core.plan import DataParallel
+from shardplan.core.plan import DDP, DataParallel
 
 from .wrapped import Wrapped
 
@@ -18,4 +18,4 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped
         mesh: dp_replicate.
         wrapped: not used: DDP has buckets, not units.
     """
-    return DistributedDataParallel(model, process_group=mesh.get_group())
+    return DistributedDataParallel(model, process_group=mesh.get_group(), **(section.ddp or DDP()).values)

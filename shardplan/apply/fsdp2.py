@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,20 +24,35 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
     Args:
         mesh: [dp_replicate,] dp_shard.
     """
-    options = {
-        "mesh": mesh,
-        "mp_policy": _policy(section.mixed_precision),
-        "offload_policy": _offload(section),
-        "ignored_params": _left_alone(model, mesh, wrapped.ignored),
-    }
+    shard_units(model, mesh, section, wrapped)
+    fully_shard(model, **_options(model, mesh, section, wrapped), mp_policy=_policy(section.mixed_precision))
+    return model
+
+
+def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> None:
+    """Shard the units, inner ones first, and leave the root to the caller.
+
+    Args:
+        mesh: [dp_replicate,] dp_shard.
+    """
+    options = _options(model, mesh, section, wrapped)
+    # Units hand on what they compute in: a value in the model's output dtype would meet parameters of another one.
+    options["mp_policy"] = replace(_policy(section.mixed_precision), output_dtype=None)
     last = wrapped.units[-1:]
     for name in sorted((*wrapped.units, *wrapped.parts), key=lambda unit: -unit.count(".")):
         with at_module(name):
             kept = name in last or any(above in last for above in ancestors(name))
             fully_shard(model.get_submodule(name), **options, reshard_after_forward=_reshard(section, kept))
-    fully_shard(model, **options)
     _prefetch(model, wrapped, section)
-    return model
+
+
+def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> dict[str, Any]:
+    """The arguments that all calls of `fully_shard` share."""
+    return {
+        "mesh": mesh,
+        "offload_policy": _offload(section),
+        "ignored_params": _left_alone(model, mesh, wrapped.ignored),
+    }
 
 
 def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set[nn.Parameter]:

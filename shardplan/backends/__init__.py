@@ -13,6 +13,7 @@ FSDP2 = Backend(
 
 DDP = Backend(
     name="ddp",
+    fields=frozenset({"ddp"}),
     idle=frozenset({"units", "reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
     splits=frozenset({"dp_replicate"}),
     wraps=True,

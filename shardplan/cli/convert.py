@@ -19,6 +19,8 @@ UNNAMED = "<converted>"
 def run(args: argparse.Namespace) -> int:
     if (args.source is None) == (args.import_path is None):
         raise UsageError("give SOURCE or --import, one of both")
+    if args.model is None and (args.tp or args.settings or args.inputs or args.trust_remote_code):
+        raise UsageError("--tp, --set, --inputs and --trust-remote-code are for --model")
     if args.output is not None and Path(args.output).exists() and not args.force:
         raise UsageError(f"{args.output} exists; --force overwrites it")
     progress("converting")

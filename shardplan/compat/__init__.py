@@ -1,14 +1,50 @@
-"""The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/converting.md says where
-they differ."""
+"""The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/coming-from.md says
+where they differ."""
 
+from shardplan.training import to_local_if_dtensor
+
+from .configs import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig, to_dict
+from .gradients import clip_grad_by_total_norm_, get_grad_norm
 from .imports import import_class_from_path, import_classes_from_paths
+from .logprobs import get_logprobs_from_vocab_parallel_logits
+from .managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from .plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
+from .strategies import (
+    _parallelize_model,
+    apply_fsdp2_sharding_recursively,
+    apply_fsdp_sharding_recursively,
+    fsdp2_strategy_parallelize,
+    megatron_fsdp_strategy_parallelize,
+    nvfsdp_strategy_parallelize,
+    parallelize_model,
+    unshard_fsdp2_model,
+)
 from .trainers import adopt
 
 __all__ = [
+    "DDPConfig",
+    "DDPManager",
+    "DistributedConfig",
+    "FSDP2Config",
+    "FSDP2Manager",
+    "MegatronFSDPConfig",
+    "MegatronFSDPManager",
+    "_parallelize_model",
     "adopt",
+    "apply_fsdp2_sharding_recursively",
+    "apply_fsdp_sharding_recursively",
+    "clip_grad_by_total_norm_",
+    "fsdp2_strategy_parallelize",
+    "get_grad_norm",
     "get_hf_tp_shard_plan",
+    "get_logprobs_from_vocab_parallel_logits",
     "import_class_from_path",
     "import_classes_from_paths",
+    "megatron_fsdp_strategy_parallelize",
+    "nvfsdp_strategy_parallelize",
+    "parallelize_model",
+    "to_dict",
+    "to_local_if_dtensor",
     "translate_to_torch_parallel_style",
+    "unshard_fsdp2_model",
 ]

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TypeVar
 
-from .plan import ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, PlanFile
+from .plan import DDP, ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, PlanFile
 
-_S = TypeVar("_S", DataParallel, ActivationCheckpointing, Compile, MixedPrecision, MegatronFSDP)
+_S = TypeVar("_S", DataParallel, ActivationCheckpointing, Compile, MixedPrecision, MegatronFSDP, DDP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ def _over(parent: _S | None, child: _S | None) -> _S | None:
     if parent is None or child is None:
         return child if parent is None else parent
     changes = {name: getattr(child, name) for name in child.given}
-    for name in ("mixed_precision", "megatron_fsdp"):  # sections inside a section
+    for name in ("mixed_precision", "megatron_fsdp", "ddp"):  # sections inside a section
         if name in changes:
             changes[name] = _over(getattr(parent, name), changes[name])
     if hasattr(child, "location"):

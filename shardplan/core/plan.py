@@ -123,6 +123,33 @@ class MegatronFSDP:
 
 
 @dataclass(frozen=True, slots=True)
+class DDP:
+    """The options of DistributedDataParallel, with torch's defaults.
+
+    Args:
+        broadcast_buffers: buffers are those of the first rank, sent before each forward.
+        find_unused_parameters: trained parameters may be without a gradient.
+        static_graph: which parameters are used is the same in every step.
+        bucket_cap_mb: the size of a bucket of gradients in MiB; None is torch's own.
+        gradient_as_bucket_view: gradients are views of the buckets.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
+    """
+
+    broadcast_buffers: bool = True
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: int | None = None
+    gradient_as_bucket_view: bool = False
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All options by name, as DistributedDataParallel takes them."""
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "given"}
+
+
+@dataclass(frozen=True, slots=True)
 class DataParallel:
     """The data-parallel wrapping pass.
 
@@ -139,7 +166,7 @@ class DataParallel:
             parameters); None treats them as all others.
         ignored: globs of modules and parameters that the backend leaves alone: every data-parallel rank holds them whole,
             and their gradients are not reduced.
-        megatron_fsdp: the options of that backend; None is its defaults.
+        megatron_fsdp, ddp: the options of that backend; None is its defaults.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
             child plan inherits is decided by them (`core.inherit`).
     """
@@ -154,6 +181,7 @@ class DataParallel:
     frozen: Literal["own", "root", "replicated"] | None = None
     ignored: tuple[str, ...] = ()
     megatron_fsdp: MegatronFSDP | None = None
+    ddp: DDP | None = None
     location: Location | None = None
     given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 

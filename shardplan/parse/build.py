@@ -6,6 +6,7 @@ from typing import Any
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.plan import (
+    DDP,
     ActivationCheckpointing,
     Compile,
     DataParallel,
@@ -20,6 +21,7 @@ from .models import (
     ActivationCheckpointingFields,
     CompileFields,
     DataParallelFields,
+    DDPFields,
     MegatronFSDPFields,
     MixedPrecisionFields,
     PlanDocument,
@@ -85,6 +87,8 @@ def _data_parallel(fields: DataParallelFields | None, file: str) -> DataParallel
         values["mixed_precision"] = _mixed_precision(values["mixed_precision"], place, file)
     if "megatron_fsdp" in values:
         values["megatron_fsdp"] = _megatron_fsdp(values["megatron_fsdp"], (*path, "megatron_fsdp"), file)
+    if "ddp" in values:
+        values["ddp"] = _ddp(values["ddp"], (*path, "ddp"), file)
     prefetch = values.pop("prefetch", None)
     given.pop("prefetch", None)
     if prefetch is not None:
@@ -102,6 +106,11 @@ def _mixed_precision(fields: MixedPrecisionFields, path: Path, file: str) -> Mix
 def _megatron_fsdp(fields: MegatronFSDPFields, path: Path, file: str) -> MegatronFSDP:
     values, given = _given(fields, path, file)
     return MegatronFSDP(**values, given=given)
+
+
+def _ddp(fields: DDPFields, path: Path, file: str) -> DDP:
+    values, given = _given(fields, path, file)
+    return DDP(**values, given=given)
 
 
 def _activation_checkpointing(

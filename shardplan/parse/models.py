@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonS
 from typing_extensions import TypeAliasType
 
 from shardplan.core import expressions, globs
-from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, Rule
+from shardplan.core.plan import DDP, ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, Rule
 
 from .options import none_rule, option_rules, style_schema
 
@@ -201,8 +201,8 @@ OuterStrategy = either(
 )
 
 
-def _switch(name: str, description: str) -> Any:
-    default = _default(MegatronFSDP, name)
+def _switch(name: str, description: str, cls: type = MegatronFSDP) -> Any:
+    default = _default(cls, name)
     return Field(default=default, description=description, examples=[not default])
 
 
@@ -242,6 +242,26 @@ class MegatronFSDPFields(_Model):
     keep_fp8_transpose_cache: bool = _switch("keep_fp8_transpose_cache", "The transposed FP8 weights are kept.")
     nccl_ub: bool = _switch("nccl_ub", "NCCL's user buffers are used.")
     fsdp_double_buffer: bool = _switch("fsdp_double_buffer", "Units are gathered into two buffers in turn.")
+
+
+class DDPFields(_Model):
+    """The options of torch's DistributedDataParallel, with its defaults."""
+
+    broadcast_buffers: bool = _switch(
+        "broadcast_buffers", "Buffers are sent from the first rank before each forward.", DDP
+    )
+    find_unused_parameters: bool = _switch(
+        "find_unused_parameters", "Trained parameters may be without a gradient in a step.", DDP
+    )
+    static_graph: bool = _switch("static_graph", "The same parameters are used in every step.", DDP)
+    bucket_cap_mb: int = Field(
+        default=None,
+        ge=1,
+        le=1_000_000,
+        description="The size of a bucket of gradients in MiB. Without it, torch's own.",
+        examples=[100],
+    )
+    gradient_as_bucket_view: bool = _switch("gradient_as_bucket_view", "Gradients are views of the buckets.", DDP)
 
 
 class DataParallelFields(_Model):
@@ -297,6 +317,9 @@ class DataParallelFields(_Model):
         default=None,
         description="Options of `backend: megatron_fsdp`.",
         examples=[{"zero_dp_strategy": "optim_grads", "grad_reduce_in_fp32": True}],
+    )
+    ddp: DDPFields = Field(
+        default=None, description="Options of `backend: ddp`.", examples=[{"gradient_as_bucket_view": True}]
     )
 
 

@@ -8,6 +8,11 @@ from torch.distributed.device_mesh import DeviceMesh
 Group = DeviceMesh | ProcessGroup  # what a collective runs over; a mesh has one dimension
 
 
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a slice was taken of; the mesh itself where it is none."""
+    return mesh._get_root_mesh()
+
+
 def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> None:
     """Make several axes of a mesh available as one, under a new name.
 

@@ -80,4 +80,14 @@ NO_IMPORT = Code(
     good="$ shardplan convert --import my_plans:llama_plan",
 )
 
-CODES = (NO_FORM, NO_STYLE, NO_LAYOUTS, NO_GLOB, NEEDS_MODEL, LEFT_OUT, IMPLIED, NO_IMPORT)
+TWO = Code(
+    "SP548",
+    "two entries for one module",
+    "Two entries of the source match the same modules and say different things of them. torch would apply both, one after the "
+    "other; a plan has one rule for a module. Where one is meant to be an exception, write the other's pattern so that it "
+    "does not match there.",
+    bad='{"layers.*.mlp.*_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}',
+    good='{"layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}',
+)
+
+CODES = (NO_FORM, NO_STYLE, NO_LAYOUTS, NO_GLOB, NEEDS_MODEL, LEFT_OUT, IMPLIED, NO_IMPORT, TWO)

@@ -201,7 +201,7 @@ def _entries(
             findings.append(finding(LEFT_OUT, message, at, warning=True))
             continue
         entries += [Entry(p, meaning, at, places.kinds((p,))) for p in places.patterns(names, glob)]
-    return entries
+    return places.merged(entries)
 
 
 def _deepspeed(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
 
 from shardplan.bind.names import Names
 from shardplan.core.globs import GlobError, parse_glob
@@ -11,7 +13,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.parse.findings import quoted
 
 from .codes import NO_GLOB
-from .entries import NotSaid
+from .entries import Entry, NotSaid
 
 
 def glob_of_key(key: object) -> str:
@@ -63,16 +65,42 @@ class Places:
         """Globs that match these names and no others: with `*` for list indices where all layers are meant, else the
         source's own glob, else the names one by one."""
         starred = dict.fromkeys(map(self._pattern, names))
-        alike = [n for n in (*self.tree.modules, *self.tree.parameters) if n and self._pattern(n) in starred]
-        if len(alike) == len(names):
+        if sum(len(self._alike[pattern]) for pattern in starred) == len(names):
             return tuple(starred)
         return (glob,) if glob is not None and set(self.of((glob,))) == set(names) else tuple(map(self._name, names))
+
+    def merged(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Entries that say the same of each layer as one with `*`, where the first of them stood."""
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        names = {self._name(name): name for alike in self._alike.values() for name in alike}
+        for entry in entries:
+            name = names.get(entry.pattern)
+            key = entry.pattern if name is None else self._pattern(name)
+            groups.setdefault((key, repr(entry.meaning)), []).append(entry)
+        return [
+            entry
+            for (pattern, _), group in groups.items()
+            for entry in (
+                [replace(group[0], pattern=pattern)]
+                if len({e.pattern for e in group}) == len(self._alike.get(pattern, ()))
+                else group
+            )
+        ]
 
     def below(self, globs: Iterable[str]) -> str | None:
         """The one child of the model below which such a glob matches; None where there is none, or several."""
         globs = tuple(globs)
         children = [child for child in self.tree.children[""] if any(self.of((f"{child}.{glob}",)) for glob in globs)]
         return children[0] if len(children) == 1 else None
+
+    @cached_property
+    def _alike(self) -> dict[str, list[str]]:
+        """The names of each pattern with `*` for list indices."""
+        found: dict[str, list[str]] = {}
+        for name in (*self.tree.modules, *self.tree.parameters):
+            if name and name not in self.tree.inside:
+                found.setdefault(self._pattern(name), []).append(name)
+        return found
 
     def _pattern(self, name: str) -> str:
         prefix = self.tree.base_prefix

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardplan.core.diagnostics import Diagnostic
 
-from .codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS
+from .codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, TWO
 from .entries import DEFAULT_SEQ_DIM, Entry, NotSaid, Spread, finding
 
 Options = dict[str, Any]
@@ -75,11 +75,16 @@ def rules_of(entries: Iterable[Entry]) -> Rules:
         except NotSaid as error:
             rules.findings.append(error.finding(entry.at))
             continue
+        if entry.pattern in rules.whole.keys() | rules.sliced.keys():
+            if (rules.whole.get(entry.pattern), rules.sliced.get(entry.pattern)) != (whole, sliced):
+                message = f"`{entry.pattern}` has two entries: here it is {entry.meaning.said}"
+                rules.findings.append(finding(TWO, message, entry.at, help="let one entry match each module"))
+            continue
         said.append(entry)
         if whole is not None:
-            rules.whole.setdefault(entry.pattern, whole)
+            rules.whole[entry.pattern] = whole
         if sliced is not None:
-            rules.sliced.setdefault(entry.pattern, sliced)
+            rules.sliced[entry.pattern] = sliced
     if any(entry.meaning.uses_sequence for entry in said):
         _heads(said, rules)
         _readers(said, rules)
@@ -122,8 +127,7 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
         return _styled(entry, (EMBEDDING if kinds == {"embedding"} else LINEAR).get(key))
     if key == ("rowwise", "whole", "sequence"):  # of a linear layer it means nothing
         return _styled(entry, EMBEDDING[key])
-    whole, sliced = _styled(entry, LINEAR.get(key))
-    return whole, sliced
+    return _styled(entry, LINEAR.get(key))
 
 
 def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | None]:
@@ -188,7 +192,7 @@ def _heads(entries: list[Entry], rules: Rules) -> None:
             rules.sliced[norms[0].pattern]["output"] = "gather"
             rules.sliced[head.pattern] = dict(rules.whole[head.pattern])
             if implied:
-                _say_implied(rules, head, f"`{norms[0].pattern}`", (norms[0].pattern,))
+                _say_implied(rules, head, f"`{norms[0].pattern}`")
         elif _hands_split_logits(head):
             raised = NotSaid(
                 NO_LAYOUTS,
@@ -223,11 +227,10 @@ def _readers(entries: list[Entry], rules: Rules) -> None:
                 doors.append(reader.pattern)
                 rules.sliced[reader.pattern] = {"style": SLICED[rules.sliced[reader.pattern]["style"]]}
         if doors:
-            doors = list(dict.fromkeys(doors))
-            _say_implied(rules, readers[0], ", ".join(f"`{door}`" for door in doors), tuple(doors))
+            _say_implied(rules, readers[0], ", ".join(f"`{door}`" for door in dict.fromkeys(doors)))
 
 
-def _say_implied(rules: Rules, entry: Entry, where: str, names: tuple[str, ...]) -> None:
+def _say_implied(rules: Rules, entry: Entry, where: str) -> None:
     message = f"the source leaves it to DTensor where the sequence is gathered; the plan says {where}"
     help = "look whether that is meant; the layouts are proven with --model"
     rules.findings.append(finding(IMPLIED, message, entry.at, help=help, warning=True))

@@ -1,0 +1,325 @@
+"""The sections of a plan as Python values, with the fields and defaults of NeMo Automodel's strategy configs. A config
+says which arguments of `apply_plan` it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+from shardplan.apply.autocast import DTYPES as AUTOCAST
+from shardplan.core.suggest import closest
+from shardplan.models.adapters import unwrapped
+
+from .policies import check_names, name_of, plain, read_dtype, read_policy
+
+Checkpointing = bool | Literal["full", "selective"]
+_C = TypeVar("_C", bound="Config")
+
+SIZES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
+ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+def default_policy() -> MixedPrecisionPolicy:
+    """What NeMo Automodel computes in: bfloat16, gradients reduced in float32."""
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, cast_forward_inputs=True)
+
+
+@dataclass
+class Config:
+    """What the configs have in common. They can be changed, and are checked whenever they are used."""
+
+    backend: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Read what was given by name, and raise ValueError or TypeError for what cannot be."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, with policies and dtypes as they are."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
+    def to_plain(self) -> dict[str, Any]:
+        """The fields as YAML and JSON have them: policies as mappings with `_target_`, dtypes by name."""
+        return {name: plain(value) for name, value in self.to_dict().items()}
+
+    @classmethod
+    def from_dict(cls: type[_C], values: Mapping[str, Any]) -> _C:
+        """The config of a mapping: what `to_dict` or `to_plain` gave, or a section of a YAML file.
+
+        Raises:
+            ValueError: a field that there is none of, with the nearest; a value that cannot be.
+            TypeError: a value of another type.
+        """
+        for name in SIZES:
+            if name in values:
+                raise ValueError(f"{name} is a size, not a field of {cls.__name__}: give sizes to shardplan.build_mesh")
+        check_names(values, [one.name for one in fields(cls)], cls.__name__)
+        return cls(**values)
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        """The keyword arguments of `apply_plan`.
+
+        Args:
+            model: that they are for.
+        """
+        raise NotImplementedError
+
+    def _check_flags(self) -> None:
+        """The fields whose default is a bool hold one, unless they are words too."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(one.default, bool) and one.name != "activation_checkpointing" and not isinstance(value, bool):
+                raise TypeError(f"{one.name} must be True or False, not {value!r}")
+
+
+def _checkpointing(mode: Checkpointing) -> dict[str, Any] | None:
+    """The section; None leaves it to the plan."""
+    return {"mode": "selective" if mode == "selective" else "full"} if mode else None
+
+
+def _check_checkpointing(mode: Any, scope: Any) -> None:
+    if not (isinstance(mode, bool) or mode in ("full", "selective")):
+        raise ValueError(f'activation_checkpointing must be True, False, "full" or "selective", not {mode!r}')
+    if scope not in ("all", ["all"], ("all",), None):
+        raise ValueError(
+            f"activation_checkpointing_scope must be 'all', not {scope!r}: which modules are a model's language, vision "
+            "or audio part is said by names, in the plan: `activation_checkpointing: {modules: [...]}`"
+        )
+
+
+def _check_autocast(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = read_dtype(dtype, "autocast_dtype")
+    if found is not None and found not in AUTOCAST.values():
+        raise ValueError(f"autocast_dtype must be bfloat16 or float16, not {dtype!r}")
+    return found
+
+
+def _check_depth(value: Any, name: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} must be a whole number of units, 0 or more, not {value!r}")
+
+
+@dataclass
+class FSDP2Config(Config):
+    """FSDP2, with tensor and sequence parallelism where the mesh has a tp axis.
+
+    Args:
+        sequence_parallel: lay the plan's overlay over it.
+        tp_plan: None: the built-in plan for the model. Else a plan of ours (its content, a file, a built-in name), or a
+            dictionary to styles or the import path of one, which are converted.
+        patch_is_packed_sequence, autocast_dtype: arguments of `apply_plan`.
+        mp_policy: FSDP2's dtypes; None keeps what the plan says, else the model's dtypes.
+        offload_policy: None is as the plan says.
+        activation_checkpointing: of the data-parallel units; False is as the plan says.
+        activation_checkpointing_scope: "all".
+        defer_fsdp_grad_sync: `FSDP2Manager.micro_batches` reduces gradients at the last micro-batch alone.
+        reshard_after_forward: None is as the plan says, which is all but the last unit by default.
+        enable_async_tensor_parallel: needs sequence_parallel; compiles too.
+        enable_compile: compile each data-parallel unit.
+        enable_fsdp2_prefetch: gather as many units ahead as the two depths say; False leaves it to the plan.
+    """
+
+    backend: ClassVar[str] = "fsdp2"
+
+    sequence_parallel: bool = False
+    tp_plan: Any = None
+    patch_is_packed_sequence: bool = False
+    mp_policy: MixedPrecisionPolicy | None = field(default_factory=default_policy)
+    offload_policy: OffloadPolicy | None = None
+    autocast_dtype: torch.dtype | None = None
+    activation_checkpointing: Checkpointing = False
+    activation_checkpointing_scope: str | list[str] | tuple[str, ...] = "all"
+    defer_fsdp_grad_sync: bool = True
+    reshard_after_forward: bool | None = None
+    enable_async_tensor_parallel: bool = False
+    enable_compile: bool = False
+    enable_fsdp2_prefetch: bool = False
+    fsdp2_backward_prefetch_depth: int = 2
+    fsdp2_forward_prefetch_depth: int = 1
+
+    def check(self) -> None:
+        self._check_flags()
+        self.mp_policy = read_policy(self.mp_policy, (MixedPrecisionPolicy,), "mp_policy")
+        self.offload_policy = read_policy(self.offload_policy, (OffloadPolicy,), "offload_policy")
+        self.autocast_dtype = _check_autocast(self.autocast_dtype)
+        _check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
+        for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
+            _check_depth(getattr(self, name), name)
+        if not (self.reshard_after_forward is None or isinstance(self.reshard_after_forward, bool)):
+            raise TypeError(f"reshard_after_forward must be True, False or None, not {self.reshard_after_forward!r}")
+        if self.enable_async_tensor_parallel and not self.sequence_parallel:
+            raise ValueError("enable_async_tensor_parallel needs sequence_parallel=True: set it, or switch it off")
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        self.check()
+        asynchronous = {"async_tensor_parallel": True} if self.enable_async_tensor_parallel else {}
+        return {
+            "sequence_parallel": self.sequence_parallel,
+            "data_parallel": {"backend": self.backend, **self._wrapping()},
+            "activation_checkpointing": _checkpointing(self.activation_checkpointing),
+            "compile": asynchronous if asynchronous or self.enable_compile else None,
+            "autocast_dtype": self.autocast_dtype,
+            "patch_is_packed_sequence": self.patch_is_packed_sequence,
+        }
+
+    def _wrapping(self) -> dict[str, Any]:
+        section: dict[str, Any] = {}
+        if self.mp_policy is not None:
+            dtypes = {word: getattr(self.mp_policy, f"{word}_dtype") for word in ("param", "reduce", "output")}
+            section["mixed_precision"] = {word: name_of(dtype) for word, dtype in dtypes.items() if dtype is not None}
+            section["mixed_precision"]["cast_forward_inputs"] = self.mp_policy.cast_forward_inputs
+        if isinstance(self.offload_policy, CPUOffloadPolicy):
+            section["cpu_offload"] = "pinned" if self.offload_policy.pin_memory else True
+        elif self.offload_policy is not None:
+            section["cpu_offload"] = False
+        if self.reshard_after_forward is not None:
+            section["reshard_after_forward"] = self.reshard_after_forward
+        if self.enable_fsdp2_prefetch:
+            depths = {"forward": self.fsdp2_forward_prefetch_depth, "backward": self.fsdp2_backward_prefetch_depth}
+            section["prefetch"] = depths
+        return section
+
+
+@dataclass
+class MegatronFSDPConfig(Config):
+    """Megatron-FSDP (the package megatron-fsdp).
+
+    Args:
+        megatron_fsdp_unit_modules: the classes of units, by import path or name; None is the units of the plan. Nothing
+            is imported: they are looked for among the modules.
+        zero_dp_strategy: 0 to 3, or the package's words for them.
+        init_fsdp_with_meta_device: False is seen from the model.
+        check_for_nan_in_grad: without effect, as in the package, which has no such check any more:
+            report_nan_in_param_grad checks.
+        activation_checkpointing: of the data-parallel units; False is as the plan says.
+
+    The other fields are those of the plan's `data_parallel.megatron_fsdp`.
+    """
+
+    backend: ClassVar[str] = "megatron_fsdp"
+
+    megatron_fsdp_unit_modules: list[str] | None = None
+    zero_dp_strategy: int | str = 3
+    init_fsdp_with_meta_device: bool = False
+    grad_reduce_in_fp32: bool = False
+    preserve_fp32_weights: bool = False
+    overlap_grad_reduce: bool = True
+    overlap_param_gather: bool = True
+    check_for_nan_in_grad: bool = True
+    report_nan_in_param_grad: bool = False
+    average_in_collective: bool = False
+    disable_bucketing: bool = False
+    calculate_per_token_loss: bool = False
+    keep_fp8_transpose_cache: bool = False
+    nccl_ub: bool = False
+    fsdp_double_buffer: bool = False
+    activation_checkpointing: bool = False
+
+    def check(self) -> None:
+        self._check_flags()
+        if isinstance(self.zero_dp_strategy, bool) or self.zero_dp_strategy not in (*range(4), *ZERO):
+            words = ", ".join(f"{i} ({word})" for i, word in enumerate(ZERO))
+            raise ValueError(f"zero_dp_strategy must be one of {words}, not {self.zero_dp_strategy!r}")
+        _check_checkpointing(self.activation_checkpointing, "all")
+        paths = self.megatron_fsdp_unit_modules
+        if paths is not None and (isinstance(paths, str) or not all(isinstance(path, str) for path in paths)):
+            raise TypeError(f"megatron_fsdp_unit_modules must be a list of class paths or None, not {paths!r}")
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        self.check()
+        apart = ("megatron_fsdp_unit_modules", "init_fsdp_with_meta_device", "activation_checkpointing")
+        options = {name: value for name, value in self.to_dict().items() if name not in apart}
+        options["check_for_nan_in_grad"] = options.pop("report_nan_in_param_grad")
+        if self.init_fsdp_with_meta_device:
+            options["init_model_with_meta_device"] = True
+        section = {"backend": self.backend, "megatron_fsdp": options}
+        if self.megatron_fsdp_unit_modules is not None:
+            section["units"] = units_of_classes(model, self.megatron_fsdp_unit_modules)
+        return {
+            "data_parallel": section,
+            "activation_checkpointing": _checkpointing(self.activation_checkpointing),
+        }
+
+
+def units_of_classes(model: nn.Module, paths: list[str]) -> list[str]:
+    """The names of the modules of these classes.
+
+    Args:
+        paths: import paths, or class names alone.
+
+    Raises:
+        ValueError: a class that the model has no module of.
+    """
+    modules = list(unwrapped(model).named_modules())
+    spellings = {name: (type(m).__qualname__, f"{type(m).__module__}.{type(m).__qualname__}") for name, m in modules}
+    units: list[str] = []
+    for path in paths:
+        found = [name for name, words in spellings.items() if path in words]
+        if not found:
+            near = closest(path.rpartition(".")[2], {words[0] for words in spellings.values()})
+            raise ValueError(
+                f"the model has no module of the class {path}" + (f": did you mean {near}?" if near else "")
+            )
+        units += found
+    return units
+
+
+@dataclass
+class DDPConfig(Config):
+    """DistributedDataParallel: whole copies of the model.
+
+    Args:
+        activation_checkpointing: of the plan's data-parallel units; False is as the plan says.
+        activation_checkpointing_scope: "all".
+        autocast_dtype: an argument of `apply_plan`.
+        bucket_cap_mb: whole MiB; None is torch's own.
+
+    The other fields are those of the plan's `data_parallel.ddp`.
+    """
+
+    backend: ClassVar[str] = "ddp"
+
+    activation_checkpointing: Checkpointing = False
+    activation_checkpointing_scope: str | list[str] | tuple[str, ...] = "all"
+    broadcast_buffers: bool = False
+    find_unused_parameters: bool = False
+    static_graph: bool = False
+    bucket_cap_mb: float | None = None
+    gradient_as_bucket_view: bool = False
+    autocast_dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        self._check_flags()
+        self.autocast_dtype = _check_autocast(self.autocast_dtype)
+        _check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
+        size = self.bucket_cap_mb
+        if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size < 1 or size % 1):
+            raise ValueError(f"bucket_cap_mb must be a whole number of MiB, 1 or more, or None, not {size!r}")
+
+    def arguments(self, model: nn.Module) -> dict[str, Any]:
+        self.check()
+        names = ("broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
+        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.bucket_cap_mb is not None:
+            options["bucket_cap_mb"] = int(self.bucket_cap_mb)
+        return {
+            "data_parallel": {"backend": self.backend, "ddp": options},
+            "activation_checkpointing": _checkpointing(self.activation_checkpointing),
+            "autocast_dtype": self.autocast_dtype,
+        }
+
+
+DistributedConfig = FSDP2Config | MegatronFSDPConfig | DDPConfig
+
+
+def to_dict(config: DistributedConfig) -> dict[str, Any]:
+    """The fields of a config, with policies and dtypes as they are."""
+    return config.to_dict()

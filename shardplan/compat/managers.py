@@ -1,0 +1,210 @@
+"""NeMo Automodel's managers: a config, or sizes and flags as in its older releases, and a model."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim import Optimizer
+
+from shardplan.apply import applied, build_mesh, micro_batches
+
+from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
+from .parallelize import parallelize, refuse_moe_mesh
+from .policies import check_names
+
+_T = TypeVar("_T")
+
+
+class Manager:
+    """What the managers have in common.
+
+    `Manager(config, device_mesh)` takes what there is; `Manager(dp_size=..., tp_size=..., backend=..., ...)` builds the
+    mesh from sizes, of which dp_size may be None (or 0, or below), and takes the fields of the config as well. Without
+    a process group, which torchrun's processes then have to make, it makes one, and destroys that at exit.
+
+    Args:
+        config: None is its defaults.
+        device_mesh: a mesh with named axes, as for `apply_plan`.
+        moe_mesh: must be None.
+        older: sizes (dp_size, dp_replicate_size, tp_size, cp_size, pp_size, ep_size), `backend` of the process group,
+            `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
+
+    Raises:
+        ValueError: a moe_mesh, or pp_size or ep_size above 1: there is no expert and no pipeline parallelism; sizes that
+            do not fit, or that the backend does not have; a name that is none of these.
+        TypeError: a config of another backend; sizes beside a mesh.
+    """
+
+    config_type: ClassVar[type[Any]]
+    sizes: ClassVar[tuple[str, ...]]
+    older_defaults: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        config: DistributedConfig | None = None,
+        device_mesh: DeviceMesh | None = None,
+        moe_mesh: DeviceMesh | None = None,
+        **older: Any,
+    ):
+        refuse_moe_mesh(moe_mesh)
+        self.tp_plan: Any = None
+        if older and (config is not None or device_mesh is not None):
+            raise TypeError(f"give a config and a mesh, or sizes and flags, not both: {', '.join(older)}")
+        if config is None and device_mesh is None:
+            config, device_mesh = self._from_sizes(**older)
+        config = self.config_type() if config is None else config
+        if not isinstance(config, self.config_type):
+            raise TypeError(f"{type(self).__name__} takes a {self.config_type.__name__}, not {config!r}")
+        self.config, self.moe_mesh = config, None
+        self.device_mesh = self._without_mesh() if device_mesh is None else device_mesh
+        self.tp_plan = getattr(config, "tp_plan", self.tp_plan)
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """The model with its plan applied, compiled layers among it. Make the optimizer afterwards.
+
+        Raises:
+            PlanError, ValueError, RuntimeError: as `apply_plan`.
+        """
+        return parallelize(model, self.device_mesh, self.config, self.tp_plan)
+
+    def maybe_compile(self, model: nn.Module) -> None:
+        """Nothing is left to do: `parallelize` compiles, with names as they were.
+
+        Raises:
+            ValueError: `parallelize` was not called with this model.
+        """
+        applied(model)
+
+    def micro_batches(self, model: nn.Module, batches: Iterable[_T]) -> Iterator[_T]:
+        """The micro-batches of one optimizer step, as `shardplan.micro_batches`; with `defer_fsdp_grad_sync` off, each
+        one reduces its gradients."""
+        return micro_batches(model, batches) if getattr(self.config, "defer_fsdp_grad_sync", True) else iter(batches)
+
+    def _without_mesh(self) -> DeviceMesh:
+        raise TypeError(f"{type(self).__name__} needs a device_mesh: shardplan.build_mesh makes one")
+
+    def _from_sizes(
+        self, *, backend: str = "nccl", world_size: int | None = None, use_hf_tp_plan: bool = False, **given: Any
+    ) -> tuple[DistributedConfig, DeviceMesh]:
+        plans = ["custom_tp_plan"] if self.config_type is not DDPConfig else []
+        names = [one.name for one in fields(self.config_type)]
+        ignored = ["sequence_parallel"] if "sequence_parallel" not in names else []
+        for size in SIZES:
+            if size in given and size not in self.sizes and (given[size] or 1) > 1:
+                raise ValueError(f"{size} is {given[size]}: the backend {self.config_type.backend} has no such axis")
+        check_names(given, [*SIZES, *plans, *names, *ignored], type(self).__name__)
+        sizes = {name: given.pop(name) for name in SIZES if name in given}
+        if ignored and given.pop("sequence_parallel", False):
+            raise ValueError(f"the backend {self.config_type.backend} does not work with sequence parallelism")
+        plan = given.pop("custom_tp_plan", None)
+        if use_hf_tp_plan and (plan is not None or given.get("tp_plan") is not None):
+            raise ValueError("use_hf_tp_plan and a plan were given: say one of them")
+        self.tp_plan = plan = "hf" if use_hf_tp_plan else plan
+        config = self.config_type.from_dict({**self.older_defaults, **given})
+        if plan is not None and hasattr(config, "tp_plan"):
+            config.tp_plan = plan
+        own_process_group(backend)
+        if world_size is not None and world_size != dist.get_world_size():
+            raise ValueError(f"world_size is {world_size}, but the process group has {dist.get_world_size()} ranks")
+        device = "cuda" if backend == "nccl" else "cpu"
+        return config, self._mesh(device, **sizes)
+
+    def _mesh(self, device: str, **sizes: int | None) -> DeviceMesh:
+        return mesh_of_sizes(device, **sizes)
+
+
+def mesh_of_sizes(
+    device: str,
+    dp_size: int | None = None,
+    dp_replicate_size: int | None = 1,
+    tp_size: int | None = 1,
+    cp_size: int | None = 1,
+    pp_size: int | None = 1,
+    ep_size: int | None = 1,
+) -> DeviceMesh:
+    """The mesh of NeMo Automodel's sizes: dp_size is dp_replicate x dp_shard, and what the others leave where it is
+    open; the others are 1 where they are.
+
+    Raises:
+        ValueError: they do not multiply to the number of ranks.
+    """
+    ones = {"dp_replicate": dp_replicate_size, "tp": tp_size, "cp": cp_size, "pp": pp_size, "ep": ep_size}
+    sizes = {axis: size if size is not None and size > 0 else 1 for axis, size in ones.items()}
+    shard = dp_size if dp_size is not None and dp_size > 0 else None
+    if shard is not None:
+        if shard % sizes["dp_replicate"]:
+            raise ValueError(f"dp_size {shard} is no multiple of dp_replicate_size {sizes['dp_replicate']}")
+        shard //= sizes["dp_replicate"]
+    return build_mesh(dp_shard=shard, **sizes, device_type=device)
+
+
+def own_process_group(backend: str) -> None:
+    """Make the process group where there is none, and destroy it at exit then."""
+    if dist.is_initialized():
+        return
+    dist.init_process_group(backend)
+    atexit.register(_destroy)
+
+
+def _destroy() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class FSDP2Manager(Manager):
+    """FSDP2 with tensor and sequence parallelism. The older form reduces gradients in bfloat16, as Automodel's did."""
+
+    config_type = FSDP2Config
+    sizes = SIZES
+    older_defaults: ClassVar[dict[str, Any]] = {
+        "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
+    }
+
+
+class MegatronFSDPManager(Manager):
+    """Megatron-FSDP, with tensor parallelism. It needs CUDA."""
+
+    config_type = MegatronFSDPConfig
+    sizes = ("dp_size", "tp_size", "cp_size")
+
+    def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> nn.Module:
+        """The wrapped model, also where NeMo Automodel returns a pair.
+
+        Args:
+            optimizer: must be None.
+
+        Raises:
+            ValueError: an optimizer, which would be of parameters that are replaced.
+        """
+        refuse_optimizer(optimizer)
+        return super().parallelize(model)
+
+
+class DDPManager(Manager):
+    """DistributedDataParallel over all ranks; `DDPManager(config)` needs no mesh."""
+
+    config_type = DDPConfig
+    sizes = ("dp_size",)
+
+    def _without_mesh(self) -> DeviceMesh:
+        return build_mesh(dp_shard=1, dp_replicate=None)
+
+    def _mesh(self, device: str, **sizes: int | None) -> DeviceMesh:
+        return build_mesh(dp_shard=1, dp_replicate=sizes.get("dp_size"), device_type=device)
+
+
+def refuse_optimizer(optimizer: Optimizer | None) -> None:
+    """Raise ValueError where there is an optimizer already."""
+    if optimizer is not None:
+        raise ValueError(
+            "make the optimizer after the model was parallelized, which replaces parameters, and wrap it: "
+            "shardplan.applied(model).wrap_optimizer(optimizer)"
+        )

@@ -1,0 +1,99 @@
+"""From a config, a mesh and anything that names a plan to `apply_plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.api import apply_plan, convert_plan
+from shardplan.compiler.inputs import AnyPlan
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import canonical_axis
+from shardplan.core.plan import Plan
+from shardplan.render import text
+
+from .configs import DistributedConfig
+
+OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # what a plan of ours has
+FILES = (".yaml", ".yml", ".json")
+
+
+def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
+    """The plan of ours that something names.
+
+    Args:
+        plan: None: the built-in plan for the model. A plan of ours: its content, a file, a built-in name. Else it is
+            converted: "hf", a dictionary from names to styles (of any project, by name or as objects), or the import
+            path of such a dictionary, or of a function that returns one.
+
+    Raises:
+        PlanError: an entry has no counterpart; the import fails.
+    """
+    if plan is None:
+        return "auto"
+    if isinstance(plan, Plan) or (isinstance(plan, Mapping) and any(word in plan for word in OURS)):
+        return plan
+    if isinstance(plan, str) and plan != "hf" and not _is_import_path(plan):
+        return plan
+    where = {"import_path": plan} if isinstance(plan, str) and plan != "hf" else {"source": plan}
+    made = convert_plan(**where, model=model)
+    if made.document is None:
+        raise PlanError(made.report.diagnostics, text(made.report.diagnostics, made.report.sources, color=False))
+    return made.document
+
+
+def _is_import_path(word: str) -> bool:
+    return ("." in word or ":" in word) and not word.endswith(FILES) and "/" not in word and "\\" not in word
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: DistributedConfig,
+    plan: AnyPlan | None = None,
+    axes: Mapping[str, str] | None = None,
+    **data_parallel: Any,
+) -> nn.Module:
+    """Apply a plan with what a config says.
+
+    Args:
+        plan: as for `plan_for`.
+        axes: as for `apply_plan`.
+        data_parallel: more fields of that section.
+    """
+    arguments = config.arguments(model)
+    arguments["data_parallel"] |= data_parallel
+    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, **arguments)
+
+
+def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:
+    """The `axes` argument of `apply_plan` for names that a caller gives; what the mesh lacks is read off its others.
+
+    Args:
+        names: our axis -> the name of the mesh's, or of several of its axes that were flattened.
+
+    Raises:
+        ValueError: an axis that the mesh has under no name.
+    """
+    axes = {}
+    for axis, name in names.items():
+        if name in (mesh.mesh_dim_names or ()):
+            axes[axis] = name
+        elif canonical_axis(name) is None:
+            try:
+                mesh[name]
+            except KeyError:
+                raise ValueError(f"the mesh has no axis {name!r}, only {mesh.mesh_dim_names}") from None
+    return axes
+
+
+def refuse_moe_mesh(moe_mesh: Any) -> None:
+    """Raise ValueError where there is a mesh for experts."""
+    if moe_mesh is not None:
+        raise ValueError(
+            "moe_mesh must be None: there is no expert parallelism. Expert weights are split over tp by the plan, and "
+            "sharded over the data-parallel ranks"
+        )

@@ -1,0 +1,261 @@
+"""The functions of NeMo Automodel's and NeMo-RL's parallelizers, under their names and with their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.optim import Optimizer
+
+from shardplan.apply.fsdp2 import shard_units
+from shardplan.apply.wrapped import Wrapped
+from shardplan.compiler.inputs import AnyPlan
+from shardplan.parse import parse_plan
+from shardplan.torchlib.meshes import root_of
+from shardplan.training import unshard
+
+from .configs import Checkpointing, FSDP2Config, MegatronFSDPConfig
+from .managers import refuse_optimizer
+from .parallelize import axes_of, parallelize, refuse_moe_mesh
+
+
+def _policies(
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None,
+    param_dtype: torch.dtype | None,
+    cpu_offload: bool,
+) -> tuple[MixedPrecisionPolicy | None, OffloadPolicy | None]:
+    if param_dtype is not None:
+        if mp_policy is not None:
+            raise ValueError("param_dtype and mp_policy were given: say one of them")
+        mp_policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    if cpu_offload:
+        if offload_policy is not None:
+            raise ValueError("cpu_offload and offload_policy were given: say one of them")
+        offload_policy = CPUOffloadPolicy(pin_memory=False)
+    return mp_policy, offload_policy
+
+
+def fsdp2_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    sequence_parallel: bool = False,
+    activation_checkpointing: Checkpointing = False,
+    tp_shard_plan: AnyPlan | None = None,
+    dp_replicate_mesh_name: str = "dp_replicate",
+    dp_shard_cp_mesh_name: str = "dp_shard_cp",
+    tp_mesh_name: str = "tp",
+    enable_async_tensor_parallel: bool = False,
+    enable_compile: bool = False,
+    enable_fsdp2_prefetch: bool = True,
+    fsdp2_backward_prefetch_depth: int = 2,
+    fsdp2_forward_prefetch_depth: int = 1,
+    reshard_after_forward: bool | None = None,
+    activation_checkpointing_scope: str = "all",
+    frozen_multimodal_sharding: Literal["root", "per_layer", "replicate"] = "root",
+    *,
+    param_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+    moe_mesh: DeviceMesh | None = None,
+) -> nn.Module:
+    """Apply a plan with FSDP2.
+
+    Args:
+        device_mesh: as for `apply_plan`, or with the axis names that are given. What was flattened is read off its axes.
+        mp_policy: None keeps what the plan says, else the model's dtypes.
+        tp_shard_plan: None: the built-in plan for the model. Else a plan of ours, or a dictionary to styles, the import
+            path of one or of a function that returns one, "hf".
+        frozen_multimodal_sharding: "replicate" holds frozen parameters whole on every rank; else as the plan says.
+        param_dtype: short for a policy that computes in it, and reduces and returns float32.
+        cpu_offload: short for a CPUOffloadPolicy without pinned memory.
+        moe_mesh: must be None.
+
+    The other arguments are fields of `FSDP2Config`.
+
+    Raises:
+        ValueError, TypeError: a wrong argument. PlanError, RuntimeError: as `apply_plan`.
+    """
+    refuse_moe_mesh(moe_mesh)
+    if frozen_multimodal_sharding not in ("root", "per_layer", "replicate"):
+        raise ValueError(
+            f'frozen_multimodal_sharding must be "root", "per_layer" or "replicate", not {frozen_multimodal_sharding!r}'
+        )
+    mp_policy, offload_policy = _policies(mp_policy, offload_policy, param_dtype, cpu_offload)
+    config = FSDP2Config(
+        sequence_parallel=sequence_parallel,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        activation_checkpointing=activation_checkpointing,
+        activation_checkpointing_scope=activation_checkpointing_scope,
+        reshard_after_forward=reshard_after_forward,
+        enable_async_tensor_parallel=enable_async_tensor_parallel,
+        enable_compile=enable_compile,
+        enable_fsdp2_prefetch=enable_fsdp2_prefetch,
+        fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
+        fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
+    )
+    names = {"dp_replicate": dp_replicate_mesh_name, "dp_shard": dp_shard_cp_mesh_name, "tp": tp_mesh_name}
+    frozen = {"frozen": "replicated"} if frozen_multimodal_sharding == "replicate" else {}
+    return parallelize(model, device_mesh, config, tp_shard_plan, axes_of(device_mesh, **names), **frozen)
+
+
+def parallelize_model(
+    model: nn.Module,
+    dp_mesh: DeviceMesh,
+    tp_mesh: DeviceMesh,
+    param_dtype: torch.dtype,
+    sequence_parallel: bool = False,
+    activation_checkpointing: bool = False,
+    cpu_offload: bool = False,
+    custom_parallel_plan: AnyPlan | None = None,
+) -> nn.Module:
+    """Apply a plan with FSDP2, from a data-parallel and a tensor-parallel mesh, as NeMo-RL's `_parallelize_model` does.
+
+    Args:
+        dp_mesh, tp_mesh: slices of one mesh, which they make up together; dp_mesh may be of several axes, or flat.
+        param_dtype: layers compute in it; gradients are reduced, and results returned, in float32.
+        custom_parallel_plan: as `tp_shard_plan` of `fsdp2_strategy_parallelize`.
+
+    Raises:
+        ValueError: meshes that are not slices of one, or leave ranks out.
+    """
+    mesh = root_of(tp_mesh)
+    if root_of(dp_mesh) is not mesh or dp_mesh.size() * tp_mesh.size() != mesh.size():
+        raise ValueError(
+            f"dp_mesh ({dp_mesh.size()} ranks) and tp_mesh ({tp_mesh.size()}) must be slices of one mesh, and make it "
+            'up together: mesh["dp"] and mesh["tp"] of init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
+        )
+    names = {"dp_shard_cp_mesh_name": dp_mesh.mesh_dim_names[0]} if dp_mesh.ndim == 1 else {}
+    return fsdp2_strategy_parallelize(
+        model,
+        mesh,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
+        tp_shard_plan=custom_parallel_plan,
+        tp_mesh_name=tp_mesh.mesh_dim_names[0],
+        enable_fsdp2_prefetch=False,
+        param_dtype=param_dtype,
+        cpu_offload=cpu_offload,
+        **names,
+    )
+
+
+_parallelize_model = parallelize_model  # the name that it has in NeMo-RL
+
+# Older spellings of NeMo Automodel (nvFSDP) -> today's.
+OLDER = {
+    "nvfsdp_unit_modules": "megatron_fsdp_unit_modules",
+    "fsdp_unit_modules": "megatron_fsdp_unit_modules",
+    "data_parallel_sharding_strategy": "zero_dp_strategy",
+    "init_nvfsdp_with_meta_device": "init_fsdp_with_meta_device",
+    "keep_fp8_transpose_cache_when_using_custom_fsdp": "keep_fp8_transpose_cache",
+    "dp_mesh_name": "dp_shard_dim",
+    "tp_mesh_name": "tp_dim",
+}
+
+
+def megatron_fsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    megatron_fsdp_unit_modules: list[str] | None = None,
+    tp_shard_plan: AnyPlan | None = None,
+    zero_dp_strategy: int | str = 3,
+    init_fsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    report_nan_in_param_grad: bool = False,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_shard_dim: str = "dp",
+    tp_dim: str = "tp",
+    **older: Any,
+) -> nn.Module:
+    """Apply a plan with Megatron-FSDP. Returns the model, never a pair.
+
+    Args:
+        optimizer: must be None: `applied(model).wrap_optimizer` wraps one that is made afterwards.
+        tp_shard_plan: as for `fsdp2_strategy_parallelize`.
+        dp_shard_dim, tp_dim: names of the mesh's axes.
+        older: the same arguments under older names (`OLDER`), and `cp_mesh_name`.
+
+    The other arguments are fields of `MegatronFSDPConfig`.
+
+    Raises:
+        ValueError, TypeError: a wrong argument. PlanError, RuntimeError: as `apply_plan`.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("model", "device_mesh", "older")}
+    for name in older:
+        if name != "cp_mesh_name" and name not in OLDER:
+            raise TypeError(f"megatron_fsdp_strategy_parallelize() has no argument {name!r}")
+    given |= {OLDER[name]: value for name, value in older.items() if name in OLDER}
+    refuse_optimizer(given.pop("optimizer"))
+    plan = given.pop("tp_shard_plan")
+    names = {"dp_shard": given.pop("dp_shard_dim"), "tp": given.pop("tp_dim")}
+    names |= {"cp": older["cp_mesh_name"]} if "cp_mesh_name" in older else {}
+    return parallelize(model, device_mesh, MegatronFSDPConfig(**given), plan, axes_of(device_mesh, **names))
+
+
+nvfsdp_strategy_parallelize = megatron_fsdp_strategy_parallelize
+
+
+def apply_fsdp2_sharding_recursively(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy | None,
+    offload_policy: OffloadPolicy | None = None,
+    enable_fsdp2_prefetch: bool = True,
+    fsdp2_backward_prefetch_depth: int = 2,
+    fsdp2_forward_prefetch_depth: int = 1,
+    reshard_after_forward: bool | None = None,
+) -> None:
+    """Make FSDP2 units of the elements of all outermost lists of modules; the root is left to the caller.
+
+    Args:
+        mesh: the data-parallel mesh alone: one axis, or replicas and shards.
+        reshard_after_forward: None: all but the last.
+    """
+    config = FSDP2Config(
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        enable_fsdp2_prefetch=enable_fsdp2_prefetch,
+        fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
+        fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
+        reshard_after_forward=reshard_after_forward,
+    )
+    document = {"version": "1", "data_parallel": config.arguments(module)["data_parallel"]}
+    section = parse_plan(document, name="arguments").plan.data_parallel
+    shard_units(module, mesh, section, Wrapped(tuple(_elements(module))))
+
+
+apply_fsdp_sharding_recursively = apply_fsdp2_sharding_recursively  # its name in older releases
+
+
+def _elements(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+            yield full
+        else:
+            yield from _elements(child, f"{full}.")
+
+
+@contextmanager
+def unshard_fsdp2_model(model: nn.Module) -> Iterator[None]:
+    """`shardplan.unshard`, for log-probability inference."""
+    with unshard(model):
+        yield
