@@ -82,6 +82,7 @@ def test_nothing_can_be_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not file.exists()
 
 
+@pytest.mark.slow
 def test_no_overlay_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """OPT flattens batch and sequence in front of its MLP, so that the slices of ranks are no slice of the whole."""
     file = tmp_path / "plan.yaml"

@@ -100,7 +100,8 @@ def load(kind: str, models: list[tuple[str, bool]]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["two by two", pytest.param("no tp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two by two", "no tp"])
 def test_weights_given_whole_or_split(kind):
     for found in on_ranks(4, load, kind, MODELS[:3] if kind == "two by two" else MODELS):
         assert not any(found.values()), found

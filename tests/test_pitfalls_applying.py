@@ -33,7 +33,10 @@ def untouched(model: nn.Module) -> bool:
     return plain and not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("plan", PLANS)
+QUICK = ("llama", "phi3", "gpt2")
+
+
+@pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
 def test_names_are_the_same_afterwards(plan, mesh):
     options = {"sequence_parallel": True, "activation_checkpointing": True, "compile": True}
     before = names(twin(plan, 4).build())

@@ -123,6 +123,7 @@ def selectively(*cases: tuple[Any, Any]) -> list[tuple[float, Counter[str]]]:
     return results
 
 
+@pytest.mark.slow
 def test_selective_checkpointing_keeps_products_and_collectives():
     cases = [
         (False, None),

@@ -99,6 +99,7 @@ def frozen_somewhere(wheres: list[dict[str, Any]]) -> None:
             assert torch.equal(whole(p), before[name]), name
 
 
+@pytest.mark.slow
 def test_frozen_modules_are_where_the_plan_says_and_gradients_are_right():
     wheres = [{"frozen": "own"}, {"frozen": "root"}, {"frozen": "replicated"}, {"ignored": ["model.layers.0"]}, {}]
     on_ranks(4, frozen_somewhere, wheres)
@@ -169,6 +170,7 @@ def gathered_at(depths: list[tuple[int | None, int | None]]) -> list[tuple[list[
     return results
 
 
+@pytest.mark.slow
 def test_as_many_units_are_gathered_ahead_as_the_plan_says():
     zero, one, two, unsaid = on_ranks(4, gathered_at, [(0, 0), (1, 1), (2, 2), (None, None)])[0]
     assert zero == ([0, 0, 0, 0], [0, 0, 0, 0])

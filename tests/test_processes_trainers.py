@@ -58,7 +58,7 @@ def on_this_rank(name: str, folder: str, *words: str) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("trainer", ("--tp", "2", "--sequence-parallel")),
+        pytest.param("trainer", ("--tp", "2", "--sequence-parallel"), marks=pytest.mark.slow),
         ("accelerate_loop", ("--tp", "2", "--sequence-parallel")),
         pytest.param("trainer", ("--tp", "1"), marks=pytest.mark.slow),
         pytest.param("accelerate_loop", ("--tp", "4"), marks=pytest.mark.slow),
