@@ -50,7 +50,7 @@ def on_cpu(sections: dict[str, Any]) -> dict[str, Any]:
     return {way: dict(counts) for way, counts in shardplan.applied(model).async_collectives.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_products_are_fused_with_gathers_and_scatters():
     for seen in on_ranks(4, on_cpu, {}, seconds=500):

@@ -47,7 +47,10 @@ ATTENTION = {"mode": "selective", "modules": ["model.layers.*.self_attn"]}
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe("qwen3_moe", TWO_BY_TWO, tied=True, mixture=True, options={"activation_checkpointing": SELECTIVE}),
+        pytest.param(
+            Recipe("qwen3_moe", TWO_BY_TWO, tied=True, mixture=True, options={"activation_checkpointing": SELECTIVE}),
+            marks=pytest.mark.exhaustive,
+        ),
         Recipe("phi3", TWO_BY_TWO, sequence_parallel=False, options={"activation_checkpointing": ATTENTION}),
         Recipe("qwen3", TWO_BY_TWO, tied=True, options={**GRAPHS, "activation_checkpointing": SELECTIVE}),
         Recipe("gpt2", TWO_BY_TWO, options={"activation_checkpointing": {"mode": "selective", "every": 2}}),
