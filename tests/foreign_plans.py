@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import (
 QKV = [f"model.layers.*.self_attn.{name}_proj" for name in "qkv"]
 UP = ["model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"]
 O_PROJ, DOWN = "model.layers.*.self_attn.o_proj", "model.layers.*.mlp.down_proj"
+STYLES = {name: ColwiseParallel() for name in (*QKV, *UP)} | {name: RowwiseParallel() for name in (O_PROJ, DOWN)}
 NORMS = ["model.layers.*.input_layernorm", "model.layers.*.post_attention_layernorm"]
 
 

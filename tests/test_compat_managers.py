@@ -14,7 +14,6 @@ from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardplan import PlanError, compat
 from shardplan.compat import (
@@ -34,6 +33,7 @@ from shardplan.compat import (
     unshard_fsdp2_model,
 )
 from shardplan.torchlib.private import private
+from tests.foreign_plans import STYLES
 
 
 @pytest.fixture
@@ -68,17 +68,6 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 def llama() -> nn.Module:
     return small_model("llama", num_hidden_layers=1)
-
-
-STYLES = {
-    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-    "model.layers.*.mlp.up_proj": ColwiseParallel(),
-    "model.layers.*.mlp.down_proj": RowwiseParallel(),
-}
 
 
 def styles() -> dict[str, Any]:

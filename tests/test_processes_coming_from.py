@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from shardplan import DDPConfig, FSDP2Config, build_mesh
 from shardplan.compat import (
@@ -25,17 +24,9 @@ from shardplan.compat import (
     parallelize_model,
 )
 from shardplan.proof.compare import relative_error
+from tests.foreign_plans import STYLES
 
 LIMIT = 1e-5
-STYLES = {
-    "model.layers.*.self_attn.q_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.k_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.v_proj": ColwiseParallel(),
-    "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-    "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-    "model.layers.*.mlp.up_proj": ColwiseParallel(),
-    "model.layers.*.mlp.down_proj": RowwiseParallel(),
-}
 
 
 def by_manager() -> tuple[nn.Module, nn.Module]:

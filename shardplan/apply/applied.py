@@ -34,7 +34,6 @@ class Applied:
         program: the compiled plan.
         diagnostics: the warnings it was compiled with.
         steps: the phases that ran, in order.
-        tp: the size of the tp axis.
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
         mesh: what the plan was applied on.
@@ -44,7 +43,6 @@ class Applied:
     program: Program
     diagnostics: tuple[Diagnostic, ...]
     steps: tuple[str, ...]
-    tp: int
     model: nn.Module
     shared: Shared | None
     mesh: PlanMesh
@@ -57,6 +55,11 @@ class Applied:
             lines += [f"  {when}: {_counted(c)}" for when, c in self.collectives.items()]
         lines += [f"  {d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
         return "\n".join(lines)
+
+    @property
+    def tp(self) -> int:
+        """The size of the tp axis."""
+        return self.mesh.sizes.tp
 
     @property
     def collectives(self) -> Mapping[str, Counter[str]]:

@@ -183,6 +183,6 @@ def apply_program(
             ) from error
         check_unchanged(before, model, name)
     result = work.result if work.result is not None else model
-    record = Applied(program, diagnostics, tuple(work.steps), mesh.sizes.tp, result, work.shared, mesh, work.fused)
+    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused)
     remember(record, model)
     return result
