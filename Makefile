@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all exhaustive soundness zoo generated clean
+.PHONY: demo test test-all exhaustive soundness zoo bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -34,6 +34,12 @@ soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate a
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md
 	$(BIN)/python -m tests.zoo.image_text --table docs/image-text-types.md
+
+bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle machine; most of an hour
+	$(BIN)/python -m benchmarks
+
+bench-gpu: $(VENV)/.installed  ## those that need a CUDA device
+	$(BIN)/python -m benchmarks gpu
 
 generated: $(VENV)/.installed  ## schemas, generated docs, and the expected texts of cases and docs
 	$(BIN)/python tools/generate.py

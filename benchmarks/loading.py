@@ -1,6 +1,6 @@
 """What a rank of a planned model needs of host memory to load a checkpoint, against reading all of it.
 
-    python benchmarks/loading.py [--layers N] [--tp N] [--dp-shard N]
+    python -m benchmarks.loading [--layers N] [--tp N] [--dp-shard N]
 
 A checkpoint of random weights, with the dimensions of an 8B model in a few layers, is written to a temporary folder.
 Then each way is run in processes of its own, gloo on the CPU: on a meta-device model with a plan
@@ -131,7 +131,10 @@ def main() -> None:
         folder = Path(temporary) / "checkpoint"
         write(folder, args.layers)
         size = sum(path.stat().st_size for path in folder.glob("*.safetensors")) / MIB
-        print(f"checkpoint {size:,.0f} MiB, dp_shard {args.dp_shard} x tp {args.tp}, MiB per rank\n")
+        print("## Loading a checkpoint\n")
+        print(
+            f"`python -m benchmarks.loading`: {size:,.0f} MiB, dp_shard {args.dp_shard} x tp {args.tp}, MiB per rank.\n"
+        )
         print("| way | kept | own memory at its peak | with mapped file pages | own, of the checkpoint |")
         print("|---|---|---|---|---|")
         for way in WAYS:

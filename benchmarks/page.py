@@ -1,0 +1,29 @@
+"""The page of figures, docs/benchmarks.md: one section for each benchmark, between two markers, replaced when it runs again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+def write_section(name: str, text: str) -> None:
+    """Put a section into the page: in its place, where it has one, else at the end.
+
+    Args:
+        name: of the benchmark.
+        text: in Markdown, beginning with a heading of the second level.
+    """
+    section = f"<!-- {name} -->\n{text.strip()}\n<!-- end of {name} -->"
+    before = PAGE.read_text("utf-8")
+    place = re.compile(f"<!-- {name} -->.*<!-- end of {name} -->", re.DOTALL)
+    after, found = place.subn(lambda _: section, before)
+    PAGE.write_text(after if found else f"{before.rstrip()}\n\n{section}\n", "utf-8")
