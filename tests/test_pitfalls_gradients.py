@@ -7,8 +7,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardplan.apply import apply as phases
-from shardplan.torchlib import parameters as reading
-from shardplan.torchlib.moves import all_reduce
+from shardplan.torchlib import reading
+from shardplan.torchlib.collectives import all_reduce
 from tests.proofs import (
     assert_equal,
     case,
@@ -47,16 +47,14 @@ def test_norms_of_blocks_have_partial_gradients_under_sequence_parallelism():
 
 def test_a_bias_added_after_the_reduction_has_a_partial_gradient_under_sequence_parallelism(monkeypatch):
     assert_equal(case("gpt2", sp=True).rows())
-    real = reading.to_local
+    real = reading.read
 
     def whole(parameter, gradient, regime):
         return real(parameter, "complete" if parameter is not None and parameter.ndim == 1 else gradient, regime)
 
     # The biases added after the reduction are read in the boundary, all others in the module's own forward.
-    monkeypatch.setattr("shardplan.torchlib.boundaries.to_local", whole)
-    monkeypatch.setattr(
-        reading.GroupedGradients, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs)
-    )
+    monkeypatch.setattr("shardplan.torchlib.boundaries.read", whole)
+    monkeypatch.setattr(reading.Reads, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs))
     gradients_alone_differ(case("gpt2", sp=True).wrong(), about="c_proj.bias", least=0.1)
 
 
@@ -160,9 +158,7 @@ def test_reducing_accumulated_gradients_in_a_hook_would_reduce_the_first_ones_tw
 def test_grouping_changes_no_gradient(monkeypatch):
     """The same gradients with one reduction for each parameter, which is what the group saves."""
     small = twin("gemma3_text", 2)
-    monkeypatch.setattr(
-        reading.GroupedGradients, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs)
-    )
+    monkeypatch.setattr(reading.Reads, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs))
     assert_equal(case("gemma3_text", sp=True).rows())
     assert small.seq_len % 2 == 0
 

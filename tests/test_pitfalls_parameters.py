@@ -14,8 +14,7 @@ from shardplan.proof.compare import compare
 from shardplan.proof.counter import CollectiveCounter
 from shardplan.proof.simulate import rank_values, simulated_mesh, whole_values
 from shardplan.styles import stored
-from shardplan.torchlib import style
-from shardplan.torchlib.parameters import LocalParameters
+from shardplan.torchlib import reading, style
 from tests.proofs import (
     Case,
     assert_equal,
@@ -189,16 +188,16 @@ def test_exceptions_leave_the_parameters_in_place(where):
 
 def test_without_the_remedy_an_exception_leaves_local_tensors_behind(monkeypatch):
     def without_finally(self, forward, module, args, kwargs):
-        from shardplan.torchlib.parameters import to_local
-
-        stored = dict(module._parameters)
-        for name, gradient in self.gradients[self.regime.sequence_parallel].items():
-            module._parameters[name] = to_local(stored[name], gradient, self.regime)
+        members = self.members[self.regime.sequence_parallel]
+        stored = [(owner._parameters, name, owner._parameters[name]) for owner, name, _ in members]
+        for (held, name, parameter), (_, _, gradient) in zip(stored, members, strict=True):
+            held[name] = reading.read(parameter, gradient, self.regime)
         result = forward(*args, **kwargs)
-        module._parameters.update(stored)
+        for held, name, parameter in stored:
+            held[name] = parameter
         return result
 
-    monkeypatch.setattr(LocalParameters, "__call__", without_finally)
+    monkeypatch.setattr(reading.Reads, "__call__", without_finally)
 
     def failing(self, x):
         raise Failure

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.core.plan import Compile
 from shardplan.torchlib.async_tp import Fused, enable_symmetric_memory, inductor_options
 from shardplan.torchlib.forward import wrap_forward
+from shardplan.torchlib.reading import Reads
 
 ASYNC_DEVICES = ("cuda",)
 
@@ -53,7 +54,8 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
         fused = Fused()
         model.register_forward_hook(_warn_once(fused))
     for name in names:
-        wrap_forward(model.get_submodule(name), Compiled(section, fused))
+        # The graph of a block gets its parameters as plain tensors: they are read around it.
+        wrap_forward(model.get_submodule(name), Compiled(section, fused), inside=Reads)
     return fused
 
 

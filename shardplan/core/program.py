@@ -7,6 +7,8 @@ from typing import Literal
 
 from .layout import Layout
 
+Gradient = Literal["shard", "complete", "partial", "divided"]
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterProgram:
@@ -25,7 +27,7 @@ class ParameterProgram:
 
     name: str
     dim: int | None
-    gradient: Literal["shard", "complete", "partial", "divided"]
+    gradient: Gradient
     parts: tuple[int, ...] = ()
     withheld: Literal["none", "zeros"] | None = None
 

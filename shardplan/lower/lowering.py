@@ -145,13 +145,23 @@ def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int 
     return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)
 
 
+def home_of(name: str, units: frozenset[str]) -> str:
+    """The module whose parameters are there together while it runs: the block that a module is in, or an FSDP unit inside
+    it; outside of blocks the module itself.
+
+    Args:
+        units: the FSDP units.
+    """
+    return next((m for m in (name, *ancestors(name)) if m in units or m == block(name)), name)
+
+
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
     """Give each block the list of its parameters with partial gradients; a FSDP unit inside a block groups its own."""
-    units = set(plan.fsdp_units)
+    units = frozenset(plan.fsdp_units)
     groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for name, program in programs.items():
         trained = {p.name for p in plan.tree.modules[name].parameters if p.requires_grad}
-        home = next((m for m in (name, *ancestors(name)) if m in units or m == block(name)), name)
+        home = home_of(name, units)
         for parameter in program.parameters:
             if parameter.gradient == "partial" and parameter.name in trained:
                 groups[home].append((name[len(home) :].lstrip(".") if home else name, parameter.name))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+
 import torch
 
 from shardplan.core.layout import P
-from shardplan.core.program import ModuleProgram
+from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
 from shardplan.torchlib.style import ModuleStyle
 from shardplan.torchlib.sums import Waiting
 
+from .lowering import home_of
 from .program import Program
 
 
@@ -25,14 +29,29 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
         if module.joined
     }
     shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting)
-    names = [n for n in program.resolved.tree.modules if any(n in modules for modules in variants.values())]
-    styles = {
-        name: ModuleStyle(
-            {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}, shared
-        )
-        for name in names
-    }
+    reads = _reads(program, variants)
+    styles = {}
+    for name in program.resolved.tree.modules:
+        if name in reads or any(name in modules for modules in variants.values()):
+            programs = {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}
+            styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
     return styles, shared
+
+
+def _reads(
+    program: Program, variants: Mapping[bool, Mapping[str, ModuleProgram]]
+) -> dict[str, dict[bool, list[tuple[str, ParameterProgram]]]]:
+    """Block -> by variant, the parameters in it, with the names of their modules relative to it; of blocks that own all of
+    theirs nothing."""
+    units = frozenset(program.resolved.fsdp_units)
+    found: dict[str, dict[bool, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
+    for mode, modules in variants.items():
+        for name, module in modules.items():
+            home = home_of(name, units)
+            found[home][mode] += [(name[len(home) :].lstrip(".") if home else name, p) for p in module.parameters]
+    return {
+        home: modes for home, modes in found.items() if any(inside for reads in modes.values() for inside, _ in reads)
+    }
 
 
 def _link(program: Program) -> PartialEmbedding | None:

@@ -14,7 +14,8 @@ from shardplan.core.program import InputMove, ModuleProgram
 
 from .moves import move
 from .outputs import as_dtensor, move_tail, on_first
-from .parameters import owner_of, to_local
+from .parameters import owner_of
+from .reading import read
 from .regime import Shared
 
 Programs = Mapping[bool, ModuleProgram]
@@ -86,7 +87,7 @@ class Leave:
                 continue
             owner, leaf = owner_of(module, parameter.name)
             if owner._parameters[leaf] is not None:
-                bias = to_local(owner._parameters[leaf], parameter.gradient, self.shared.regime)
+                bias = read(owner._parameters[leaf], parameter.gradient, self.shared.regime)
                 output = on_first(output, lambda x, bias=bias: x + bias)
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))

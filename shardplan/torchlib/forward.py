@@ -35,10 +35,12 @@ def _call(around: Around, forward: Callable[..., Any], module: nn.Module, /, *ar
     return around(forward, module, args, kwargs)
 
 
-def wrap_forward(module: nn.Module, around: Around) -> None:
-    """Put `around` around the module's forward, outside what was put there before."""
+def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = None) -> None:
+    """Put `around` around the module's forward, outside what was put there before, but inside what is of the type `inside`."""
     if _AROUND in module.__dict__:
-        module.__dict__[_AROUND] = (*module.__dict__[_AROUND], around)
+        before = module.__dict__[_AROUND]
+        place = next((i for i, other in enumerate(before) if inside and isinstance(other, inside)), len(before))
+        module.__dict__[_AROUND] = (*before[:place], around, *before[place:])
         return
     module.__dict__[_AROUND] = (around,)
     module.__class__ = _wrapped_class(type(module))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,49 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.core.layout import Layout
 from shardplan.core.moves import Operation, move_ops
 
-from .chunks import chunk_size, own_chunk, pad_chunk
-from .meshes import Group
-from .private import private
-
-_all_reduce = private("all_reduce")
-_all_gather = private("all_gather")
-_reduce_scatter = private("reduce_scatter")
-_wait_tensor = private("wait_tensor")
-
-
-def _wait(x: Tensor) -> Tensor:
-    """The result of a collective. In a graph that is being compiled torch waits by itself; a second time would stand between
-    the collective and the product that inductor fuses with it."""
-    return x if torch.compiler.is_compiling() else _wait_tensor(x)
-
-
-def all_reduce(x: Tensor, mesh: Group, op: str = "sum") -> Tensor:
-    """The sum (or `op`) over the axis, a fresh tensor on every rank."""
-    return _wait(_all_reduce(x.contiguous(), op, mesh))
-
-
-def all_gather(x: Tensor, mesh: Group, dim: int, size: int) -> Tensor:
-    """The chunks of all ranks along `dim`, `size` long in all; chunks may be uneven (ceil-chunks)."""
-    if size % mesh.size() == 0:
-        return _wait(_all_gather(x.contiguous(), dim, mesh))
-    padded = pad_chunk(x, dim, chunk_size(size, mesh.size())).contiguous()
-    return _wait(_all_gather(padded, dim, mesh)).narrow(dim, 0, size)
-
-
-def reduce_scatter(x: Tensor, mesh: DeviceMesh, dim: int) -> Tensor:
-    """This rank's chunk along `dim` of the sum over the axis.
-
-    Raises:
-        ValueError: the axis does not divide the dimension (gloo would abort, NCCL hang).
-    """
-    size, ranks = x.shape[dim], mesh.size()
-    if size % ranks:
-        padded = chunk_size(size, ranks) * ranks
-        raise ValueError(
-            f"dim {dim} has {size} elements, which tp={ranks} does not divide: pad it to {padded} "
-            "(sequence parallelism splits the sequence evenly)"
-        )
-    return _wait(_reduce_scatter(x.contiguous(), "sum", dim, mesh))
+from .chunks import chunk_size, own_chunk
+from .collectives import all_gather, all_reduce, reduce_scatter
 
 
 def _slice(x: Tensor, mesh: DeviceMesh, dim: int, size: int) -> Tensor:
@@ -80,6 +39,16 @@ OPERATIONS: dict[Operation, Callable[[Tensor, DeviceMesh, int, int], Tensor]] = 
 }
 
 
+def refuse_second_derivatives() -> None:
+    """Called in a backward. (torch's `once_differentiable` says nothing of why, and torch.compile does not trace it.)
+
+    Raises:
+        RuntimeError: it is itself recorded (`create_graph=True`).
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("a planned model's gradients cannot be differentiated again (create_graph=True)")
+
+
 class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, mesh, forward, backward, dim, size):
@@ -89,6 +58,7 @@ class _Move(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        refuse_second_derivatives()
         mesh, backward, dim, size = ctx.move
         return OPERATIONS[backward](gradient, mesh, dim, size), None, None, None, None, None
 
@@ -123,6 +93,13 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
     return _Move.apply(x, mesh, ops.forward, ops.backward, dim, whole)
 
 
+def summed(mesh: DeviceMesh, tensors: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+    """The sums over the ranks of partial sums, by one all-reduce (in `dtype`; None is their own)."""
+    total = all_reduce(torch.cat([x.reshape(-1).to(dtype or x.dtype) for x in tensors]), mesh)
+    parts = total.split([x.numel() for x in tensors])
+    return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True)]
+
+
 class _SumGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, mesh, dtype, *tensors):
@@ -131,10 +108,8 @@ class _SumGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        flat = torch.cat([g.reshape(-1).to(ctx.dtype or g.dtype) for g in gradients])
-        total = all_reduce(flat, ctx.mesh)
-        parts = total.split([g.numel() for g in gradients])
-        return (None, None, *(part.view(g.shape).to(g.dtype) for part, g in zip(parts, gradients, strict=True)))
+        refuse_second_derivatives()
+        return None, None, *summed(ctx.mesh, gradients, ctx.dtype)
 
 
 def sum_gradients(mesh: DeviceMesh, tensors: list[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

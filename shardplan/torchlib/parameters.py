@@ -10,20 +10,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardplan.core.layout import I, P
-from shardplan.core.program import ParameterProgram
+from shardplan.core.program import Gradient, ParameterProgram
 
-from .moves import move, sum_gradients
 from .packing import pack
+from .reading import read
 from .regime import Regime
-
-Gradient = Literal["shard", "complete", "partial", "divided"]
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The module that holds a parameter of an adapted layer, and its name there (`lora_A.default.weight`)."""
+    if "." not in name:
+        return module, name
     path, _, leaf = name.rpartition(".")
-    return (module.get_submodule(path) if path else module), leaf
+    return module.get_submodule(path), leaf
 
 
 def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None) -> None:
@@ -44,22 +43,6 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
     )
     new.__dict__.update(old.__dict__)  # libraries mark parameters with attributes
     owner.register_parameter(leaf, new)
-
-
-def to_local(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Tensor | None:
-    """The local tensor of a DTensor parameter, or this rank's part of it where it is divided; a partial gradient is summed
-    over tp before it reaches the DTensor.
-
-    What is no DTensor (already read by an enclosing block) is returned as it is.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if gradient == "shard":
-        return parameter.to_local(grad_placements=parameter.placements)
-    local = parameter.to_local(grad_placements=[Replicate()])
-    if gradient == "partial" and local.requires_grad:
-        (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
-    return move(local, parameter.device_mesh, I, P) if gradient == "divided" else local
 
 
 class LocalParameters:
@@ -86,11 +69,13 @@ class LocalParameters:
             for name, gradient in self.gradients[self.regime.sequence_parallel].items():
                 owner, leaf = owner_of(module, name)
                 parameters = owner._parameters
-                stored.append((parameters, leaf, parameters[leaf]))
+                parameter = parameters[leaf]
                 if name in self.withheld:
-                    parameters[leaf] = self._stand_in(parameters[leaf], self.withheld[name])
-                else:
-                    parameters[leaf] = to_local(parameters[leaf], gradient, self.regime)
+                    stored.append((parameters, leaf, parameter))
+                    parameters[leaf] = self._stand_in(parameter, self.withheld[name])
+                elif isinstance(parameter, DTensor):  # else an enclosing block has read it
+                    stored.append((parameters, leaf, parameter))
+                    parameters[leaf] = read(parameter, gradient, self.regime)
             return forward(*args, **kwargs)
         finally:
             for parameters, leaf, parameter in stored:
@@ -102,20 +87,6 @@ class LocalParameters:
             return None
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         return torch.zeros_like(local, requires_grad=False)
-
-
-def _read(
-    names: tuple[tuple[nn.Module, str], ...],
-) -> tuple[list[tuple[nn.Module, str, DTensor]], list[Tensor]]:
-    """The trained DTensors among the named parameters and their local tensors. (A loop: torch.compile traces it inside a
-    checkpoint, where it cannot trace a comprehension that closes over something.)"""
-    members, locals_ = [], []
-    for owner, name in names:
-        parameter = owner._parameters[name]
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            members.append((owner, name, parameter))
-            locals_.append(parameter.to_local(grad_placements=[Replicate()]))
-    return members, locals_
 
 
 def _call_with(
@@ -147,21 +118,5 @@ class ParametersBelow:
         for owner, name, gradient in self.members[self.regime.sequence_parallel]:
             parameter = owner._parameters[name]
             members.append((owner, name, parameter))
-            locals_.append(to_local(parameter, gradient, self.regime))
+            locals_.append(read(parameter, gradient, self.regime))
         return _call_with(forward, members, locals_, args, kwargs)
-
-
-class GroupedGradients:
-    """Around a block's forward: its small whole parameters with partial gradients are read together, through one
-    autograd node whose backward is one all-reduce."""
-
-    def __init__(self, members: Mapping[bool, tuple[tuple[nn.Module, str], ...]], regime: Regime):
-        self.members = members
-        self.regime = regime
-
-    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        members, locals_ = _read(self.members[self.regime.sequence_parallel])
-        if not members or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        summed = sum_gradients(members[0][2].device_mesh, locals_, self.regime.reduce_dtype)
-        return _call_with(forward, members, summed, args, kwargs)

@@ -43,7 +43,9 @@ NAMES: dict[str, Private] = {
     "disable_modes": Private(
         (("torch.utils._python_dispatch", "_disable_current_modes"),), "small copies that are real inside a fake mode"
     ),
-    "wait_tensor": Private(((_COLLECTIVES, "wait_tensor"),), "collectives that torch.compile can trace"),
+    "below_autograd": Private(
+        (("torch._C", "_AutoDispatchBelowAutograd"),), "collectives without autograd's Python part"
+    ),
     "current_graph_task_id": Private(
         (("torch._C", "_current_graph_task_id"),), "knowing whether a forward is run again by a backward"
     ),

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from shardplan.core.program import ModuleProgram
+from shardplan.core.program import ModuleProgram, ParameterProgram
 
 from .attributes import divide_attributes
 from .boundaries import Enter, Leave, acts
 from .failures import at_module
 from .forward import wrap_forward
 from .outputs import gather_hidden_states
-from .parameters import GroupedGradients, LocalParameters, ParametersBelow, distribute, owner_of
+from .parameters import LocalParameters, ParametersBelow, distribute, owner_of
+from .reading import Reads
 from .regime import Shared
 from .sums import Collects
 from .vocabulary import VocabularyLookup
@@ -29,11 +31,19 @@ class ModuleStyle(ParallelStyle):
         programs: the program without (False) and with (True) sequence parallelism, as far as the plan has them. Both
             store the parameters alike; moves and gradients differ.
         shared: what it has in common with the styles of the other modules.
+        reads: by variant the parameters in this block, itself included, that are read together, with the names of their
+            modules relative to this one.
     """
 
-    def __init__(self, programs: Mapping[bool, ModuleProgram], shared: Shared):
+    def __init__(
+        self,
+        programs: Mapping[bool, ModuleProgram],
+        shared: Shared,
+        reads: Mapping[bool, Sequence[tuple[str, ParameterProgram]]] = MappingProxyType({}),
+    ):
         super().__init__()
         self.programs = programs
+        self.reads = reads
         self.shared = shared
 
     @property
@@ -70,15 +80,15 @@ class ModuleStyle(ParallelStyle):
                 for mode, pr in self.programs.items()
             }
             wrap_forward(module, ParametersBelow(members, regime))
-        if any(pr.group for pr in self.programs.values()):
-            members = {
-                mode: tuple(owner_of(module.get_submodule(owner), name) for owner, name in pr.group)
-                for mode, pr in self.programs.items()
-            }
-            wrap_forward(module, GroupedGradients(members, regime))
         waiting = [self.shared.waiting[mode, name] for mode, pr in self.programs.items() for name in pr.collects]
         if waiting:
             wrap_forward(module, Collects(waiting))
+        if self.reads:
+            members = {
+                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p.gradient) for owner, p in reads)
+                for mode, reads in self.reads.items()
+            }
+            wrap_forward(module, Reads(members, regime))
 
     def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
         programs = self.programs.values()

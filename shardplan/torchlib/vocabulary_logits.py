@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .chunks import chunk_size as ceil_chunk
+from .collectives import all_reduce
 from .meshes import Group
-from .moves import all_reduce
 
 
 @dataclass(frozen=True, slots=True)

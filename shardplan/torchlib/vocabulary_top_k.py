@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .collectives import all_gather
 from .meshes import Group
-from .moves import all_gather
 from .private import private
 from .vocabulary_logits import Split, read_logits
 
