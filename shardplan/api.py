@@ -308,6 +308,7 @@ def compile_plan(
     data_parallel: Override = None,
     activation_checkpointing: Override = None,
     compile: Override = None,
+    regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
     inputs: AnyInputs | None = None,
@@ -323,6 +324,8 @@ def compile_plan(
         logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
         data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
             leaves the section out, True takes its defaults (on the data-parallel units), None is as the plan says.
+        regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
+            the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
         inputs, settings, trust_remote_code: as for `validate`.
@@ -342,6 +345,7 @@ def compile_plan(
             "activation_checkpointing": activation_checkpointing,
             "compile": compile,
         },
+        regather=regather,
         seq_len=seq_len,
         strict=strict,
     )[0]
@@ -357,6 +361,7 @@ def apply_plan(
     data_parallel: Override = None,
     activation_checkpointing: Override = None,
     compile: Override = None,
+    regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
     inputs: AnyInputs | None = None,
@@ -375,8 +380,8 @@ def apply_plan(
         model: on the meta device, the CPU or a CUDA device, not sharded yet.
         mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
             understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
-        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, seq_len, strict, inputs: as
-            for `compile_plan`.
+        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict, inputs:
+            as for `compile_plan`.
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
@@ -409,6 +414,7 @@ def apply_plan(
                 "activation_checkpointing": activation_checkpointing,
                 "compile": compile,
             },
+            regather=regather,
             seq_len=seq_len,
             strict=strict,
         )
@@ -490,6 +496,7 @@ def _compile(
     sequence_parallel: bool,
     logits: Logits,
     sections: Mapping[str, Override],
+    regather: bool | None,
     seq_len: int | None,
     strict: bool,
 ) -> tuple[Program, tuple[Diagnostic, ...]]:
@@ -513,7 +520,7 @@ def _compile(
     variants = prove_layouts(variants, read, found)
     findings += variants.findings[overlay]
     _raise_errors(findings, sources, strict=strict)
-    return program_of(variants, overlay, logits=logits, sections=sections), tuple(findings)
+    return program_of(variants, overlay, logits=logits, regather=regather, sections=sections), tuple(findings)
 
 
 def _raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool) -> None:

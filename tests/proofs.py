@@ -100,6 +100,7 @@ def program_of(
     *,
     sequence_parallel: bool = False,
     logits: str = "plan",
+    regather: bool | None = None,
     **sections: Any,
 ) -> Program:
     """What `compile_plan` gives, without the layout check, which refuses the plans that are wrong on purpose (and
@@ -110,7 +111,7 @@ def program_of(
     variants = check_variants(bind_variants(read, tree_of(model), MeshSizes(tp=tp), {False, sequence_parallel}))
     if variants.any_error:
         raise PlanError(variants.together)
-    return lowered(variants, sequence_parallel, logits=logits, sections=sections)
+    return lowered(variants, sequence_parallel, logits=logits, regather=regather, sections=sections)
 
 
 def planned(

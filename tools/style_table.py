@@ -85,6 +85,7 @@ def _options(style: Style) -> list[str]:
         (style.packed_option, "packed"),
         (style.seq_option, "seq_dim"),
         (style.read_outside_option, "read_outside"),
+        (style.regather_option, "regather"),
     ]
     return [name for has, name in said if has]
 

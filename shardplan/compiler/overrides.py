@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from shardplan.core.plan import ActivationCheckpointing, Assignment, Compile, PlanFile, ResolvedPlan
+from shardplan.styles import STYLES
 
 Override = Mapping[str, Any] | bool | None
 Logits = Literal["plan", "replicated", "sharded"]
@@ -47,6 +48,21 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
             section = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile}[name]
             resolved = replace(resolved, **{name: section(), UNITS[name]: resolved.dp_units})
     return resolved
+
+
+def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan:
+    """Let all that is gathered along the sequence be gathered again in backward, or nothing of it; None is as the plan says.
+
+    Raises:
+        TypeError: it is neither.
+    """
+    if regather is None:
+        return resolved
+    if not isinstance(regather, bool):
+        raise TypeError(f"regather must be True, False or None, not {regather!r}")
+    gathering = [a for a in resolved.assignments.values() if STYLES[a.rule.style].regather_option]
+    changed = {a.name: replace(a, rule=replace(a.rule, regather=regather)) for a in gathering}
+    return replace(resolved, assignments={**resolved.assignments, **changed})
 
 
 def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:

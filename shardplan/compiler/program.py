@@ -9,12 +9,17 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.lower import Program, lower
 from shardplan.optimise import optimise
 
-from .overrides import Logits, Override, switch, with_logits
+from .overrides import Logits, Override, switch, with_logits, with_regather
 from .variants import On, Variants
 
 
 def program_of(
-    variants: Variants, on: On, *, logits: Logits = "plan", sections: Mapping[str, Override] | None = None
+    variants: Variants,
+    on: On,
+    *,
+    logits: Logits = "plan",
+    regather: bool | None = None,
+    sections: Mapping[str, Override] | None = None,
 ) -> Program:
     """The program of one variant. With the overlay, the plan without it is needed too: for sequences that it does not split.
 
@@ -23,6 +28,7 @@ def program_of(
 
     Raises:
         ValueError: `logits` or `sections` ask for what the plan has not.
+        TypeError: `regather` is no bool.
     """
 
     def finished(on: On) -> ResolvedPlan:
@@ -30,6 +36,6 @@ def program_of(
         if on in variants.layouts:
             report = variants.layouts[on]
             resolved = optimise(replace(resolved, arrivals=report.arrivals, elsewhere=report.elsewhere), report)
-        return with_logits(switch(resolved, sections or {}), logits)
+        return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
 
     return lower(finished(on), finished(False) if on else None)

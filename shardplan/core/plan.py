@@ -37,6 +37,7 @@ class Rule:
         seq_dim: the sequence dimension of what the rule moves.
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
             every rank computes in full (router logits of an auxiliary loss).
+        regather: what is gathered along the sequence is not kept for backward: its shard is, which is gathered again there.
     """
 
     pattern: str
@@ -52,6 +53,7 @@ class Rule:
     divides: tuple[str, ...] = ()
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
+    regather: bool = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -65,6 +67,7 @@ class Rule:
             "divides": self.divides,
             "seq_dim": self.seq_dim,
             "read_outside": self.read_outside,
+            "regather": self.regather,
         }
 
 

@@ -41,11 +41,13 @@ class InputMove:
             complete value comes instead (`inputs_embeds`) it is moved as I.
         dst: what the module's forward gets.
         argument: the argument's name; None is the first; "*" every floating-point tensor.
+        regather: what is gathered is not kept for backward, but gathered again there.
     """
 
     src: Layout
     dst: Layout
     argument: str | None = None
+    regather: bool = False
 
 
 @dataclass(frozen=True, slots=True)

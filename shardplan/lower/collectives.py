@@ -30,6 +30,8 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[str, str]]:
     for boundary in program.enter:
         ops = move_ops(boundary.src, boundary.dst)
         yield ops.forward, ops.backward
+        if boundary.regather:
+            yield "identity", "all_gather"
     if program.leave is not None and program.link != "source" and program.joins is None:
         ops = move_ops(program.leave.src, program.leave.dst)
         yield ops.forward, ops.backward

@@ -34,7 +34,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
     for parameter in module.parameters:
         yield f"  {parameter.name}: {placement(parameter)}, gradient {parameter.gradient}"
     for move in module.enter:
-        yield f"  in {_argument(move)}: {move.src} -> {move.dst}"
+        again = ", gathered again in backward" if move.regather else ""
+        yield f"  in {_argument(move)}: {move.src} -> {move.dst}{again}"
     if module.leave is not None:
         yield f"  out: {leaving(module)}"
     if module.logits is not None:

@@ -127,7 +127,7 @@ def _enter(plan: ResolvedPlan, assignment: Assignment, style: Style) -> tuple[In
     if src == inside:
         return ()
     argument = "*" if style.argument == "floats" else rule.argument
-    return (InputMove(src.at(rule.seq_dim), inside.at(rule.seq_dim), argument),)
+    return (InputMove(src.at(rule.seq_dim), inside.at(rule.seq_dim), argument, rule.regather),)
 
 
 def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int | None) -> OutputMove | None:

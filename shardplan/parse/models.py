@@ -160,6 +160,12 @@ class RuleOptions(_Model):
         "by something that every rank computes in full, like an auxiliary loss on router logits.",
         examples=[[0]],
     )
+    regather: bool = Field(
+        default=_default(Rule, "regather"),
+        description="Keep the rank's shard of the sequence for the backward pass in place of the gathered one, and gather "
+        "it again there: less memory for one more all-gather.",
+        examples=[True],
+    )
 
 
 Entry = TypeAliasType(

@@ -17,6 +17,7 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "divides": lambda style: True,
     "seq_dim": lambda style: style.seq_option,
     "read_outside": lambda style: style.read_outside_option,
+    "regather": lambda style: style.regather_option,
 }
 OUTPUTS = ("gather", "all_reduce", "reduce_scatter")
 

@@ -156,7 +156,7 @@ def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
 def _moves(module: ModuleProgram) -> Iterator[str]:
     for boundary in module.enter:
         argument = {"*": "floats ", None: ""}.get(boundary.argument, f"{boundary.argument} ")
-        yield f"in {argument}{boundary.src} -> {boundary.dst}"
+        yield f"in {argument}{boundary.src} -> {boundary.dst}{', again in backward' if boundary.regather else ''}"
     if module.leave is not None:
         yield f"out {leaving(module)}"
     if module.group:
@@ -201,4 +201,16 @@ def _collectives(program: Program, paint: Paint) -> list[str]:
     for when, counter in counts.items():
         said = ", ".join(f"{counter[op]} {op.replace('_', '-')}" for op in COLLECTIVES if counter[op])
         lines.append(f"  {when}: {said or 'none'}")
+    lines += _trade(program)
     return lines if counts else [f"{lines[0]}: none"]
+
+
+def _trade(program: Program) -> list[str]:
+    """What gathering again in backward costs, and what it saves."""
+    doors = sum(boundary.regather for module in program.modules.values() for boundary in module.enter)
+    if not doors:
+        return []
+    return [
+        f"  {doors} of the all-gathers in backward gather again (regather): each sends the bytes of its all-gather in forward "
+        "once more, and what is kept of its value until then is a rank's shard"
+    ]

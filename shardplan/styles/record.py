@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardplan.core.layout import SEQ, Layout
+from shardplan.core.layout import SEQ, I, Layout, R, V
 from shardplan.core.tree import ModuleKind
 
 Features = Literal["out", "in"]
@@ -131,6 +131,11 @@ class Style:
     def read_outside_option(self) -> bool:
         """Whether `read_outside:` may be said: outputs that the style does not move are equal on all ranks (R)."""
         return self.kinds is None and self.computes is None and (self.inside is None or self.inside.kind == "R")
+
+    @property
+    def regather_option(self) -> bool:
+        """Whether `regather:` may be said: what arrives is gathered along the sequence."""
+        return self.takes == (V(SEQ),) and self.inside in (R, I)
 
     @property
     def is_door(self) -> bool:

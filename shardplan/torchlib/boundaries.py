@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.layout import I, P, R
 from shardplan.core.program import InputMove, ModuleProgram
@@ -16,6 +18,7 @@ from .moves import move
 from .outputs import as_dtensor, move_tail, on_first
 from .parameters import owner_of
 from .reading import read
+from .regather import note
 from .regime import Shared
 
 Programs = Mapping[bool, ModuleProgram]
@@ -39,7 +42,13 @@ class Enter:
             src = boundary.src
             if program.link == "door":
                 src = P if self.shared.link.take(x) else I
-            return move(x, self.mesh, src, boundary.dst)
+            if not boundary.regather:
+                return move(x, self.mesh, src, boundary.dst)
+            if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
+                return checkpoint(move, x, self.mesh, src, boundary.dst, use_reentrant=False)
+            whole = move(x, self.mesh, src, boundary.dst)
+            note(whole, x, self.mesh, src.dim)
+            return whole
 
         if boundary.argument == "*":
 

@@ -19,6 +19,7 @@ from .meshes import Group
 from .private import private
 
 _below_autograd = private("below_autograd")
+_unsafe_view = torch.ops.aten._unsafe_view.default
 _operators = torch.ops._c10d_functional
 _wait = _operators.wait_tensor.default
 _traced = {name: private(name) for name in ("all_reduce", "all_gather", "reduce_scatter")}
@@ -68,8 +69,8 @@ def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
     dim, ranks = dim % x.ndim, mesh.size()
     stacked = _run(_operators.all_gather_into_tensor.default, x.contiguous(), ranks, _name(mesh))
     whole = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-    if prod(x.shape[:dim]) == 1:
-        return stacked.view(whole)
+    if prod(x.shape[:dim]) == 1:  # no copy; and no view of what nobody else has, which could not be changed in place
+        return _unsafe_view(stacked, whole)
     return stacked.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
 
 

@@ -46,6 +46,9 @@ NAMES: dict[str, Private] = {
     "below_autograd": Private(
         (("torch._C", "_AutoDispatchBelowAutograd"),), "collectives without autograd's Python part"
     ),
+    "top_saved_tensors_hooks": Private(
+        (("torch._C._autograd", "_top_saved_tensors_default_hooks"),), "leaving what is saved to a checkpoint around"
+    ),
     "current_graph_task_id": Private(
         (("torch._C", "_current_graph_task_id"),), "knowing whether a forward is run again by a backward"
     ),

@@ -19,6 +19,7 @@ from .forward import wrap_forward
 from .outputs import gather_hidden_states
 from .parameters import LocalParameters, ParametersBelow, distribute, owner_of
 from .reading import Reads
+from .regather import Regather
 from .regime import Shared
 from .sums import Collects
 from .vocabulary import VocabularyLookup
@@ -74,6 +75,8 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, LocalParameters(gradients, regime, withheld))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
+        if any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
+            wrap_forward(module, Regather())
         if program.also_reads:
             members = {
                 mode: tuple((*owner_of(module.get_submodule(owner), p.name), p.gradient) for owner, p in pr.also_reads)
