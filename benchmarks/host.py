@@ -1,118 +1,92 @@
-"""Host time of one sharded layer, eager and compiled: `python -m benchmarks.host`.
+"""Host time of one sharded layer: `python -m benchmarks.host`.
 
-A Llama with the group of processes that torch calls "fake": collectives are called and do nothing, so what is measured is what
-the host does. Time is the process's CPU time; of one layer it is the difference between two depths, divided by theirs.
+With the process group that torch calls "fake", collectives are called and do nothing, so what is measured is what the host
+does. Time is CPU time of the process; of one layer it is the difference between two depths, divided by theirs.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
-warnings.filterwarnings("ignore")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import LlamaConfig
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
-from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
-
-import shardplan  # noqa: E402
+from .page import table
+from .ways import Way, compiled, fake_ranks, fresh, llama, planned, stock_sp, stock_tp, with_fsdp
 
 TP = 2
 DEPTHS = (2, 10)
-HIDDEN, HEADS, KV_HEADS, INTER, SEQ, BATCH = 64, 4, 2, 128, 16, 1
+SIZE = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+SEQ, BATCH = 16, 1
+TEXT = """## Host time of a layer
+
+`python -m benchmarks.host`: CPU time of the host for a layer of Llama, forward and backward (hidden {hidden_size}, {seq} tokens:
+the kernels take next to nothing), against the same layer with the dimensions that a rank has and no parallelism. tp {tp}, the
+group of processes is fake; under FSDP2 both sides have it. Median of {repeats} pairs, and the middle half of them.
+"""
 
 
-def config(layers: int, share: int = 1) -> LlamaConfig:
-    """Of the whole model, or of one with the dimensions that a rank's layers have."""
-    return LlamaConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=INTER // share,
-        num_hidden_layers=layers,
-        num_attention_heads=HEADS // share,
-        num_key_value_heads=KV_HEADS // share,
-        head_dim=HIDDEN // HEADS,
-        vocab_size=512,
-        use_cache=False,
-    )
+def own_share(config: LlamaConfig) -> LlamaConfig:
+    """The dimensions that one rank's layers have."""
+    shares = ("intermediate_size", "num_attention_heads", "num_key_value_heads")
+    smaller = {name: getattr(config, name) // TP for name in shares}
+    return LlamaConfig(**{**config.to_dict(), **smaller, "head_dim": config.hidden_size // config.num_attention_heads})
 
 
-@contextmanager
-def fake_ranks(dp: int = 1) -> Iterator[torch.distributed.device_mesh.DeviceMesh]:
-    dist.init_process_group("fake", rank=0, world_size=dp * TP, store=FakeStore())
-    try:
-        yield init_device_mesh("cpu", (dp, TP), mesh_dim_names=("dp_shard", "tp"))
-    finally:
-        dist.destroy_process_group()
+def alone(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
+    return fresh(own_share(config))
+
+
+GROUPS: dict[str, tuple[Way, dict[str, tuple[Way, str]]]] = {
+    "eager": (
+        alone,
+        {
+            "TP": (partial(planned, sp=False), "<= 2.2"),
+            "SP": (partial(planned, sp=True), "<= 2.6"),
+            "torch's styles, TP": (stock_tp, ""),
+            "torch's styles, SP": (stock_sp, ""),
+        },
+    ),
+    "under FSDP2": (
+        lambda config, mesh: with_fsdp(alone(config, mesh), mesh),
+        {
+            "TP": (lambda config, mesh: with_fsdp(planned(config, mesh, sp=False), mesh), "<= 1.6"),
+            "SP": (lambda config, mesh: with_fsdp(planned(config, mesh, sp=True), mesh), "<= 1.7"),
+        },
+    ),
+    "compiled per layer": (
+        lambda config, mesh: compiled(alone(config, mesh)),
+        {
+            "TP": (partial(planned, sp=False, compile=True), "<= 2.0"),
+            "SP": (partial(planned, sp=True, compile=True), "<= 2.2"),
+        },
+    ),
+}
 
 
 def step_of(model: nn.Module) -> Callable[[], None]:
     ids = torch.randint(0, 512, (BATCH, SEQ))
+    positions = torch.arange(SEQ).unsqueeze(0)
 
     def step() -> None:
-        model(input_ids=ids).logits.sum().backward()
+        model(input_ids=ids, position_ids=positions).logits.sum().backward()
         model.zero_grad()
 
     return step
 
 
-Make = Callable[[int, torch.distributed.device_mesh.DeviceMesh], nn.Module]
-
-
-def alone(layers: int, mesh: object) -> nn.Module:
-    return AutoModelForCausalLM.from_config(config(layers, share=TP))
-
-
-def planned(layers: int, mesh: object, *, sp: bool, dp: bool = False, compile: bool = False) -> nn.Module:
-    model = AutoModelForCausalLM.from_config(config(layers))
-    sections = {"compile": {"modules": ["model.layers.*"], "backend": "inductor"} if compile else False}
-    return shardplan.apply_plan(
-        model, mesh, "llama", sequence_parallel=sp, data_parallel=dp, src_data_rank=None, **sections
-    )
-
-
-def stock(layers: int, mesh: object) -> nn.Module:
-    """torch's own styles, as its tutorial and TorchTitan's first plans have them."""
-    model = AutoModelForCausalLM.from_config(config(layers))
-    colwise = [f"self_attn.{x}_proj" for x in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
-    rowwise = ["self_attn.o_proj", "mlp.down_proj"]
-    for layer in model.model.layers:
-        plan = {**{name: ColwiseParallel() for name in colwise}, **{name: RowwiseParallel() for name in rowwise}}
-        parallelize_module(layer, mesh["tp"], plan)
-    return model
-
-
-def fsdp(model: nn.Module, mesh: object) -> nn.Module:
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh["dp_shard"])
-    return fully_shard(model, mesh=mesh["dp_shard"])
-
-
-def compiled(model: nn.Module) -> nn.Module:
-    for layer in model.model.layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True)
-    return model
-
-
-def layer_times(ways: Mapping[str, Make], mesh: object, repeats: int) -> dict[str, list[float]]:
+def layer_times(ways: Mapping[str, Way], mesh: DeviceMesh, repeats: int) -> dict[str, list[float]]:
     """CPU seconds of a layer in a step, of each way, in turns."""
-    steps = {}
-    for name, make in ways.items():
-        for depth in DEPTHS:
-            torch.manual_seed(0)
-            steps[name, depth] = step_of(make(depth, mesh))
-            for _ in range(3):
-                steps[name, depth]()
+    steps = {(name, depth): step_of(way(llama(depth, **SIZE), mesh)) for name, way in ways.items() for depth in DEPTHS}
+    for step in steps.values():
+        for _ in range(4):
+            step()
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name in ways:
@@ -127,39 +101,28 @@ def _cpu_time(step: Callable[[], None]) -> float:
     return time.process_time() - start
 
 
-def ratios(times: Mapping[str, list[float]], base: str) -> Iterator[tuple[str, float, float, float]]:
-    low = statistics.median(times[base])
-    for name, values in times.items():
-        if name != base:
-            each = sorted(v / low for v in values)
-            yield name, statistics.median(each), each[len(each) // 4], each[3 * len(each) // 4]
+def ratio(values: Sequence[float], base: Sequence[float]) -> str:
+    """The median of the pairs' ratios, and the middle half."""
+    each = [a / b for a, b in zip(values, base, strict=True)]
+    low, middle, high = statistics.quantiles(each, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+def rows(repeats: int) -> Iterator[tuple[str, str, str]]:
+    for name, (base, others) in GROUPS.items():
+        with fake_ranks(TP) as mesh:
+            times = layer_times({"": base, **{other: way for other, (way, _) in others.items()}}, mesh, repeats)
+        for other, (_, goal) in others.items():
+            yield f"{name}, {other}", goal, ratio(times[other], times[""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--repeats", type=int, default=60)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    with fake_ranks() as mesh:
-        ways = {
-            "alone": alone,
-            "TP": lambda layers, mesh: planned(layers, mesh, sp=False),
-            "SP": lambda layers, mesh: planned(layers, mesh, sp=True),
-            "stock": stock,
-        }
-        if not args.compiled:
-            times = layer_times(ways, mesh, args.repeats)
-        if args.compiled:
-            ways = {
-                "alone": lambda layers, mesh: compiled(alone(layers, mesh)),
-                "TP": lambda layers, mesh: planned(layers, mesh, sp=False, compile=True),
-                "SP": lambda layers, mesh: planned(layers, mesh, sp=True, compile=True),
-            }
-            times = layer_times(ways, mesh, args.repeats)
-        print({k: round(1e6 * statistics.median(v)) for k, v in times.items()})
-        for row in ratios(times, "alone"):
-            print(row)
+    print(TEXT.format(**SIZE, seq=SEQ, tp=TP, repeats=args.repeats))
+    print(table(("layer", "goal", "times the layer alone"), rows(args.repeats)))
 
 
 if __name__ == "__main__":

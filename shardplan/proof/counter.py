@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardplan.torchlib.private import private
 
@@ -65,6 +66,8 @@ class CollectiveCounter(private("TorchDispatchMode")):
         return Counter(call.name for call in self.calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(issubclass(one, DTensor) for one in types):
+            return NotImplemented  # DTensor carries it out, and what that takes comes here again
         namespace, _, name = func.name().partition("::")
         name = name.partition(".")[0]
         if namespace in NAMESPACES and name not in NO_COLLECTIVES:
