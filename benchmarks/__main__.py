@@ -14,8 +14,8 @@ import time
 from .page import write_section
 
 # In the order of the page. Those that need a CUDA device are asked for by name (`make bench-gpu`).
-CPU = ("layout", "loading")
-GPU = ()
+CPU = ("collectives", "kept", "host", "steps", "layout", "loading")
+GPU = ("gpu",)
 
 
 def main() -> None:

@@ -62,10 +62,13 @@ def fresh(config: LlamaConfig) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def planned(config: LlamaConfig, mesh: DeviceMesh, *, sp: bool, dp: bool = False, compile: bool = False) -> nn.Module:
-    sections = {"compile": {"modules": ["model.layers.*"]} if compile else False}
-    options = {"sequence_parallel": sp, "data_parallel": None if dp else False, "src_data_rank": None, **sections}
-    return shardplan.apply_plan(fresh(config), mesh, "llama", logits="replicated", **options)
+def planned(
+    config: LlamaConfig, mesh: DeviceMesh, *, sp: bool, compile: bool = False, regather: bool | None = None
+) -> nn.Module:
+    options = {"data_parallel": False, "compile": {"modules": ["model.layers.*"]} if compile else False}
+    return shardplan.apply_plan(
+        fresh(config), mesh, "llama", sequence_parallel=sp, regather=regather, src_data_rank=None, **options
+    )
 
 
 def stock_tp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:

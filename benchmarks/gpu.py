@@ -1,0 +1,179 @@
+"""A step of one rank on a CUDA device, at real layer sizes: `python -m benchmarks.gpu`.
+
+One process, a fake process group of eight: collectives are called and nothing is sent, so what is measured is what a rank
+computes, launches and keeps. Layers of Llama-3.1-8B and Qwen3-30B-A3B in bfloat16; a layer is the difference of two depths.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+import shardplan
+
+from .page import table
+from .ways import SHAPES
+
+TP = 8
+DEPTHS = (1, 3)
+SEQ, BATCH = 8192, 1
+MODELS = {
+    "Llama-3.1-8B": ("llama", {**SHAPES["8B"], "num_key_value_heads": 8}),
+    "Qwen3-30B-A3B": (
+        "qwen3_moe",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,  # 4 in the model: tp 8 must divide them
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
+}
+TEXT = """## A rank's step on a GPU
+
+`python -m benchmarks.gpu` on {device}, torch {torch}: a layer's forward and backward on one of {tp} ranks, {batch} x {seq:,} tokens,
+bfloat16, collectives not carried out. Kernel time is the sum over kernels; the step lies between events on the device; the gap
+is what of it no kernel ran; kept is the memory that the forward leaves for the backward. Medians of {repeats}.
+"""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of one step: times in milliseconds, memory in MiB."""
+
+    step: float
+    kernels: float
+    kept: float
+    peak: float
+
+    def per_layer(self, fewer: Figures) -> tuple[float, float, float, float]:
+        layers = DEPTHS[1] - DEPTHS[0]
+        step, kernels, kept, peak = (
+            (getattr(self, name) - getattr(fewer, name)) / layers for name in ("step", "kernels", "kept", "peak")
+        )
+        return step, kernels, kept, peak
+
+
+def config_of(name: str, layers: int) -> PretrainedConfig:
+    kind, shape = MODELS[name]
+    return AutoConfig.for_model(kind, **shape, num_hidden_layers=layers, vocab_size=1024, use_cache=False)
+
+
+def built(config: PretrainedConfig, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def planned(config: PretrainedConfig, mesh: DeviceMesh, device: str, **options: object) -> nn.Module:
+    model = built(config, device)
+    options = {"data_parallel": False, "compile": False, "logits": "replicated", **options}
+    return shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, **options)
+
+
+def stock(config: PretrainedConfig, mesh: DeviceMesh, device: str) -> nn.Module:
+    plan = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
+        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
+        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
+        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
+        "model.layers.*.mlp.up_proj": ColwiseParallel(),
+        "model.layers.*.mlp.down_proj": RowwiseParallel(),
+        "lm_head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(built(config, device), mesh, plan, src_data_rank=None)
+
+
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    "torch's styles, TP": stock,
+    "TP": partial(planned, sequence_parallel=False),
+    "SP": partial(planned, sequence_parallel=True),
+    "SP, regather": partial(planned, sequence_parallel=True, regather=True),
+    "TP, compiled": partial(planned, sequence_parallel=False, compile=True),
+    "SP, compiled": partial(planned, sequence_parallel=True, compile=True),
+}
+DENSE_ONLY = {"torch's styles, TP"}  # torch has no style for stacks of experts
+
+
+def measured(model: nn.Module, repeats: int) -> Figures:
+    ids = torch.randint(0, 1024, (BATCH, SEQ), device="cuda")
+
+    def forward() -> torch.Tensor:
+        return model(input_ids=ids, position_ids=torch.arange(SEQ, device="cuda")[None]).logits.float().mean()
+
+    for _ in range(3):
+        forward().backward()
+        model.zero_grad()
+    times, kept, peaks = [], [], []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        loss = forward()
+        kept.append((torch.cuda.memory_allocated() - before) / 2**20)
+        loss.backward()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+        peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+        model.zero_grad()
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        forward().backward()
+        torch.cuda.synchronize()
+    kernels = sum(event.self_device_time_total for event in prof.key_averages()) / 1000
+    return Figures(*map(statistics.median, (times, [kernels], kept, peaks)))
+
+
+def rows(repeats: int) -> Iterator[tuple[str, ...]]:
+    for name in MODELS:
+        for way, make in WAYS.items():
+            if way in DENSE_ONLY and name != "Llama-3.1-8B":
+                continue
+            print(name, way, file=sys.stderr, flush=True)
+            found = []
+            for depth in DEPTHS:
+                torch.compiler.reset()
+                dist.init_process_group("fake", rank=0, world_size=TP, store=FakeStore())
+                mesh = init_device_mesh("cuda", (TP,), mesh_dim_names=("tp",))
+                found.append(measured(make(config_of(name, depth), mesh, "cuda"), repeats))
+                dist.destroy_process_group()
+                torch.cuda.empty_cache()
+            step, kernels, kept, peak = found[1].per_layer(found[0])
+            numbers = (step, kernels, max(0.0, step - kernels))
+            yield name, way, *(f"{n:.2f}" for n in numbers), f"{kept:,.0f}", f"{peak:,.0f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu needs a CUDA device")
+    device = torch.cuda.get_device_name()
+    print(TEXT.format(device=device, torch=torch.__version__, tp=TP, batch=BATCH, seq=SEQ, repeats=args.repeats))
+    header = ("model", "plan", "step, ms", "kernels, ms", "gaps, ms", "kept, MiB", "peak, MiB")
+    print(table(header, rows(args.repeats)))
+
+
+if __name__ == "__main__":
+    main()
