@@ -33,7 +33,7 @@ from shardplan.proof.counter import CollectiveCounter
 from shardplan.styles import STYLES, stored
 from shardplan.styles.adapters import DIVIDED, adapter_style
 from shardplan.styles.record import WHOLE, WHOLE_PARTIAL, ParameterStyle
-from shardplan.torchlib import parameters as torchlib_parameters
+from shardplan.torchlib import reading
 from shardplan.twin import Twin, make_twin
 from tests.proofs import (
     Case,
@@ -300,7 +300,7 @@ def test_the_numeric_proof_says_the_same(monkeypatch, part, shard, names, sp):
 
 
 def test_a_reduction_that_is_missing_at_run_time_is_refuted(monkeypatch):
-    monkeypatch.setattr(torchlib_parameters, "sum_gradients", lambda mesh, tensors, dtype=None: tuple(tensors))
+    monkeypatch.setattr(reading, "summed", lambda mesh, tensors, dtype: list(tensors))
     wrong = case("llama", 2, sp=True).wrong()
     assert wrong and all(("lora_A" in n) != ("o_proj" in n or "down_proj" in n) for n in wrong)
 

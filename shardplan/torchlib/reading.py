@@ -56,10 +56,7 @@ def _zeros(like: tuple) -> Tensor:
 def _placed(gradient: Tensor, i: int, ctx: Any) -> DTensor:
     if gradient.stride() != ctx.like[i][1]:
         gradient = gradient.contiguous()
-    # A copy, as torch makes one too: a specification may be changed in place. (copy.copy takes several times as long.)
-    spec = object.__new__(type(ctx.specs[i]))
-    spec.__dict__.update(ctx.specs[i].__dict__)
-    return DTensor(gradient, spec, requires_grad=False)
+    return DTensor(gradient, ctx.specs[i], requires_grad=False)
 
 
 def read(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Tensor | None:
