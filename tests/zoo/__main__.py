@@ -14,7 +14,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from .entry import SIZES, Collectives, Entry, entry, has  # noqa: E402
+from .entry import SIZES, Collectives, Entry, counted_again, entry, has  # noqa: E402
 from .init import by_init as made_by_init  # noqa: E402
 from .table import arguments, fill, read  # noqa: E402
 
@@ -29,21 +29,27 @@ sequence_parallel section.
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
   ranks; what is whole is named where it is at least a hundredth of them.
 - "collectives": of a step of the small copy at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
-  same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table.
+  same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table. More of them
+  backward are the minimum too where no choice of what is reduced has no more collectives and no more elements
+  (tests/zoo/doors.py, decision 0032).
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
   at the first size, and with SP; "more": it communicates more than the minimum of what it splits (`python -m tests.zoo --init`).
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
 parallelism too, {wrong} wrong. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
-for {init_sp}, wrong for {init_wrong}; it communicates at the minimum for {init_least}.
+for {init_sp}, wrong for {init_wrong}; with TP it communicates at the minimum for {init_least}, {init_fewest} of them with the
+fewest collectives.
 
 """
 
 MORE = """
-More collectives than the minimum: results of fused matrices whose parts are not heads in a row, norms over all heads and
-other code between the matrices that needs all of their result are gathered and split again; in latent attention the
-reduction is behind the small latent matrices, not in front of them, three for the queries, the keys and the rotary part, of
-fewer bytes than one of the hidden size; a block with two norms of the same value (GPT-NeoX) has a door behind each.
+More communication than the minimum: results of fused matrices whose parts are not heads in a row, norms over all heads and
+other code between the matrices that needs all of their result are gathered and split again; a block with two norms, or
+several mixes, of the same value (GPT-NeoX, RWKV, the hyper-connections of Qwen4) has a door behind each, where one in front
+would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by one (AXK1) have a
+door each. In latent attention the reduction is behind the small latent matrices, not in front of them: three for the
+queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. In Youtu the
+three together are wider than the hidden state, and one in front would do.
 """
 
 
@@ -72,6 +78,7 @@ def page(found: Sequence[Entry]) -> str:
             init_tp=sum(has(e.init, "tp") for e in found),
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
             init_least=sum(has(e.init, "tp") and "tp" not in e.init_more for e in found),
+            init_fewest=sum(has(e.init, "tp") and "tp" not in e.init_more and not e.choices for e in found),
             init_wrong=sum(any(not right(text) for text in e.init.values()) for e in found),
         )
         + "\n".join(lines)
@@ -87,10 +94,17 @@ def share(e: Entry) -> str:
 
 def communication(e: Entry) -> str:
     """The collectives of each variant, and the minimum where it is less."""
-    return "; ".join(
-        f"{word.upper()} {total(found)}" + (f" of {total(e.minimum[word])}" if e.more(word) else "")
-        for word, found in e.collectives.items()
-    )
+    return "; ".join(f"{word.upper()} {total(found)}" + _less(e, word) for word, found in e.collectives.items())
+
+
+def _less(e: Entry, word: str) -> str:
+    if not e.more(word):
+        return ""
+    if word == "tp" and e.choices:
+        count, token, _ = e.reduced
+        n, least, _ = next(better for better in e.choices if better[0] <= count and better[1] <= token)
+        return f" of {total({**e.minimum[word], 'backward': {'all_reduce': int(n)}})} ({least / token:.0%} of the elements)"
+    return f" of {total(e.minimum[word])}"
 
 
 def total(found: Collectives) -> str:
@@ -115,10 +129,13 @@ def right(text: str) -> bool:
 def main(argv: list[str]) -> int:
     parser = arguments("python -m tests.zoo")
     parser.add_argument("--init", action="store_true", help="what `shardplan init` writes, not the built-in plans")
+    parser.add_argument("--count", action="store_true", help="count again what the plans communicate; prove nothing")
     args = parser.parse_args(argv)
     known = read(args.table)
     rows = [known.get(name, Entry(name)) for name in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
-    make, said = (made_by_init, lambda e: (e.init, e.init_more)) if args.init else (made_again, _said)
+    make, said = (counted_again, lambda e: (e.reduced, e.more("tp"))) if args.count else (made_again, _said)
+    if args.init:
+        make, said = made_by_init, lambda e: (e.init, e.init_more)
     found = fill(rows, make, page, said, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
     return int(any(not right(text) for texts in verdicts for text in texts.values()))

@@ -16,15 +16,20 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
+from shardplan.layout import Workbench, check_layout
 from shardplan.lower import lower, split_parameters
 from shardplan.lower.collectives import expected_collectives
 from shardplan.models import choose_plan
+from shardplan.models.tree import tree_of
+from shardplan.optimise import optimise
 from shardplan.parse import builtin_plans, parse_plan
+from shardplan.twin import make_twin
 from shardplan.twin.trace import Trace
 from tests.model_settings import find
 from tests.soundness.judge import Subject, judge, subject
 
-from .minimum import minimum
+from .doors import Size, dominated
+from .minimum import choices, minimum, spent
 
 SIZES = (2, 4)
 WORTH_SAYING = 0.01  # of the parameters inside the layers
@@ -48,6 +53,9 @@ class Entry:
         whole: what is not: part of a layer -> its share.
         collectives: at tp 2, by variant.
         minimum: the fewest that the same split allows.
+        reduced: with TP, where the backward pass has more than these and the forward pass has not: its collectives, and how
+            many elements they reduce for each token, and whatever the number of tokens.
+        choices: there, the same of each choice of doors that no other is as good as (doors.py).
         init: the verdicts of the plan that `init` writes.
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
         reason: why there is no plan, or no verdict.
@@ -63,6 +71,8 @@ class Entry:
     whole: dict[str, float] = field(default_factory=dict)
     collectives: dict[str, Collectives] = field(default_factory=dict)
     minimum: dict[str, Collectives] = field(default_factory=dict)
+    reduced: list[float] = field(default_factory=list)
+    choices: list[list[float]] = field(default_factory=list)
     init: dict[str, str] = field(default_factory=dict)
     init_more: list[str] = field(default_factory=list)
     reason: str = ""
@@ -80,12 +90,22 @@ class Entry:
         return has(self.verdicts, variant)
 
     def more(self, variant: str) -> bool:
-        """Whether a variant runs more of any operation than the minimum."""
-        return any(
-            n > self.minimum[variant][when].get(operation, 0)
-            for when, counts in self.collectives[variant].items()
-            for operation, n in counts.items()
-        )
+        """Whether a variant communicates more than it has to: it runs more of an operation than the minimum, and for its
+        backward reductions another choice of doors is better."""
+        if not any(self.exceeds(variant, when) for when in self.collectives[variant]):
+            return False
+        return variant != "tp" or not self.choices or self.is_beaten
+
+    def exceeds(self, variant: str, when: str) -> bool:
+        """Whether a variant runs more of any operation than the minimum, "forward" or "backward"."""
+        least = self.minimum[variant][when]
+        return any(n > least.get(operation, 0) for operation, n in self.collectives[variant][when].items())
+
+    @property
+    def is_beaten(self) -> bool:
+        """Whether a choice of doors is better."""
+        count, *size = self.reduced
+        return dominated({int(n): Size(*least) for n, *least in self.choices}, int(count), Size(*size))
 
 
 def has(verdicts: Mapping[str, str], variant: str) -> bool:
@@ -139,14 +159,50 @@ def proven(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subj
     counted = {
         word: resolved for (word, tp), (_, resolved) in verdicts.items() if resolved is not None and tp == SIZES[0]
     }
-    bench = small[SIZES[0]].bench
-    return Entry(
-        name,
-        plan.name,
-        {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()},
+    one = Entry(name, plan.name, {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()})
+    return communicating(one, counted, small[SIZES[0]].bench, tree)
+
+
+def communicating(one: Entry, counted: Mapping[str, ResolvedPlan], bench: Workbench, tree: ModuleTree) -> Entry:
+    """The entry with what a plan communicates.
+
+    Args:
+        counted: variant -> the plan as it is lowered.
+        bench: the small copy that it is bound to.
+        tree: the model's own.
+    """
+    one = replace(
+        one,
         collectives={word: collectives(resolved, bench.reference) for word, resolved in counted.items()},
         minimum={word: minimum(resolved, bench) for word, resolved in counted.items()},
+        reduced=[],
+        choices=[],
     )
+    if "tp" not in counted or one.exceeds("tp", "forward") or not one.exceeds("tp", "backward"):
+        return one
+    count, size = spent(counted["tp"], bench, tree)
+    frontier = choices(counted["tp"], bench, tree)
+    return replace(one, reduced=[count, *size], choices=[[n, *least] for n, least in sorted(frontier.items())])
+
+
+def counted_again(before: Entry) -> Entry:
+    """The entry of a type whose plan was proven, with what it communicates counted again."""
+    torch.set_num_threads(1)
+    if before.plan is None:
+        return before
+    found, plan = find(before.name), parse_plan(before.plan).plan
+    twin = make_twin(found, tp=SIZES[0], experts_implementation="eager")
+    model = twin.build()
+    inputs = twin.inputs(kind=twin.kinds[0])
+    if "output_router_logits" in vars(model.config):
+        inputs["output_router_logits"] = True
+    bench = Workbench(model, inputs, tree_of(model))
+    counted = {}
+    for word in before.collectives:
+        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=SIZES[0]), sequence_parallel=word == "sp")
+        report = check_layout(resolved, bench, help=False)
+        counted[word] = optimise(replace(resolved, arrivals=report.arrivals, elsewhere=report.elsewhere), report)
+    return communicating(before, counted, bench, found.tree)
 
 
 def judged(

@@ -8,6 +8,9 @@ what stands before the part needs whole; only that of a table's rows needs none,
 arXiv 1909.08053; with the sequence split each reduction is a reduce-scatter and each part begins with an all-gather, arXiv
 2205.05198). Whole parameters that meet split values have partial gradients, which one all-reduce for each block sums; with
 the sequence split those of all whole parameters are.
+
+The fewest are not always the least to reduce: what a plan has more of backward is weighed by doors.py. That a statistic over
+split features (a norm over all heads) needs a sum too is left out.
 """
 
 from __future__ import annotations
@@ -18,15 +21,21 @@ from functools import cached_property
 from typing import Literal
 
 from shardplan.core.layout import SEQ, I, V
+from shardplan.core.moves import move_ops
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.tree import block, element
+from shardplan.core.program import ModuleProgram
+from shardplan.core.tree import ModuleTree, block, element, full_name
 from shardplan.layout import Workbench
-from shardplan.lower import split_parameters
+from shardplan.lower import lower, split_parameters
 from shardplan.styles import STYLES
 from shardplan.synth.flow import Flow
-from shardplan.twin.trace import Event
+from shardplan.twin.trace import Event, Trace
+
+from .doors import NOTHING, Doors, Effect, Frontier, Size
+from .sizes import Sizes, tokens
 
 Features = Literal["out", "in", "rows"]
+SHARES = {"all_reduce": 1.0, "all_gather": 0.5, "reduce_scatter": 0.5}  # of what an all-reduce of a value moves
 Kind = Literal["whole", "split", "sum"]
 
 # What of a sum makes a sum.
@@ -36,6 +45,47 @@ LINEAR = frozenset(
     sum movedim __setitem__ cat type half bfloat16 T.__get__""".split()
 )
 SCALING = frozenset("mul __mul__ __rmul__ div __truediv__ mul_ __imul__".split())  # this too, by a whole factor
+
+
+def spent(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> tuple[int, Size]:
+    """What a plan without sequence parallelism reduces backward: how many collectives, of how much.
+
+    Args:
+        resolved: as it is lowered.
+        bench, tree: see `minimum`.
+    """
+    count, size = 0, NOTHING
+    sizes = Sizes(Flow(bench.reference, bench.tree), tree, tokens(bench))
+    times = Counter(event.module for event in bench.reference.events if event.kind == "enter")
+    programs = lower(resolved).modules
+    for name, program in programs.items():
+        count += times[name] * bool(program.group)
+        size += Size(0, sum(sizes.parameter(full_name(full_name(name, module), p)) for module, p in program.group))
+    for event in bench.reference.events:
+        program = programs.get(event.module)
+        for number, share in () if program is None else _moved(bench.reference, event, program):
+            count += 1
+            size += Size(sizes.value(number) * share, 0)
+        if program is not None and program.tail and event.kind == "leave":
+            count += 1
+            size += Size(tree.numbers[STYLES[program.style].tail], 0)
+    return count, size
+
+
+def _moved(run: Trace, event: Event, program: ModuleProgram) -> Iterator[tuple[int, float]]:
+    """The values whose gradient a module's moves communicate, and how much of an all-reduce of it that is."""
+    if event.kind == "enter":
+        named = dict(zip(event.names, event.inputs, strict=True))
+        for move in program.enter:
+            share = SHARES.get(move_ops(move.src, move.dst).backward, 0)
+            moved = event.inputs if move.argument == "*" else (named.get(move.argument or event.names[0]),)
+            if share:
+                yield from ((number, share) for number in moved if number is not None and run.requires_grad[number])
+    if event.kind == "leave":
+        if program.leave is not None and program.link != "source" and program.joins is None:
+            share = SHARES.get(move_ops(program.leave.src, program.leave.dst).backward, 0)
+            if share:
+                yield event.inputs[0], share
 
 
 def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int]]:
@@ -63,6 +113,18 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
         when: {op: n for op, n in sorted(counts.items()) if n}
         for when, counts in (("forward", forward), ("backward", backward))
     }
+
+
+def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Frontier:
+    """What a step without sequence parallelism has to reduce backward, by where it is reduced.
+
+    Args:
+        resolved, bench: see `minimum`.
+        tree: the model's own, for the sizes.
+    """
+    flow = Flow(bench.reference, bench.tree)
+    run = Reductions(flow, split_features(resolved))
+    return Doors(flow, run.effects, Sizes(flow, tree, tokens(bench)), run.home).frontier
 
 
 def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
@@ -107,6 +169,7 @@ class Reductions:
         self.kinds: dict[int, Kind] = {}
         self.roots: dict[int, int] = {}  # a value -> the sum in it
         self.count = 0
+        self.effects: dict[int, Effect] = {}
         for event in flow.run.events:
             if event.kind == "op":
                 self._step(event)
@@ -142,6 +205,10 @@ class Reductions:
         events = [event for event in self.flow.run.events if event.kind == "op"]
         first = next(i for i, event in enumerate(events) if element(block(event.module)))
         return any(numbers[name] in event.inputs for event in events[first:])
+
+    def home(self, name: str) -> str | None:
+        """Where the gradient of a whole parameter is reduced; None of one that is split, or added after the sum."""
+        return None if self._is_split(name) else _home(name)
 
     def _meets_split(self, parameter: int) -> bool:
         seen, queue = {parameter}, [parameter]
@@ -194,13 +261,29 @@ class Reductions:
         elif features is not None or "split" in given:
             self._reduce(event)
             self._give(event, "split")
+            self._note(event, self._effect(event, features))
         elif "sum" in given:
             if event.name in LINEAR or (event.name in SCALING and given.count("sum") == 1):
+                self._note(event, "scaled" if event.name in SCALING else "residual")
                 self._hand_on(event)
             else:
                 self._reduce(event)
 
+    def _effect(self, event: Event, features: Features | None) -> Effect:
+        """Of an operation with a split result; logits are gathered, and what is made of them is whole."""
+        if features is not None:
+            made = next((self.flow.products[n] for n in event.outputs if n in self.flow.products), None)
+            is_head = made is not None and self.split.get(made.name) == "out" and not element(block(made.name))
+            return "gathered" if is_head else "split"
+        said = {self.effects.get(n) for n in event.inputs if self._kind(n) == "split"}
+        return "logits" if said <= {"gathered", "logits"} else "split"
+
+    def _note(self, event: Event, effect: Effect) -> None:
+        self.effects.update((n, effect) for n in event.outputs if n not in event.inputs)
+
     def _give(self, event: Event, kind: Kind) -> None:
+        if kind == "sum":
+            self._note(event, "sum")
         for number in event.outputs:
             self.roots.pop(number, None)
             self.kinds[number] = kind

@@ -1,0 +1,165 @@
+"""The judge of communication (tests/zoo/minimum.py, doors.py) on small modules whose answer is known by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardplan.bind import bind
+from shardplan.core.mesh import MeshSizes
+from shardplan.layout import Workbench, check_layout
+from shardplan.models.tree import tree_of
+from shardplan.optimise import optimise
+from shardplan.parse import parse_plan
+from tests.zoo.doors import Frontier, Size, dominated, joined, least
+from tests.zoo.minimum import choices, minimum, spent
+
+HIDDEN, INNER = 32, 16
+SPLIT = {"layers.*.{a,b}": "colwise", "layers.*.o": "rowwise", "head": "colwise_gather_output"}
+HEAD = HIDDEN  # its door
+DOOR = "input_with_grad_allreduce"
+
+
+class Model(nn.Module):
+    """Two blocks between a table and a norm; the table is whole.
+
+    Args:
+        block: makes one.
+    """
+
+    def __init__(self, block):
+        super().__init__()
+        self.embed = nn.Embedding(11, HIDDEN)
+        self.layers = nn.ModuleList([block() for _ in range(2)])
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, 12, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)).float().log_softmax(-1)
+
+
+class Plain(nn.Module):
+    """Two matrices read one norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.a, self.b = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.o = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.o(self.a(y) * self.b(y))
+
+
+class TwoNorms(Plain):
+    """Each matrix reads a norm of its own, of the same value (GPT-NeoX)."""
+
+    def __init__(self):
+        super().__init__()
+        self.other_norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.o(self.a(self.norm(x)) * self.b(self.other_norm(x)))
+
+
+class Latent(nn.Module):
+    """Each matrix reads a whole latent value of its own (latent attention).
+
+    Args:
+        width: of each.
+    """
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.down_a, self.down_b = (nn.Linear(HIDDEN, width, bias=False) for _ in range(2))
+        self.a, self.b = (nn.Linear(width, INNER, bias=False) for _ in range(2))
+        self.o = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.o(self.a(self.down_a(x)) * self.b(self.down_b(x)))
+
+
+class Case:
+    """A plan for a model.
+
+    Args:
+        block: makes one of its blocks.
+        rules: beside those that split.
+        own: makes a block of the model whose small copy this is; None is the same.
+        merged: with the passes that save communication.
+    """
+
+    def __init__(self, block, rules=None, *, own=None, merged=False):
+        torch.manual_seed(0)
+        model = Model(block)
+        tree = tree_of(model)
+        bench = Workbench(model, {"input_ids": torch.arange(8).view(2, 4)}, tree)
+        document = {"version": "1", "name": "case", "tensor_parallel": {**SPLIT, **(rules or {})}}
+        plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2), sequence_parallel=False)
+        report = check_layout(plan, bench)
+        assert not findings and report.ok, [*findings, *report.diagnostics]
+        plan = replace(plan, arrivals=report.arrivals)
+        plan = optimise(plan, report) if merged else plan
+        real = tree if own is None else tree_of(Model(own))
+        self.frontier: Frontier = choices(plan, bench, real)
+        self.spent = spent(plan, bench, real)
+        self.fewest = minimum(plan, bench)["backward"]["all_reduce"]
+
+    @property
+    def is_beaten(self) -> bool:
+        return dominated(self.frontier, *self.spent)
+
+
+def test_one_door_for_all_readers_of_a_value() -> None:
+    """A block has one; without, each reader reduces, and that is not the minimum."""
+    merged, without = Case(Plain, merged=True), Case(Plain)
+    assert merged.frontier == without.frontier == {3: Size(2 * HIDDEN + HEAD, 0)}
+    assert merged.fewest == 3
+    assert merged.spent == (3, Size(2 * HIDDEN + HEAD, 0)) and not merged.is_beaten
+    assert without.spent == (5, Size(4 * HIDDEN + HEAD, 0)) and without.is_beaten
+
+
+def test_one_door_in_front_of_two_norms() -> None:
+    """A door behind each is as many collectives as one in front and one for the norms' parameters, of twice the size."""
+    case = Case(TwoNorms)
+    assert case.frontier == {5: Size(2 * HIDDEN + HEAD, 2 * 4 * HIDDEN)}
+    assert case.spent == (5, Size(4 * HIDDEN + HEAD, 0)) and case.is_beaten
+
+
+BEHIND = {"layers.*.down_{a,b}": "replicate"}
+
+
+@pytest.mark.parametrize(("width", "beaten"), [(8, False), (32, True), (48, True)])
+def test_doors_behind_latents_are_worth_it_where_these_are_narrow(width: int, beaten: bool) -> None:
+    """As many collectives as one in front and one for the matrices in between; less for each token where both latents
+    together are narrower than the hidden state."""
+    case = Case(lambda: Latent(width), BEHIND)
+    in_front = (5, Size(2 * HIDDEN + HEAD, 2 * 2 * HIDDEN * width))
+    behind = (5, Size(2 * 2 * width + HEAD, 0))
+    assert case.spent == behind
+    assert dict([min(in_front, behind)]) == case.frontier
+    assert case.is_beaten == beaten
+    assert dominated(case.frontier, *in_front) != beaten
+
+
+def test_the_sizes_are_the_models_own() -> None:
+    """In the small copy the latents are narrow, in the model they are not."""
+    assert not Case(lambda: Latent(8), BEHIND).is_beaten
+    case = Case(lambda: Latent(8), BEHIND, own=lambda: Latent(64))
+    assert case.spent == (5, Size(2 * 2 * 64 + HEAD, 0))
+    assert case.is_beaten
+
+
+def test_choices_that_no_other_is_as_good_as() -> None:
+    found = least([(3, Size(5, 0)), (2, Size(9, 0)), (2, Size(7, 1)), (4, Size(5, 0)), (4, Size(5, -1))])
+    assert found == {2: Size(7, 1), 3: Size(5, 0), 4: Size(5, -1)}
+    assert joined({1: Size(4, 0), 2: Size(1, 0)}, {1: Size(1, 7)}) == {2: Size(5, 7), 3: Size(2, 7)}
+    assert not dominated(found, 3, Size(5, 0))
+    assert dominated(found, 3, Size(6, 0)) and dominated(found, 5, Size(5, -1))
