@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.compiler.early import look_early
-from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, plan_name, read_plan
+from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, read_plan
 from shardplan.compiler.variants import (
     Variants,
     any_error,

@@ -4,10 +4,10 @@ checkpoint's files."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.globs import Segment, parse_glob
@@ -23,6 +23,9 @@ from shardplan.models.words import classify
 
 from .inputs import AnyPlan, ModelSource, auto_plan, plan_name, read_plan
 from .variants import bind_variants, wanted_variants
+
+if TYPE_CHECKING:
+    from shardplan.check.facts import Facts
 
 NAMES = frozenset(("SP201", "SP202", "SP203"))
 SIZES = frozenset(("SP301", "SP302", "SP303"))
@@ -178,7 +181,8 @@ def early_findings(
         if (sizes.tp or 1) > 1:
             facts = Facts(resolved)
             wrong = [d for d in check_sizes(facts) if d.code in SIZES]
-            certain.update(d for d in wrong if checkpoint.source is not None and _is_configured(d, facts))
+            if checkpoint.source is not None and _are_configured(facts):
+                certain.update(wrong)
             found += wrong
         said = [d if d in certain else _unsure(d) for d in found if d in certain or not sure]
         findings[on] = tuple(replace(d, modules=folded.all_of(d.modules)) for d in said)
@@ -208,13 +212,13 @@ def _is_impossible(alternative: tuple[Segment, ...], stored: set[str], others: s
     return alternative[-1].literal and bool(unknown) and not others.intersection(unknown) and not any(near)
 
 
-def _is_configured(diagnostic: Diagnostic, facts: Any) -> bool:
-    """Whether the count that tp does not divide is a number of the configuration, so that the model has it too."""
+def _are_configured(facts: Facts) -> bool:
+    """Whether every count that tp must divide is a number of the configuration, so that the model has it too, and none may
+    as well be the length of a dimension that its attention splits into heads."""
     numbers = facts.resolved.tree.numbers
-    return any(diagnostic.message.startswith(start) for start in _counts(facts, numbers))
-
-
-def _counts(facts: Any, numbers: Mapping[str, int | float]) -> Iterator[str]:
-    for one in facts.requirements:
-        if numbers.get(one.what) == one.count:
-            yield f"{one.what} is {one.count}"
+    width, heads = numbers.get("head_dim", 0), numbers.get("num_attention_heads", 0)
+    in_heads = (heads * width, numbers.get("num_key_value_heads", heads) * width)
+    return all(
+        numbers.get(one.what) == one.count and not (one.kind == "features" and one.count in in_heads)
+        for one in facts.requirements
+    )

@@ -65,6 +65,8 @@ class Element:
         elements = {f"{name}.{i}" if name else i: one for name, inner in self.lists.items() for i, one in inner.items()}
         for name, end in (*self.tensors.items(), *elements.items()):
             *above, last = name.split(".")
+            if len(above) > MAX_DEPTH:
+                raise ValueError
             at = found
             for part in above:
                 at = at.setdefault(part, {})
@@ -173,7 +175,7 @@ def _classify(element: Element) -> list[Element]:
 
     def visit(one: Element) -> int:
         lists = [(name, tuple([(i, visit(e)) for i, e in inner.items()])) for name, inner in one.lists.items()]
-        first = kinds.setdefault((tuple(one.tensors.items()), *lists), one)
+        first = kinds.setdefault((tuple(sorted(one.tensors.items())), *lists), one)
         if first is one:
             one.kind = len(kinds)
         one.kind = first.kind
