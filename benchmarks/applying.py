@@ -45,9 +45,10 @@ def direct(built: nn.Module, mesh: DeviceMesh, program: Program) -> Callable[[],
 
     def run() -> None:
         parallelize_module(built, mesh["tp"], styles, src_data_rank=None)
+        data = mesh["dp_shard"]
         for name in program.resolved.dp_units:
-            fully_shard(built.get_submodule(name), mesh=mesh["dp_shard"])
-        fully_shard(built, mesh=mesh["dp_shard"])
+            fully_shard(built.get_submodule(name), mesh=data)
+        fully_shard(built, mesh=data)
 
     return run
 

@@ -115,15 +115,15 @@ def exponent(points: Sequence[tuple[int, float]]) -> float:
 SERIES: dict[str, list[tuple[str, Callable[[], ModuleTree]]]] = {
     "16 to 1,024 layers, 6 rules": [(RULES, lambda n=n: model(n)) for n in (16, 64, 256, 1024)],
     "10 to 1,000 rules, 144 layers": [(explicit(n), lambda: model(144)) for n in (10, 100, 300, 1000)],
-    "10 to 94 layers of 128 unfused experts, 6 rules": [
-        (EXPERTS, lambda n=n: model(n, 128)) for n in (10, 30, 60, 94)
-    ],
+    "10 to 94 layers of 128 unfused experts, 6 rules": [(EXPERTS, lambda n=n: model(n, 128)) for n in (10, 30, 60, 94)],
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--svg", type=Path, default=DOCS / "growth.svg", help="where the curves are drawn, with matplotlib")
+    parser.add_argument(
+        "--svg", type=Path, default=DOCS / "growth.svg", help="where the curves are drawn, with matplotlib"
+    )
     svg = parser.parse_args().svg
     seconds(RULES, lambda: model(2))  # everything is imported
     measured = {name: [seconds(text, tree) for text, tree in cases] for name, cases in SERIES.items()}
@@ -133,7 +133,16 @@ def main() -> None:
         grown = exponent([(m + r - first[0], s - first[1]) for m, r, s in points[1:]])
         for i, (modules, rules, taken) in enumerate(points):
             each = f"{1e6 * (taken - first[1]) / (modules + rules - first[0]):.1f}" if i else ""
-            rows.append([name if not i else "", f"{modules:,}", f"{rules:,}", f"{1000 * taken:.1f}", each, f"{grown:.2f}" if not i else ""])
+            rows.append(
+                [
+                    name if not i else "",
+                    f"{modules:,}",
+                    f"{rules:,}",
+                    f"{1000 * taken:.1f}",
+                    each,
+                    f"{grown:.2f}" if not i else "",
+                ]
+            )
     print(SECTION.format(repeats=REPEATS))
     print(table(["what grows", "modules", "rules", "ms", "us per module or rule added", "exponent (goal 1.0)"], rows))
     if draw(measured, svg):
