@@ -20,7 +20,12 @@ class Names:
 
 def names_of(model: nn.Module) -> Names:
     """The names as they are now."""
-    modules = list(model.named_modules(remove_duplicate=False))
+    modules: list[tuple[str, nn.Module]] = []
+    pending = [("", model)]
+    while pending:  # named_modules() would take several times as long: its generators are nested
+        name, module = pending.pop()
+        modules.append((name, module))
+        pending += [(full_name(name, leaf), child) for leaf, child in module._modules.items() if child is not None]
     parameters = [
         (full_name(name, leaf), p)
         for name, module in modules
