@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,3 +28,10 @@ def write_section(name: str, text: str) -> None:
     place = re.compile(f"<!-- {name} -->.*<!-- end of {name} -->", re.DOTALL)
     after, found = place.subn(lambda _: section, before)
     PAGE.write_text(after if found else f"{before.rstrip()}\n\n{section}\n", "utf-8")
+
+
+def ratio_text(measured: Sequence[float], base: Sequence[float]) -> str:
+    """The median of the ratios of pairs measured in turns, and the quarter of them on each side of it."""
+    ratios = sorted(m / b for m, b in zip(measured, base, strict=True))
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    return f"{statistics.median(ratios):.2f} ({low:.2f} to {high:.2f})"

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, plan_name, read_plan
+from shardplan.compiler.early import look_early
+from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, read_plan
 from shardplan.compiler.variants import (
     Variants,
     any_error,
@@ -73,11 +74,15 @@ def validate(
     seq_len: int | None = None,
     strict: bool = False,
     layouts: bool = True,
+    quick: bool = False,
     inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Report:
     """Check a plan against a model, without touching it; every finding at once.
+
+    What can be told without torch is told first: errors in the plan itself, and for a checkpoint's folder what its names and
+    sizes alone decide. Where there are such errors, torch is not imported and the model not built (`Report.stages`).
 
     Args:
         model: a module on any device, a transformers configuration, or a word as on the command line: a folder or
@@ -90,29 +95,49 @@ def validate(
         strict: warnings are errors.
         layouts: prove the layouts of activations and gradients too, where the structure is right; without it the check
             is done sooner and says less.
+        quick: stop behind what the files of a checkpoint's folder tell, for which neither torch nor the model's code is
+            needed. What they do not decide for certain is a warning that says so.
         inputs: what to call a module of your own with, for the layouts: a function from a seed to keyword arguments of
             its `forward`, or `module:callable`. Without it token ids are tried.
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
 
     Raises:
-        ValueError: a mesh size that is not a positive integer.
+        ValueError: a mesh size that is not a positive integer; `quick` for what is no checkpoint's folder
+            (`compiler.early.NoCheckpoint`).
         TypeError: something that is no model or no plan.
     """
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate, cp=cp)
     source = ModelSource(model, settings or {}, trust_remote_code, inputs)
+    report = look_early(source, plan, sizes, sequence_parallel, quick=quick)
+    if report.ok and not quick:
+        report = _look(report, source, plan, sequence_parallel, seq_len, layouts)
+    findings = ordered(report.diagnostics, report.sources)
+    return replace(report, diagnostics=as_errors(findings) if strict else findings)
+
+
+def _look(
+    report: Report,
+    source: ModelSource,
+    plan: AnyPlan,
+    sequence_parallel: bool | None,
+    seq_len: int | None,
+    layouts: bool,
+) -> Report:
+    """Look at the model itself; `report` is of what was looked at before."""
     found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
     findings = [*about_model, *about_plan]
-    report = Report(sources=sources, plans=(plan_name(plan),), model=source.name, sizes=sizes)
+    report = replace(report, sources=sources)
     if found is not None and read is not None:
         report, variants = _check(report, read, found, sequence_parallel, seq_len)
+        report = replace(report, stages=(*report.stages, "structure"))
         if layouts and not variants.any_error:
             variants = prove_layouts(variants, read, found)
+            report = replace(report, stages=(*report.stages, *(["layouts"] if variants.layouts else [])))
         findings += variants.together
         report = replace(report, secondary=ordered(variants.secondary, sources))
-    findings = ordered(findings, sources)
-    return replace(report, diagnostics=as_errors(findings) if strict else findings)
+    return replace(report, diagnostics=tuple(findings))
 
 
 def _check(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.core.globs import MAX_ALTERNATIVES, MAX_LENGTH, Glob, GlobError, parse_glob
+from shardplan.core.globs import MAX_ALTERNATIVES, MAX_LENGTH, Glob, GlobError, _read, parse_glob
 
 
 @pytest.mark.parametrize(
@@ -154,3 +154,14 @@ def test_any_text_is_a_glob_or_is_refused_with_a_place(text: str) -> None:
     else:
         assert isinstance(glob, Glob) and glob.alternatives
         assert {parse_glob(alternative).texts for alternative in glob.texts} == {(t,) for t in glob.texts}
+
+
+@given(st.lists(st.sampled_from(["model", "layers", "*", "0", "q_proj", "ünï", "_", "**", "a*", "", "²"]), max_size=6))
+def test_simple_patterns_are_read_as_all_others_are(words):
+    def outcome(read):
+        try:
+            return read(".".join(words))
+        except GlobError as error:
+            return (error.reason, error.start, error.end)
+
+    assert outcome(parse_glob) == outcome(_read)

@@ -174,14 +174,16 @@ def apply_program(
     for name, phase in PHASES:
         mark_unusable(model, name)
         try:
-            if phase(work):
-                work.steps.append(name)
+            acted = phase(work)
         except Exception as error:
             where = f" at {module}" if (module := module_of(error)) else ""
             raise RuntimeError(
                 f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}{where}: {error}"
             ) from error
-        check_unchanged(before, model, name)
+        if acted or name == PHASES[-1][0]:
+            check_unchanged(before, model, name)
+        if acted:
+            work.steps.append(name)
     result = work.result if work.result is not None else model
     record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused)
     remember(record, model)

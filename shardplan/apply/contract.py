@@ -1,10 +1,12 @@
-"""What no step may change, checked after each: the names of modules and parameters, and which are trained."""
+"""What no step may change, checked after each that does something: the names of modules and parameters, and which are trained."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import nn
+
+from shardplan.core.tree import full_name
 
 
 @dataclass(frozen=True)
@@ -18,9 +20,20 @@ class Names:
 
 def names_of(model: nn.Module) -> Names:
     """The names as they are now."""
-    parameters = list(model.named_parameters(remove_duplicate=False))
+    modules: list[tuple[str, nn.Module]] = []
+    pending = [("", model)]
+    while pending:  # named_modules() would take several times as long: its generators are nested
+        name, module = pending.pop()
+        modules.append((name, module))
+        pending += [(full_name(name, leaf), child) for leaf, child in module._modules.items() if child is not None]
+    parameters = [
+        (full_name(name, leaf), p)
+        for name, module in modules
+        for leaf, p in module._parameters.items()
+        if p is not None
+    ]
     return Names(
-        tuple(name for name, _ in model.named_modules()),
+        tuple(name for name, _ in modules),
         tuple(name for name, _ in parameters),
         frozenset(name for name, p in parameters if p.requires_grad),
     )

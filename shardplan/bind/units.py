@@ -44,7 +44,7 @@ def units_and_parts(
     """
     if section is None or section.backend != "fsdp2":
         return units, ()
-    frozen = _wholly_frozen(tree)
+    frozen = _wholly_frozen(tree) if section.frozen in ("own", "root") else {}
     if section.frozen == "root":
         units = tuple(name for name in units if name not in frozen)
     parts: tuple[str, ...] = ()

@@ -81,6 +81,11 @@ def _validate(parser: Parser) -> None:
     parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
     _model_options(parser)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="stop behind what the names and sizes in a checkpoint's folder tell, without torch and the model's code",
+    )
     parser.add_argument("--verbose", action="store_true", help="also what follows from the findings")
     _findings_output(parser)
 

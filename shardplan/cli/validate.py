@@ -7,13 +7,18 @@ import sys
 from contextlib import redirect_stdout
 
 from shardplan import api
+from shardplan.compiler.early import NoCheckpoint
 from shardplan.core.report import Report
 
+from .exits import UsageError
 from .output import finish, progress
 
 
 def run(args: argparse.Namespace) -> int:
-    return finish(report_of(args), args)
+    try:
+        return finish(report_of(args), args)
+    except NoCheckpoint as error:
+        raise UsageError(str(error)) from None
 
 
 def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
@@ -41,4 +46,5 @@ OPTIONS = (
     "strict",
     "trust_remote_code",
     "inputs",
+    "quick",
 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.plan import Plan, PlanFile
 from shardplan.core.sources import SourceMap
+from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,14 +74,14 @@ def read_plan(plan: AnyPlan, found: FoundModel | None) -> tuple[PlanFile | None,
     if found is None:
         return None, SourceMap(), ()
     try:
-        parsed = _auto_plan(found) if plan == "auto" else _hf_plan(found)
+        parsed = auto_plan(found.tree) if plan == "auto" else _hf_plan(found)
     except PlanError as error:
         return None, SourceMap(), error.diagnostics
     return parsed.plan, parsed.sources, parsed.diagnostics
 
 
-def _auto_plan(found: FoundModel) -> Parsed:
-    """The one built-in plan for the model.
+def auto_plan(tree: ModuleTree) -> Parsed:
+    """The one built-in plan for the model of a tree.
 
     Raises:
         PlanError: SP511, SP512.
@@ -88,11 +89,11 @@ def _auto_plan(found: FoundModel) -> Parsed:
     from shardplan.models import choose_plan
     from shardplan.parse import builtin_plans, parse_plan
 
-    wanted = (*found.tree.class_names, str(found.tree.model_type))
+    wanted = (*tree.class_names, str(tree.model_type))
     texts = {name: path.read_text("utf-8") for name, path in builtin_plans().items()}
     naming = [name for name, text in texts.items() if any(word in text for word in wanted)]  # few of many are parsed
     plans = [parse_plan(name).plan for name in naming or texts]
-    return parse_plan(choose_plan(found.tree, [plan for plan in plans if plan is not None]))
+    return parse_plan(choose_plan(tree, [plan for plan in plans if plan is not None]))
 
 
 def _hf_plan(found: FoundModel) -> Parsed:

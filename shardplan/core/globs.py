@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from itertools import chain, product
 from math import prod
 from typing import TypeVar
@@ -180,12 +181,25 @@ def _match(pattern: Sequence[_P], items: Sequence[_I], star: _P, fits: Callable[
     return all(element == star for element in pattern[p:])
 
 
+@lru_cache(maxsize=2048)
 def parse_glob(pattern: str) -> Glob:
     """Reads a pattern.
 
     Raises:
         GlobError: it is malformed or too large.
     """
+    if len(pattern) <= MAX_LENGTH and _SIMPLE.fullmatch(pattern):
+        return Glob(pattern, (tuple(map(_simple_segment, pattern.split("."))),))
+    return _read(pattern)
+
+
+@lru_cache(maxsize=2048)
+def _simple_segment(text: str) -> Segment:
+    return Segment(text, (STAR,)) if text == "*" else Segment(text)
+
+
+def _read(pattern: str) -> Glob:
+    """Reads any pattern, character by character."""
     if not pattern:
         raise GlobError("the pattern is empty", 0, 0)
     if len(pattern) > MAX_LENGTH:
@@ -349,6 +363,7 @@ class _Reader:
 
 
 _PLAIN = re.compile(r"\w+")
+_SIMPLE = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")  # what most patterns are made of
 _RANGE = re.compile(r"(.)(?:-(.))?", re.DOTALL)
 _SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
 _REFUSED = {

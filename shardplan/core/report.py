@@ -12,6 +12,7 @@ from .mesh import MeshSizes
 from .sources import SourceMap
 
 Variant = Literal["tensor_parallel", "sequence_parallel"]
+Stage = Literal["plan", "names", "structure", "layouts"]
 
 
 def variant_name(sequence_parallel: bool) -> Variant:
@@ -89,6 +90,8 @@ class Report:
         variants: which variants of the plan were checked.
         allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
             computed.
+        stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
+            layouts of its small copy. Where a stage finds errors, the later ones are not reached.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -100,6 +103,7 @@ class Report:
     checked_tp: int | None = None
     variants: tuple[Variant, ...] = ()
     allowed_tp: tuple[int, ...] | None = None
+    stages: tuple[Stage, ...] = ("plan",)
 
     @property
     def ok(self) -> bool:

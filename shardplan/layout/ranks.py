@@ -6,6 +6,7 @@ No process group is needed: a move's result is known from the unsharded run, who
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -144,7 +145,10 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
 
 def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank: int) -> nn.Module:
     """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
-    local = copy.deepcopy(model, {id(p): p for p in model.parameters()})  # each is exchanged below
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # each is exchanged below
+    for module in model.modules():  # copy.deepcopy takes most of its time for their empty dictionaries of hooks
+        memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
+    local = copy.deepcopy(model, memo)
     for boundary in plan.values():
         module = local.get_submodule(boundary.name)
         for parameter in boundary.parameters:

@@ -45,6 +45,7 @@ class FoundModel:
         diagnostics: warnings met on the way.
         module: the user's own module, where that is what was given.
         inputs: what to call a module without configuration with: seed -> keyword arguments of its `forward`.
+        meta: what `tree` is the picture of, on the meta device: to be looked at, not changed; None where `module` is.
     """
 
     name: str
@@ -54,6 +55,7 @@ class FoundModel:
     diagnostics: tuple[Diagnostic, ...] = ()
     module: nn.Module | None = None
     inputs: Inputs | None = None
+    meta: nn.Module | None = None
 
     def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
         """A fresh model: on the meta device without memory, elsewhere with the class's own random
@@ -134,7 +136,8 @@ def tree_of_config(config: PreTrainedConfig) -> ModuleTree:
 def _found(
     name: str, config: PreTrainedConfig | None, builder: Builder, diagnostics: tuple[Diagnostic, ...] = ()
 ) -> FoundModel:
-    return FoundModel(name, config, tree_of(builder("meta", torch.float32)), builder, diagnostics)
+    model = builder("meta", torch.float32)
+    return FoundModel(name, config, tree_of(model), builder, diagnostics, meta=model)
 
 
 def _from_callable(word: str) -> FoundModel:
@@ -145,7 +148,7 @@ def _from_callable(word: str) -> FoundModel:
 
     model = build("meta", torch.float32)
     config = getattr(model, "config", None)
-    return FoundModel(word, config if isinstance(config, PreTrainedConfig) else None, tree_of(model), build)
+    return FoundModel(word, config if isinstance(config, PreTrainedConfig) else None, tree_of(model), build, meta=model)
 
 
 def _remote_builder(config: PreTrainedConfig, shown: str) -> Builder:

@@ -47,6 +47,7 @@ def _findings(report: Report) -> FindingsReport:
         checked_tp=report.checked_tp,
         variants=report.variants,
         allowed_tp=report.allowed_tp,
+        stages=report.stages,
         count=Count(len(report.errors), len(report.warnings)),
         findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
         secondary=tuple(_finding(d, report.sources) for d in report.secondary),

@@ -68,6 +68,10 @@ class FindingsReport:
     checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
     variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
     allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that the model allows with this plan"]
+    stages: Annotated[
+        tuple[Literal["plan", "names", "structure", "layouts"], ...],
+        "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts",
+    ]
     count: Count
     findings: tuple[Finding, ...]
     secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` tells of"]

@@ -36,6 +36,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     body = "\n\n".join(part for part in parts if part)
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}"
+    if report.stages[-1] == "names":
+        body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
     return body
 
 

@@ -326,7 +326,10 @@ def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = (
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor has none
+        return 0
 
 
 def _base(tensor: Tensor) -> int:

@@ -222,7 +222,7 @@ def _original(
     """Name, configuration, class, picture and adapters of the original; no configuration where it is no transformers
     model."""
     if isinstance(model, FoundModel):
-        name, module, tree = model.name, model.build("meta"), model.tree
+        name, module, tree = model.name, model.meta if model.meta is not None else model.build("meta"), model.tree
     else:
         module = unwrapped(model)
         name, tree = type(module).__name__, tree_of(module)

@@ -1,0 +1,224 @@
+"""What can be said of a plan and a model before torch is imported: the plan itself, and the names and sizes in a
+checkpoint's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.globs import Segment, parse_glob
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.core.report import Report
+from shardplan.core.sources import SourceMap
+from shardplan.core.tree import ModuleTree
+from shardplan.models.files import ConfigFile, read_folder_or_file
+from shardplan.models.sources import LEGACY, Source, source_of
+from shardplan.models.stored import Element, Folded, fold, stored_tensors
+from shardplan.models.words import classify
+
+from .inputs import AnyPlan, ModelSource, auto_plan, plan_name, read_plan
+from .variants import bind_variants, wanted_variants
+
+if TYPE_CHECKING:
+    from shardplan.check.facts import Facts
+
+NAMES = frozenset(("SP201", "SP202", "SP203"))
+SIZES = frozenset(("SP301", "SP302", "SP303"))
+ALIKE = 0.6  # of two words: as near as `bind.suggestions` looks
+UNSURE = "told by the names and shapes of the checkpoint alone: the model's own may differ"
+
+
+class NoCheckpoint(ValueError):
+    """A quick look is wanted at what is no checkpoint's folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model as the files of its checkpoint show it.
+
+    Args:
+        stored: names and shapes.
+        config: the content of its config.json.
+        source: the text of its code, where that has the same names.
+    """
+
+    stored: Element
+    config: Mapping[str, Any]
+    source: Source | None
+
+    def seen_by(self, plan: PlanFile) -> Folded:
+        """Its modules, those as one that no rule of the plan tells apart."""
+        known = self.source.attributes if self.source is not None else {}
+        heads = "head_dim" if self.source is None or "head_dim" in known else None
+        return fold(self.stored, self.config, known, heads=heads, apart=_apart(plan))
+
+
+def _apart(plan: PlanFile) -> Callable[[str], bool]:
+    """Whether a rule may mean an element of a list and not its neighbours."""
+    segments = {
+        segment
+        for file in plan.lineage
+        for section in (file.data_parallel, file.activation_checkpointing, file.compile)
+        for pattern in (
+            *(rule.pattern for rule in (*file.tensor_parallel, *file.sequence_parallel)),
+            *(getattr(section, "units", ()) or ()),
+            *(getattr(section, "modules", ()) or ()),
+            *(getattr(section, "ignored", ()) or ()),
+        )
+        for alternative in parse_glob(pattern).alternatives
+        for segment in alternative
+    }
+    special = [segment for segment in segments if segment.text not in ("*", "**") and not segment.text.isidentifier()]
+    return lambda index: any(segment.matches(index) for segment in special)
+
+
+def look_early(
+    source: ModelSource, plan: AnyPlan, sizes: MeshSizes, sequence_parallel: bool | None, *, quick: bool
+) -> Report:
+    """Everything that can be told without torch. Where the report has errors, nothing else needs to be looked at.
+
+    Args:
+        quick: also what is not certain, and a plan `auto` by the names in the configuration.
+
+    Raises:
+        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`.
+    """
+    file, about_model = config_file(source)
+    named = isinstance(plan, str) and plan in ("auto", "hf")  # depends on the model
+    read, sources, about_plan = (None, SourceMap(), ()) if named else read_plan(plan, None)
+    report = Report(
+        diagnostics=(*about_model, *about_plan),
+        sources=sources,
+        plans=(plan_name(plan),),
+        model=source.name,
+        sizes=sizes,
+    )
+    if not report.ok or (named and not quick):
+        return report
+    checkpoint = checkpoint_of(file, source.settings)
+    if checkpoint is None or (quick and plan == "hf"):
+        if quick:
+            raise NoCheckpoint(_why(source, file, plan))
+        return report
+    if named:
+        try:
+            parsed = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
+        except PlanError as error:
+            return replace(report, diagnostics=error.diagnostics)
+        read, report = parsed.plan, replace(report, sources=parsed.sources, diagnostics=parsed.diagnostics)
+    assert read is not None
+    found = early_findings(read, checkpoint, sizes, sequence_parallel, sure=not quick)
+    return replace(report, diagnostics=(*report.diagnostics, *found), stages=("plan", "names"))
+
+
+def _why(source: ModelSource, file: ConfigFile | None, plan: AnyPlan) -> str:
+    """Why there is nothing to look at quickly."""
+    if plan == "hf":
+        return "the plan `hf` is read from the model itself, which a quick look does not build"
+    if source.settings:
+        return "a quick look is at a checkpoint as it is: its numbers cannot be changed"
+    if file is None:
+        return f"{source.name} is no folder: a quick look is at the files of a checkpoint"
+    return f"{source.name} holds no whole checkpoint in safetensors beside its config.json"
+
+
+def config_file(source: ModelSource) -> tuple[ConfigFile | None, tuple[Diagnostic, ...]]:
+    """The configuration of a model that is named by a path, and what is wrong with it; None for other models."""
+    if not isinstance(source.model, str) or classify(source.model).kind != "path":
+        return None, ()
+    try:
+        return read_folder_or_file(source.model, trust_remote_code=source.trust_remote_code), ()
+    except PlanError as error:
+        return None, error.diagnostics
+
+
+def checkpoint_of(file: ConfigFile | None, settings: Mapping[str, Any]) -> Checkpoint | None:
+    """What lies beside a configuration; None without a whole checkpoint, or where the user changes the configuration."""
+    if file is None or settings or file.path.name != "config.json":
+        return None
+    stored = stored_tensors(file.path.parent)
+    if stored is None:
+        return None
+    source = source_of(file.data)
+    return Checkpoint(stored, file.data, source if source is not None and _are_named_so(stored, source) else None)
+
+
+def _are_named_so(stored: Element, source: Source) -> bool:
+    """Whether every name of a checkpoint stands in the model's code, so that it is not loaded under another one."""
+    tree = fold(stored, {}, {}).tree
+    parts = {part for name in tree.modules for part in name.split(".") if part and not part.isdecimal()}
+    leaves = {parameter.name for module in tree.modules.values() for parameter in module.parameters}
+    return parts <= source.attributes.keys() and not (parts | leaves) & set(LEGACY)
+
+
+def early_findings(
+    plan: PlanFile, checkpoint: Checkpoint, sizes: MeshSizes, sequence_parallel: bool | None, *, sure: bool
+) -> tuple[Diagnostic, ...]:
+    """What names and shapes say against a plan.
+
+    Args:
+        plan: free of errors.
+        sequence_parallel: as for `validate`.
+        sure: only errors that the whole check finds too; without it the others as well, as warnings that say so.
+    """
+    from shardplan.check.divisibility import check as check_sizes
+    from shardplan.check.facts import Facts
+
+    if sure and checkpoint.source is None:
+        return ()
+    folded = checkpoint.seen_by(plan)
+    variants = bind_variants(plan, folded.tree, sizes, wanted_variants(plan, sequence_parallel))
+    certain: set[Diagnostic] = set()
+    findings = {}
+    for on, resolved in variants.resolved.items():
+        found = [d for d in variants.findings[on] if d.code in NAMES]
+        certain.update(d for d in found if _is_dead(d, folded.tree, checkpoint.source))
+        if (sizes.tp or 1) > 1:
+            facts = Facts(resolved)
+            wrong = [d for d in check_sizes(facts) if d.code in SIZES]
+            if checkpoint.source is not None and _are_configured(facts):
+                certain.update(wrong)
+            found += wrong
+        said = [d if d in certain else _unsure(d) for d in found if d in certain or not sure]
+        findings[on] = tuple(replace(d, modules=folded.all_of(d.modules)) for d in said)
+    return replace(variants, findings=findings).together
+
+
+def _unsure(diagnostic: Diagnostic) -> Diagnostic:
+    help = None if diagnostic.code == "SP201" else diagnostic.help  # the names that it knows may not be the model's
+    return replace(diagnostic, severity=Severity.WARNING, notes=(*diagnostic.notes, UNSURE), help=help)
+
+
+def _is_dead(diagnostic: Diagnostic, tree: ModuleTree, source: Source | None) -> bool:
+    """Whether a key that matches nothing in a checkpoint matches nothing in the model either, and the model has no module
+    without parameters that may have been meant."""
+    matched = re.match("`(.*)` matches no module", diagnostic.message)
+    if diagnostic.code != "SP201" or not diagnostic.is_error or matched is None or source is None:
+        return False
+    stored = {part for name in tree.parameters for part in name.split(".")}
+    others = source.attributes.keys() - stored
+    return all(_is_impossible(one, stored, others) for one in parse_glob(matched[1]).alternatives)
+
+
+def _is_impossible(alternative: tuple[Segment, ...], stored: set[str], others: set[str]) -> bool:
+    words = [segment.text for segment in alternative if segment.literal and not segment.text.isdecimal()]
+    unknown = [word for word in words if word not in stored]
+    near = (get_close_matches(word, others, n=1, cutoff=ALIKE) for word in unknown)
+    return alternative[-1].literal and bool(unknown) and not others.intersection(unknown) and not any(near)
+
+
+def _are_configured(facts: Facts) -> bool:
+    """Whether every count that tp must divide is a number of the configuration, so that the model has it too, and none may
+    as well be the length of a dimension that its attention splits into heads."""
+    numbers = facts.resolved.tree.numbers
+    width, heads = numbers.get("head_dim", 0), numbers.get("num_attention_heads", 0)
+    in_heads = (heads * width, numbers.get("num_key_value_heads", heads) * width)
+    return all(
+        numbers.get(one.what) == one.count and not (one.kind == "features" and one.count in in_heads)
+        for one in facts.requirements
+    )

@@ -1,0 +1,63 @@
+"""What the text of transformers says of a model type, without importing it: importing it needs torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+CONVERSIONS = "conversion_mapping.py"  # renamings of what checkpoints hold, by model types and names of classes
+# What puts modules under names that do not stand in the text, or brings modules of another file along.
+_ELSEWHERE = re.compile(
+    r"add_module\(|register_module\(|setattr\(|ModuleDict\(|OrderedDict|AutoModel|AutoBackbone|timm|nn\.Transformer"
+    r"|^from \.\.\w+(\.\w+)* import (?!.*Config\b)",
+    re.MULTILINE,
+)
+# Endings that transformers renames in every checkpoint.
+LEGACY = ("gamma", "beta", "weight_g", "weight_v", "parametrizations")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model's code as text.
+
+    Args:
+        attributes: every name that the code of its modules writes behind `self.`, and the place of the first: no module of
+            the model has another name, list indices aside.
+    """
+
+    attributes: Mapping[str, int]
+
+
+def source_of(config: Mapping[str, Any]) -> Source | None:
+    """The code of the model of a configuration, where its modules have the names that its checkpoints have.
+
+    None where that is not certain: transformers renames or joins tensors of that type, the model has parts of other types,
+    or brings its own code, or its code makes names up.
+    """
+    listed, model_type = config.get("architectures"), config.get("model_type")
+    name = listed[0] if isinstance(listed, list) and len(listed) == 1 else None
+    if not isinstance(name, str) or not name.isidentifier() or not name.endswith("ForCausalLM"):
+        return None
+    if not isinstance(model_type, str) or not model_type.isidentifier() or "auto_map" in config:
+        return None
+    if "quantization_config" in config or any(isinstance(v, dict) and "model_type" in v for v in config.values()):
+        return None
+    spec = find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = Path(spec.submodule_search_locations[0])
+    try:
+        conversions = (package / CONVERSIONS).read_text("utf-8")
+        text = (package / "models" / model_type / f"modeling_{model_type}.py").read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if any(f'"{word}"' in conversions for word in (model_type, *re.findall(r"^class (\w+)", text, re.MULTILINE))):
+        return None
+    if f"class {name}(" not in text or _ELSEWHERE.search(text):
+        return None
+    names = dict.fromkeys(re.findall(r"\bself\.(\w+)", text))
+    return Source({name: place for place, name in enumerate(names)})
