@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shardplan.torchlib.collectives import collective_of
 from shardplan.torchlib.private import private
 
-from .flops import flops_of
+from .flops import GROUPED, flops_of
 from .places import Places
 
 _leaves = private("tree_leaves")
@@ -127,7 +127,7 @@ class Meter(private("TorchDispatchMode")):
         if func.name().partition(".")[0] in WAITS:  # hands on what it is given; without memory torch makes a copy
             return args[0]
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = _run(func, args, kwargs)
         made = [x for x in _leaves(out) if isinstance(x, Tensor)]
         for x in made:
             held = self._see(x.untyped_storage())
@@ -173,6 +173,14 @@ class Meter(private("TorchDispatchMode")):
         if size != held.size:
             self.log.changes.append(Change(held, size - held.size, self.places.now))
             held.size = size
+
+
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call an operator. What torch says of the shapes of grouped products it says for bfloat16 alone."""
+    if func.name() != GROUPED or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    lowered = (x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+    return func(*lowered, **kwargs).to(args[0].dtype)
 
 
 def _group_name(arguments: list[Any]) -> str:
