@@ -10,6 +10,7 @@ a thread of gloo that is late in letting go of a buffer adds to a step what is n
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -78,6 +79,7 @@ def measured_peak(case: Case) -> int:
     """On each rank of a process group: the most bytes of a step that is not the first, by the allocator's account."""
     mesh = shardplan.build_mesh(**case.mesh)
     found = find_any(case.model, settings=case.settings, trust_remote_code=False, inputs=None)
+    gc.collect()  # what another case left is not given back while this one runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model = found.build("cpu").train()
         model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, **case.options)

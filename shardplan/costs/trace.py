@@ -37,7 +37,8 @@ def trace(
     offloaded: bool,
     name: str,
 ) -> Ledger:
-    """Run a step on tensors without memory and measure it, as one that is not the first: the optimizer has its state.
+    """Run two steps on tensors without memory and measure the second: in the first the optimizer makes its state, and DTensor
+    makes whole tensors to learn how operators split.
 
     Args:
         model: sharded, on the meta device.
@@ -58,16 +59,16 @@ def trace(
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         make = OPTIMIZERS[optimizer]
         updates = make(model.parameters()) if make is not None else None
-        _first_update(model, updates, meter)
-        meter.start()
-        try:
-            _step(model, inputs, updates, meter)
-        except PlanError:
-            raise
-        except Exception as error:  # whatever the modelling code raises on tensors without values
-            raise refuse(
-                NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
-            ) from error
+        for _ in range(2):
+            meter.start()
+            try:
+                _step(model, inputs, updates, meter)
+            except PlanError:
+                raise
+            except Exception as error:  # whatever the modelling code raises on tensors without values
+                raise refuse(
+                    NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
+                ) from error
         log = meter.log
         weights = sum(n for held, n in log.operands if category_of(held) in ("parameters", "gathered parameters"))
         parameters = [_local(p) for p in model.parameters()]
@@ -100,18 +101,6 @@ def _step(
         optimizer.step()
         meter.mark(_states(optimizer), "optimizer state")
     model.zero_grad(set_to_none=True)
-
-
-def _first_update(model: nn.Module, optimizer: torch.optim.Optimizer | None, meter: Meter) -> None:
-    """Make the optimizer's state, as a first step does."""
-    if optimizer is None:
-        return
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    meter.mark(_states(optimizer), "optimizer state")
 
 
 def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

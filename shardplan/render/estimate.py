@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardplan.core.estimate import CATEGORIES, Estimate, Sweep
+from shardplan.core.estimate import CATEGORIES, Estimate, Memory, Sweep
 from shardplan.core.mesh import MeshSizes
 
 from .color import Paint
@@ -103,14 +103,21 @@ def _memory(estimate: Estimate, paint: Paint) -> str:
     rows.append(("  sum", bytes_text(memory.total), ""))
     rows += [(f"  on the host: {category}", "", bytes_text(size)) for category, size in memory.host.items()]
     lines = list(aligned(rows))
-    where = f" of {printable(memory.module)}" if memory.module else ""
-    lines.append(f"  the peak is in the {memory.phase}{where}")
+    lines.append(f"  the peak is in the {_place(memory)}")
     if estimate.device is not None:
         verdict = "fits" if estimate.fits else "does not fit"
         fraction = memory.total / estimate.device.memory
         text = f"  {verdict} {estimate.device.name}: {fraction:.0%} of {bytes_text(estimate.device.memory)}"
         lines.append(paint("good" if estimate.fits else "error", text))
     return "\n".join([paint("strong", lines[0]), *lines[1:]])
+
+
+def _place(memory: Memory) -> str:
+    """What runs. The model's own backward, before that of any module, is the loss's."""
+    if memory.phase == "optimizer step":
+        return memory.phase
+    itself = "the loss" if memory.phase == "backward" else "the model's own code"
+    return f"{memory.phase} of {printable(memory.module) or itself}"
 
 
 def _traffic(estimate: Estimate, paint: Paint) -> str:
