@@ -62,7 +62,7 @@ DEEP = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in ("alternating", "recomputed") else []) for n in DEEP]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "equal layers" else []) for n in DEEP]
 )
 def test_what_is_extrapolated_is_what_the_whole_depth_has(name, monkeypatch):
     model, settings, options = DEEP[name]
@@ -115,6 +115,14 @@ def test_parameters_and_their_state_are_those_of_the_shapes():
     steps = 4 * (2 * 9 + 3)  # AdamW counts in a float32 for each parameter
     assert one.memory.most["optimizer state"] == 2 * 2 * held + steps
     assert sum(one.memory.peak.values()) == one.memory.total
+
+
+def test_an_estimate_does_not_depend_on_those_before():
+    """Their meshes have equal parts, on other process groups."""
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    first = estimated(mesh=mesh, sequence_parallel=True)
+    estimated(mesh={"dp_shard": 4, "tp": 2}, sequence_parallel=True)
+    assert costs(estimated(mesh=mesh, sequence_parallel=True)) == costs(first)
 
 
 def test_products_are_counted():

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import read_mesh
 from shardplan.core.estimate import OFFLOADED, Device, Estimate, Memory, Question, Traffic
 from shardplan.core.mesh import MeshSizes
 from shardplan.lower.program import Program
@@ -95,9 +94,8 @@ def _ledger(
     model = found.build("meta", DTYPES[asked.precision]).train()
     shorten(model)
     with fake_mesh(program.resolved.sizes) as mesh, _quietly():
-        plan_mesh = read_mesh(mesh)
-        plan_mesh.check_sections(program.resolved)
-        applied = apply_program(model, plan_mesh, restricted(program, model), src_data_rank=None)
+        mesh.check_sections(program.resolved)
+        applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
         return trace(
             applied,
             mesh,

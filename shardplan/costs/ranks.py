@@ -4,21 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import masking_utils
 
+from shardplan.apply.mesh import PlanMesh, read_mesh
 from shardplan.core.mesh import MeshSizes
 from shardplan.torchlib.private import private
 
 AXES = ("dp_replicate", "dp_shard", "tp")
 
 
+_serial = count()
+
+
 @contextmanager
-def fake_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
+def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     """The mesh of rank 0, whose collectives move nothing, while the context lasts.
+
+    Its axes have names that no other mesh has: DTensor remembers results of operators, with their mesh, for all meshes that
+    are equal, and would hand on one whose process groups are gone.
 
     Raises:
         ValueError: a process group is initialised already.
@@ -29,16 +37,19 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[DeviceMesh]:
     shape = {axis: getattr(sizes, axis) or 1 for axis in AXES}
     if shape["dp_replicate"] == 1:  # FSDP2 takes an axis of one rank for hybrid sharding
         del shape["dp_replicate"]
+    serial = next(_serial)
+    names = {axis: f"{axis}_{serial}" for axis in shape}
     dist.init_process_group("fake", rank=0, world_size=sizes.world_size)
     try:
-        yield init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
+        mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
+        yield read_mesh(mesh, names)
     finally:
         dist.destroy_process_group()
 
 
-def groups_of(mesh: DeviceMesh) -> Mapping[str, tuple[str, int]]:
+def groups_of(mesh: PlanMesh) -> Mapping[str, tuple[str, int]]:
     """The name of each axis' process group -> the axis and its number of ranks."""
-    return {mesh.get_group(axis).group_name: (axis, mesh[axis].size()) for axis in mesh.mesh_dim_names}
+    return {mesh.mesh.get_group(name).group_name: (axis, mesh.mesh[name].size()) for axis, name in mesh.names.items()}
 
 
 @contextmanager

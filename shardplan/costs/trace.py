@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardplan.apply.mesh import PlanMesh
 from shardplan.core.diagnostics import PlanError
 from shardplan.models.findings import reason, refuse
 from shardplan.twin.outcome import outcome
@@ -29,7 +29,7 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] 
 
 def trace(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: PlanMesh,
     inputs: Callable[[], Mapping[str, Any]],
     *,
     optimizer: str,
