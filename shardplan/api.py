@@ -584,7 +584,8 @@ def sweep(
     errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
     if len(errors) == len(meshes):
         raise errors[meshes[0]]
-    reasons = ((sizes, next(d.message for d in error.diagnostics if d.is_error)) for sizes, error in errors.items())
+    first = ((sizes, next(d for d in error.diagnostics if d.is_error)) for sizes, error in errors.items())
+    reasons = ((sizes, " ".join((d.message, *(f"({note})" for note in d.notes[:1])))) for sizes, d in first)
     return Sweep(gpus, in_order(one for one in made if not isinstance(one, PlanError)), tuple(reasons))
 
 

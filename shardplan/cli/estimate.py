@@ -9,7 +9,7 @@ from contextlib import redirect_stdout
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.estimate import Sweep
+from shardplan.core.estimate import Estimate, Sweep
 from shardplan.core.report import Report
 from shardplan.render import json_text, to_json, wants_color
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     return CLEAN
 
 
-def _made(args: argparse.Namespace):
+def _made(args: argparse.Namespace) -> Estimate | Sweep:
     options = {
         "seq_len": args.seq_len,
         "micro_batch": args.micro_batch,
