@@ -3,8 +3,9 @@
     python -m benchmarks.memory [case ...]
 
 Each case runs steps of a small model in processes (gloo on the CPU). The allocator reports every block that it gives and takes
-back to torch's profiler; the peak of a step is the largest sum while it runs. The least of all steps but the first counts:
-a thread of gloo that is late in letting go of a buffer adds to a step what is none of the model's.
+back to torch's profiler; the peak of a step is the largest sum while it runs. The least of all steps but the first, and of all
+ranks, which hold equal shards, counts: a thread of gloo that is late in letting go of a buffer adds to a step what is none of
+the model's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardplan.models import find_any  # noqa: E402
 from .page import table  # noqa: E402
 
 STEP = "a training step"
-STEPS = 6
+STEPS = 8
 MEMORY = "[memory]"  # what the profiler calls an allocation
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -122,7 +123,7 @@ def estimated_peak(case: Case) -> int:
 
 
 def measured(names: Sequence[str], ranks: int) -> dict[str, int]:
-    """The peaks of rank 0, of cases for one number of ranks."""
+    """The peaks of cases for one number of ranks."""
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.memory"]
     ran = subprocess.run([sys.executable, *start, "--here", *names], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
@@ -130,9 +131,10 @@ def measured(names: Sequence[str], ranks: int) -> dict[str, int]:
 
 def on_this_rank(names: Sequence[str]) -> None:
     dist.init_process_group("gloo")
-    peaks = {name: measured_peak(CASES[name]) for name in names}
+    peaks = torch.tensor([measured_peak(CASES[name]) for name in names])
+    dist.all_reduce(peaks, op=dist.ReduceOp.MIN)
     if dist.get_rank() == 0:
-        print(json.dumps(peaks), flush=True)
+        print(json.dumps(dict(zip(names, peaks.tolist(), strict=True))), flush=True)
     dist.destroy_process_group()
 
 
@@ -150,7 +152,7 @@ def main() -> None:
         real |= measured([name for name in names if CASES[name].ranks == ranks], ranks)
     print("## The estimated peak of memory\n")
     print(
-        "`python -m benchmarks.memory`: bytes of rank 0 at the peak of a training step with AdamW, float32, as the CPU's\n"
+        "`python -m benchmarks.memory`: bytes of a rank at the peak of a training step with AdamW, float32, as the CPU's\n"
         "allocator accounts for a real run in gloo processes, and as `shardplan estimate` says without one.\n"
     )
     guesses = {name: estimated_peak(CASES[name]) for name in names}

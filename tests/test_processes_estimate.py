@@ -20,6 +20,7 @@ def peaks():
 
 @pytest.mark.slow
 def test_the_estimate_is_within_one_percent_of_a_real_run():
-    real = on_ranks(4, peaks, seconds=300)[0]
+    ranks = on_ranks(4, peaks, seconds=300)  # with equal shards: what a rank has more than another is gloo's
+    real = {name: min(one[name] for one in ranks) for name in CASES}
     ratios = {name: estimated_peak(case) / real[name] for name, case in CASES.items()}
     assert {name: ratio for name, ratio in ratios.items() if not 0.99 <= ratio <= 1.01} == {}, ratios

@@ -29,12 +29,13 @@ def plot_sweep(sweep: Sweep, file: str) -> None:
         for one in sweep.estimates:
             at = (one.memory.total / GIB, one.tokens_per_second or 0.0)
             axes.plot(*at, "o", color="tab:blue", fillstyle="full" if one.fits else "none")
-            axes.annotate(mesh_text(one.sizes), at, xytext=(4, 4), textcoords="offset points", fontsize=7)
+            axes.annotate(mesh_text(one.sizes), at, xytext=(4, 4), textcoords="offset points", fontsize=7, rotation=45)
         axes.axvline(first.device.memory / GIB, color="tab:red", linestyle="--", label=f"memory of {first.device.name}")
         axes.set_xscale("log")
         axes.set_xlabel("peak memory of a rank (GiB)")
         axes.set_ylabel("at most this many tokens/s a device")
         axes.set_ylim(bottom=0)
+        axes.margins(0.15)
         axes.set_title(f"{first.asked.model} on {sweep.gpus:,} devices: bounds, not promises")
         axes.legend(loc="lower left")
         metadata = {"Date": None} if file.lower().endswith(".svg") else None
