@@ -17,6 +17,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from .page import table  # noqa: E402
 
 STEP = "a training step"
 STEPS = 8
+PAUSE = 0.003  # seconds
 MEMORY = "[memory]"  # what the profiler calls an allocation
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -84,6 +86,8 @@ def measured_peak(case: Case) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model = found.build("cpu").train()
         model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, **case.options)
+        for module in model.modules():  # a pause, in which gloo's threads let go of what they have moved
+            module.register_forward_hook(lambda *_: time.sleep(PAUSE))
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(STEPS):
             ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))

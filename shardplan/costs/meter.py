@@ -129,6 +129,8 @@ class Meter(private("TorchDispatchMode")):
         kwargs = kwargs or {}
         out = _run(func, args, kwargs)
         made = [x for x in _leaves(out) if isinstance(x, Tensor)]
+        if any(x.device.type == "meta" for x in made):
+            return out  # DTensor learns how an operator splits: no rank has such a tensor
         for x in made:
             held = self._see(x.untyped_storage())
             held.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
