@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from .api import applied, apply_plan, compile_plan, convert_plan, coverage, init_plan, load_plan, validate, verify
+    from .api import (
+        applied,
+        apply_plan,
+        compile_plan,
+        convert_plan,
+        coverage,
+        estimate,
+        init_plan,
+        load_plan,
+        sweep,
+        validate,
+        verify,
+    )
     from .apply import build_mesh, micro_batches, without_sequence_parallel
     from .compat import DDPConfig, FSDP2Config, MegatronFSDPConfig
     from .core.diagnostics import PlanError
@@ -48,6 +60,8 @@ _EXPORTS = {
     "compile_plan": "shardplan.api",
     "apply_plan": "shardplan.api",
     "verify": "shardplan.api",
+    "estimate": "shardplan.api",
+    "sweep": "shardplan.api",
     "applied": "shardplan.api",
     "build_mesh": "shardplan.apply",
     "without_sequence_parallel": "shardplan.apply",

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardplan.compiler.inputs import AnyModel
     from shardplan.compiler.overrides import Logits, Override
     from shardplan.core.coverage import Coverage
+    from shardplan.core.estimate import Device, Estimate, OptimizerName, Precision, Sweep
     from shardplan.lower import Program
     from shardplan.models import FoundModel
     from shardplan.synth.foreign.sources import Form
@@ -500,6 +501,166 @@ def verify(
     variants = check_variants(bind_variants(read, found.tree, sizes, wanted))
     _raise_errors((*about_model, *about_plan, *variants.together), sources, strict=False)
     return prove(source, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
+
+
+def estimate(
+    model: AnyModel,
+    plan: AnyPlan,
+    mesh: Mapping[str, int] | MeshSizes,
+    *,
+    seq_len: int,
+    micro_batch: int = 1,
+    precision: Precision = "bf16",
+    optimizer: OptimizerName = "adamw",
+    device: Device | str | None = None,
+    sequence_parallel: bool = False,
+    logits: Logits = "plan",
+    data_parallel: Override = None,
+    activation_checkpointing: Override = None,
+    inputs: AnyInputs | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Estimate:
+    """What a training step of a planned model costs each rank, without memory and without a device: bytes, floating point
+    operations, communication and, for a device, the least time. A few layers are traced and the rest extrapolated.
+
+    Args:
+        model, plan: as for `validate`.
+        mesh: sizes by axis: `tp`, `dp_shard`, `dp_replicate`.
+        seq_len: tokens of a sequence.
+        micro_batch: sequences that a data-parallel rank takes at once.
+        precision: in what parameters, gradients and optimizer state are stored: "bf16", "fp16", "fp32". What is computed
+            in follows from it and from the plan's mixed_precision.
+        optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
+        device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
+        sequence_parallel, logits, data_parallel, activation_checkpointing: as for `apply_plan`.
+        inputs, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
+            whatever `seq_len` and `micro_batch` are.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
+        ValueError: a wrong size, word or device; cp, or a data-parallel backend other than fsdp2; a process group exists.
+    """
+    from shardplan.costs.asked import read_sizes
+
+    (made,) = _estimates(
+        ModelSource(model, settings or {}, trust_remote_code, inputs),
+        plan,
+        [read_sizes(mesh)],
+        device=device,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        precision=precision,
+        optimizer=optimizer,
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        sections={"data_parallel": data_parallel, "activation_checkpointing": activation_checkpointing},
+        progress=progress,
+    )
+    if isinstance(made, PlanError):
+        raise made
+    return made
+
+
+def sweep(
+    model: AnyModel,
+    plan: AnyPlan,
+    gpus: int,
+    *,
+    device: Device | str,
+    seq_len: int,
+    micro_batch: int = 1,
+    precision: Precision = "bf16",
+    optimizer: OptimizerName = "adamw",
+    sequence_parallel: bool = False,
+    logits: Logits = "plan",
+    data_parallel: Override = None,
+    activation_checkpointing: Override = None,
+    inputs: AnyInputs | None = None,
+    settings: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Sweep:
+    """The estimate of every mesh for a number of devices: dp_replicate x dp_shard x tp.
+
+    Args:
+        gpus: how many devices.
+        sequence_parallel: with the plan's overlay, where tp is above 1.
+        model, plan and all others: as for `estimate`.
+
+    Raises:
+        PlanError: no mesh can be estimated.
+        ValueError: as for `estimate`.
+    """
+    from shardplan.core.estimate import Sweep
+    from shardplan.costs.meshes import in_order, meshes_of
+
+    meshes = meshes_of(gpus)
+    made = _estimates(
+        ModelSource(model, settings or {}, trust_remote_code, inputs),
+        plan,
+        meshes,
+        device=device,
+        seq_len=seq_len,
+        micro_batch=micro_batch,
+        precision=precision,
+        optimizer=optimizer,
+        sequence_parallel=sequence_parallel,
+        logits=logits,
+        sections={"data_parallel": data_parallel, "activation_checkpointing": activation_checkpointing},
+        progress=progress,
+    )
+    errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
+    if len(errors) == len(meshes):
+        raise errors[meshes[0]]
+    first = ((sizes, next(d for d in error.diagnostics if d.is_error)) for sizes, error in errors.items())
+    reasons = ((sizes, " ".join((d.message, *(f"({note})" for note in d.notes[:1])))) for sizes, d in first)
+    return Sweep(gpus, in_order(one for one in made if not isinstance(one, PlanError)), tuple(reasons))
+
+
+def _estimates(
+    source: ModelSource,
+    plan: AnyPlan,
+    meshes: Iterable[MeshSizes],
+    *,
+    device: Device | str | None,
+    seq_len: int,
+    micro_batch: int,
+    precision: Precision,
+    optimizer: OptimizerName,
+    sequence_parallel: bool,
+    logits: Logits,
+    sections: Mapping[str, Override],
+    progress: Callable[[str], None],
+) -> list[Estimate | PlanError]:
+    """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the tp axis."""
+    from shardplan.check import check
+    from shardplan.core.estimate import Question
+    from shardplan.costs.asked import check_question
+    from shardplan.costs.devices import read_device
+    from shardplan.costs.estimate import estimate_mesh
+
+    asked = Question(source.name, plan_name(plan), sequence_parallel, seq_len, micro_batch, precision, optimizer)
+    check_question(asked)
+    known = read_device(device) if isinstance(device, str) else device
+    found: FoundModel | None = None
+    programs: dict[int | None, Program] = {}
+    made: list[Estimate | PlanError] = []
+    for sizes in meshes:
+        try:
+            if sizes.tp not in programs:
+                progress(f"compiling for tp {sizes.tp}")
+                options = {"sequence_parallel": sequence_parallel, "logits": logits, "sections": sections}
+                programs[sizes.tp], _ = _compile(source, sizes, plan, **options, seq_len=seq_len, strict=False)
+            resolved = replace(programs[sizes.tp].resolved, sizes=sizes)
+            _raise_errors(check(resolved, seq_len=seq_len), SourceMap(), strict=False)
+            found = found or source.find()
+            made.append(estimate_mesh(found, replace(programs[sizes.tp], resolved=resolved), asked, known, progress))
+        except PlanError as error:
+            made.append(error)
+    return made
 
 
 def applied(model: nn.Module) -> Applied:

@@ -19,6 +19,7 @@ ELSEWHERE: dict[str, str] = {
     "SP555": "tests/test_check_sections.py::test_gradients_that_megatron_fsdp_would_not_sum_are_refused",
     "SP556": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
     "SP557": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
+    "SP560": "tests/test_estimate.py::test_a_model_that_looks_at_values_is_refused",
     "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from shardplan import apply_plan, load_checkpoint, materialize, save_checkpoint
-from shardplan.models import find_model
+from shardplan import apply_plan, estimate, load_checkpoint, materialize, save_checkpoint
+from shardplan.models import find_any, find_model
 from shardplan.proof.compare import relative_error
+from shardplan.torchlib.private import private
 from shardplan.twin import make_twin
 
 pytestmark = [
@@ -56,3 +58,46 @@ def test_a_checkpoint_is_read_and_written(mesh, tmp_path):
     save_checkpoint(model, tmp_path / "written")
     written = type(unsharded).from_pretrained(tmp_path / "written").state_dict()
     assert all(torch.equal(value, written[name]) for name, value in unsharded.state_dict().items())
+
+
+SHAPES = {
+    "llama": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 128256},
+    "qwen3_moe": {"hidden_size": 2048, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_experts": 128},
+}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_estimated_peak_is_that_of_the_allocator(name, checkpointing):
+    """One of 8 ranks, dp_shard 2 x tp 4, at the layer sizes of Llama-3.1-8B and Qwen3-30B-A3B, in bfloat16."""
+    sizes = SHAPES[name] | {"num_hidden_layers": 4, "num_key_value_heads": 4}
+    options = {"sequence_parallel": True, "activation_checkpointing": checkpointing}
+    expected = estimate(name, "auto", {"dp_shard": 2, "tp": 4}, seq_len=4096, settings=sizes, **options)
+    found = find_any(name, settings=sizes, trust_remote_code=False, inputs=None)
+    private("fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=8)
+    try:
+        device_mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp_shard", "tp"))
+        model = found.build("meta", torch.bfloat16).train()
+        apply_plan(model, device_mesh, "auto", src_data_rank=None, **options)
+        model.to_empty(device="cuda")
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.zero_()
+        before = torch.cuda.memory_allocated() - sum(t.nbytes for t in local_tensors(model))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            ids = torch.zeros(1, 4096, dtype=torch.long, device="cuda")
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        peak = torch.cuda.max_memory_allocated() - before
+    finally:
+        dist.destroy_process_group()
+    assert 0.99 <= expected.memory.total / peak <= 1.01
+
+
+def local_tensors(model):
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor.to_local() if isinstance(tensor, DTensor) else tensor

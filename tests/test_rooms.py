@@ -20,7 +20,7 @@ LAYERS = (
     {"compiler"},
     {"render"},
     {"synth"},
-    {"estimate"},
+    {"costs"},
     {"weights"},
     {"training"},
     {"apply"},

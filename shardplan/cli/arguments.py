@@ -45,6 +45,24 @@ def setting(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """`dp_shard=64,tp=8` as pairs of canonical axes and sizes. Raises ArgumentTypeError."""
+    from shardplan.core.mesh import canonical_axis
+
+    pairs = []
+    for part in text.split(","):
+        name, equals, number = part.partition("=")
+        axis = canonical_axis(name.strip())
+        if not equals or axis is None:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not of the form AXIS=N with the axis dp_replicate, dp_shard or tp"
+            )
+        if axis in dict(pairs):
+            raise argparse.ArgumentTypeError(f"{text!r} gives {axis} two sizes")
+        pairs.append((axis, size(number.strip())))
+    return tuple(pairs)
+
+
 def build_parser() -> Parser:
     """The parser of the whole command line; `args.command` names the module under `shardplan.cli` to run."""
     parser = Parser(
@@ -141,6 +159,35 @@ def _verify(parser: Parser) -> None:
     _model_options(parser)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
+
+
+def _estimate(parser: Parser) -> None:
+    _model_and_plan(parser)
+    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of dp_replicate, dp_shard and tp")
+    text = "in place of --mesh: every mesh for N devices, those that fit first"
+    parser.add_argument("--sweep", type=size, metavar="N", help=text)
+    parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
+    text = "sequences that a data-parallel rank takes at once (1)"
+    parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
+    text = "in what parameters, gradients and optimizer state are stored (bf16); the plan's mixed_precision adds to it"
+    parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help=text)
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
+    )
+    text = "for the least time of a step: a100, b200, h100, h200, mi300x, or a JSON file that describes one"
+    parser.add_argument("--device", metavar="NAME", help=text)
+    text = "with, or without (the default), the plan's sequence_parallel section"
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)
+    text = "the output head's logits, where not as the plan says"
+    parser.add_argument("--logits", choices=("plan", "replicated", "sharded"), default="plan", help=text)
+    text = "what is recomputed in backward, where not as the plan says"
+    parser.add_argument(
+        "--activation-checkpointing", choices=("plan", "none", "full", "selective"), default="plan", help=text
+    )
+    text = "write the sweep as a plot (.svg, .png or .pdf; needs the extra `plot`)"
+    parser.add_argument("--plot", metavar="FILE", help=text)
+    _model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
 
 def _show(parser: Parser) -> None:
@@ -250,6 +297,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Show what a plan does to each module of a model: rule, placements, local shapes, collectives.",
         "shardplan show qwen3 auto --tp 8 --sequence-parallel",
         _show,
+    ),
+    "estimate": (
+        "Say what a training step of a planned model costs a rank: memory, communication, the least time; no GPU needed.",
+        "shardplan estimate llama auto --mesh dp_shard=8,tp=8 --seq-len 8192 --sequence-parallel --device h200",
+        _estimate,
     ),
     "lint": (
         "Check plans alone, without a model.",

@@ -27,10 +27,11 @@ from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
+from shardplan.twin.outcome import outcome
 
 from .compare import compare_step
 from .exact import in_precision_of
-from .steps import Step, cast, outcome, reference_step
+from .steps import Step, cast, reference_step
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting

@@ -21,10 +21,11 @@ from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
+from shardplan.twin.outcome import outcome
 
 from .compare import Ranked, compare_step
 from .exact import in_precision_of
-from .steps import Step, outcome
+from .steps import Step
 
 
 @contextmanager

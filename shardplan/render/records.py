@@ -115,3 +115,116 @@ class VerificationReport:
     processes: Annotated[bool, "real processes rather than a simulation in one"]
     seconds: float
     proofs: tuple[ProofRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedRecord:
+    """What was estimated."""
+
+    model: str
+    plan: str
+    sequence_parallel: bool
+    seq_len: int
+    micro_batch: Annotated[int, "sequences of a data-parallel rank in one forward"]
+    precision: Annotated[str, "in what parameters, gradients and optimizer state are stored"]
+    optimizer: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """What one purpose takes of a rank's memory."""
+
+    purpose: Annotated[str, "parameters, gradients, optimizer state, ..."]
+    at_peak: Annotated[int, "bytes at the moment of the largest sum"]
+    most: Annotated[int, "the most bytes at any moment"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """The memory of a rank while a step runs."""
+
+    peak: Annotated[int, "bytes on the device at the moment of the largest sum"]
+    phase: Literal["forward", "backward", "optimizer step"]
+    module: Annotated[str, "what runs at that moment; empty: the model itself"]
+    parts: tuple[MemoryPart, ...]
+    host: Annotated[tuple[MemoryPart, ...], "what cpu_offload keeps on the host; at_peak is 0"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRecord:
+    """One kind of collective over one mesh axis in a step."""
+
+    axis: str
+    collective: str
+    calls: int
+    bytes: Annotated[int, "that a rank sends with ring algorithms"]
+
+
+@dataclass(frozen=True, slots=True)
+class FlopsRecord:
+    dtype: str
+    operations: Annotated[int, "floating point operations of a rank in a step, recomputation included"]
+
+
+@dataclass(frozen=True, slots=True)
+class TermRecord:
+    what: Literal["compute", "memory", "links in a node", "network"]
+    seconds: Annotated[float, "at full speed, alone"]
+
+
+@dataclass(frozen=True, slots=True)
+class BoundRecord:
+    """The least time of a step on a device."""
+
+    device: str
+    device_memory: Annotated[int, "bytes"]
+    fits: Annotated[bool, "whether the peak is within the device's memory"]
+    seconds: Annotated[float, "the longest of the terms"]
+    by: Literal["compute", "memory", "links in a node", "network"]
+    terms: tuple[TermRecord, ...]
+    tokens_per_second: Annotated[float | None, "at most, of one device"]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateRecord:
+    """One mesh."""
+
+    mesh: Mesh
+    parameters: Annotated[int, "of the whole model"]
+    held: Annotated[int, "of them, those that a rank stores"]
+    memory: MemoryRecord
+    flops: tuple[FlopsRecord, ...]
+    traffic: tuple[TrafficRecord, ...]
+    layers: Annotated[int, "of the model; 1 where they are not looked at"]
+    traced: Annotated[tuple[int, ...], "the numbers of layers that were traced; the rest is extrapolated"]
+    bound: Annotated[BoundRecord | None, "null without a device"]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateReport:
+    """What `shardplan estimate --mesh --json` prints."""
+
+    kind: Literal["estimate"]
+    version: Literal["1"]
+    asked: AskedRecord
+    estimate: EstimateRecord
+    not_modelled: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefusedRecord:
+    mesh: Mesh
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SweepReport:
+    """What `shardplan estimate --sweep --json` prints."""
+
+    kind: Literal["sweep"]
+    version: Literal["1"]
+    asked: AskedRecord
+    devices: int
+    estimates: Annotated[tuple[EstimateRecord, ...], "those that fit first, the fastest bound first"]
+    refused: Annotated[tuple[RefusedRecord, ...], "meshes that the plan or the model does not allow"]
+    not_modelled: tuple[str, ...]

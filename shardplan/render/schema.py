@@ -6,16 +6,17 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from .records import FindingsReport, VerificationReport
+from .records import EstimateReport, FindingsReport, SweepReport, VerificationReport
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
+REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport)
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 
 def report_schema() -> dict[str, Any]:
     """The schema of everything that `--json` prints."""
     definitions: dict[str, Any] = {}
-    kinds = [_schema(record, definitions) for record in (FindingsReport, VerificationReport)]
+    kinds = [_schema(record, definitions) for record in REPORTS]
     return {
         "$schema": DIALECT,
         "title": "shardplan report",

@@ -67,6 +67,12 @@ NAMES: dict[str, Private] = {
     "enable_symm_mem_for_group": Private(
         (("torch.distributed._symmetric_memory", "enable_symm_mem_for_group"),), "asynchronous tensor parallelism"
     ),
+    "FakeTensorMode": Private(
+        (("torch._subclasses.fake_tensor", "FakeTensorMode"),), "a step without memory, which `estimate` measures"
+    ),
+    "fake_collectives": Private(
+        (("torch.distributed._tools.fake_collectives", ""),), "collectives on tensors without memory"
+    ),
     "tree_leaves": Private((("torch.utils._pytree", "tree_leaves"),), "the tensors among an operator's arguments"),
     "tree_map": Private((("torch.utils._pytree", "tree_map"),), "the tensors in lists that torch.tensor is given"),
 }

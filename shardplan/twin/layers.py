@@ -53,7 +53,7 @@ def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple
     Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every
     list of the configuration that has one entry per layer.
     """
-    signatures = [(structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))]
+    signatures = kinds(tree, count, config)
     seen = Counter[Any]()
     first, twice = [], []
     for i, signature in enumerate(signatures):
@@ -65,6 +65,11 @@ def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple
     fewest = first if len(seen) > 1 else twice
     choices = (fewest, range(fewest[-1] + 1), twice, range(twice[-1] + 1))
     return tuple(Kept(count, layers) for layers in dict.fromkeys(tuple(choice) for choice in choices))
+
+
+def kinds(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> list[Signature]:
+    """For each layer something that is equal for layers of one kind."""
+    return [(structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))]
 
 
 def layer_lists(tree: ModuleTree, count: int) -> tuple[str, ...]:

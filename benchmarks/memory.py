@@ -1,0 +1,171 @@
+"""The estimated peak of a training step's memory against the allocator's own account of a real run.
+
+    python -m benchmarks.memory [case ...]
+
+Each case runs steps of a small model in processes (gloo on the CPU). The allocator reports every block that it gives and takes
+back to torch's profiler; the peak of a step is the largest sum while it runs. The least of all steps but the first, and of all
+ranks, which hold equal shards, counts: a thread of gloo that is late in letting go of a buffer adds to a step what is none of
+the model's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
+
+import shardplan  # noqa: E402
+from shardplan.models import find_any  # noqa: E402
+
+from .page import table  # noqa: E402
+
+STEP = "a training step"
+STEPS = 8
+PAUSE = 0.003  # seconds
+MEMORY = "[memory]"  # what the profiler calls an allocation
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model on one mesh.
+
+    Args:
+        model, settings: as on the command line.
+        mesh: axis -> size.
+        options: arguments of `estimate` and `apply_plan` alike.
+    """
+
+    model: str
+    mesh: dict[str, int]
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    seq_len: int = 128
+    micro_batch: int = 2
+
+    @property
+    def ranks(self) -> int:
+        return self.mesh["dp_shard"] * self.mesh["tp"]
+
+
+LLAMA = {**SMALL, "vocab_size": 4000, "num_hidden_layers": 6}
+MOE = {**SMALL, "vocab_size": 4000, "num_hidden_layers": 4, "num_local_experts": 4, "sliding_window": None}
+CASES = {
+    "llama, TP": Case("llama", {"dp_shard": 1, "tp": 2}, LLAMA, {"data_parallel": False}),
+    "llama, SP": Case("llama", {"dp_shard": 1, "tp": 2}, LLAMA, {"data_parallel": False, "sequence_parallel": True}),
+    "llama, SP and FSDP2": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"sequence_parallel": True}),
+    "llama, SP, FSDP2, activation checkpointing": Case(
+        "llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"sequence_parallel": True, "activation_checkpointing": True}
+    ),
+    "llama, TP, FSDP2, split logits": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"logits": "sharded"}),
+    "mixtral, SP and FSDP2": Case("mixtral", {"dp_shard": 2, "tp": 2}, MOE, {"sequence_parallel": True}),
+}
+
+
+def measured_peak(case: Case) -> int:
+    """On each rank of a process group: the most bytes of a step that is not the first, by the allocator's account."""
+    mesh = shardplan.build_mesh(**case.mesh)
+    found = find_any(case.model, settings=case.settings, trust_remote_code=False, inputs=None)
+    gc.collect()  # what another case left is not given back while this one runs
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        model = found.build("cpu").train()
+        model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, **case.options)
+        for module in model.modules():  # a pause, in which gloo's threads let go of what they have moved
+            module.register_forward_hook(lambda *_: time.sleep(PAUSE))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(STEPS):
+            ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))
+            with record_function(STEP):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+                del loss
+                optimizer.step()
+                optimizer.zero_grad()
+    return min(_peaks(profiled.profiler.kineto_results.events())[1:])
+
+
+def _peaks(events: Any) -> list[int]:
+    """The most bytes of each step."""
+    steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP)
+    peaks, now = [0] * len(steps), 0
+    for event in sorted((e for e in events if e.name() == MEMORY), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        for i, (begin, end) in enumerate(steps):
+            if begin <= event.start_ns() <= end:
+                peaks[i] = max(peaks[i], now)
+    return peaks
+
+
+def estimated_peak(case: Case) -> int:
+    estimate = shardplan.estimate(
+        case.model,
+        "auto",
+        case.mesh,
+        seq_len=case.seq_len,
+        micro_batch=case.micro_batch,
+        precision="fp32",
+        settings=case.settings,
+        **case.options,
+    )
+    return estimate.memory.total
+
+
+def measured(names: Sequence[str], ranks: int) -> dict[str, int]:
+    """The peaks of cases for one number of ranks."""
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.memory"]
+    ran = subprocess.run([sys.executable, *start, "--here", *names], stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(next(line for line in ran.stdout.splitlines() if line.startswith("{")))
+
+
+def on_this_rank(names: Sequence[str]) -> None:
+    dist.init_process_group("gloo")
+    peaks = torch.tensor([measured_peak(CASES[name]) for name in names])
+    dist.all_reduce(peaks, op=dist.ReduceOp.MIN)
+    if dist.get_rank() == 0:
+        print(json.dumps(dict(zip(names, peaks.tolist(), strict=True))), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", choices=[[], *CASES], help="cases; without one all")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
+    names = args.names or list(CASES)
+    if args.here:
+        return on_this_rank(names)
+    real: dict[str, int] = {}
+    for ranks in sorted({CASES[name].ranks for name in names}):
+        real |= measured([name for name in names if CASES[name].ranks == ranks], ranks)
+    print("## The estimated peak of memory\n")
+    print(
+        "`python -m benchmarks.memory`: bytes of a rank at the peak of a training step with AdamW, float32, as the CPU's\n"
+        "allocator accounts for a real run in gloo processes, and as `shardplan estimate` says without one.\n"
+    )
+    guesses = {name: estimated_peak(CASES[name]) for name in names}
+    rows = [
+        (name, f"{real[name]:,}", f"{guess:,}", "0.99 to 1.01", f"{guess / real[name]:.4f}")
+        for name, guess in guesses.items()
+    ]
+    print(table(("case", "allocator", "estimate", "goal", "estimate / allocator"), rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""What a plan costs on a mesh, as `estimate` says it: data, rendered elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from .mesh import MeshSizes
+
+Phase = Literal["forward", "backward", "optimizer step"]
+Precision = Literal["bf16", "fp16", "fp32"]
+OptimizerName = Literal["adamw", "sgd", "none"]
+# What memory is used for. "gathered parameters" are FSDP's whole copies of units; "activations" are what a forward keeps
+# for its backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "temporaries" all else.
+Category = Literal[
+    "parameters", "gradients", "optimizer state", "gathered parameters", "activations", "logits", "temporaries"
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+# What `cpu_offload` keeps on the host.
+OFFLOADED: tuple[Category, ...] = ("parameters", "gradients", "optimizer state")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """A device and its links, as its makers state them.
+
+    Args:
+        name: as on the command line.
+        memory: bytes.
+        flops: dtype ("bfloat16") -> dense floating point operations per second.
+        memory_bandwidth: bytes per second.
+        node_gpus: how many devices the fast links join.
+        node_bandwidth: bytes per second that one device sends over these links (and receives as many).
+        network_bandwidth: bytes per second that one device sends to other nodes.
+        source: where the numbers are from.
+    """
+
+    name: str
+    memory: int
+    flops: Mapping[str, float]
+    memory_bandwidth: float
+    node_gpus: int
+    node_bandwidth: float
+    network_bandwidth: float
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What an estimate is asked for.
+
+    Args:
+        model, plan: the names.
+        sequence_parallel: with the plan's overlay.
+        seq_len: tokens of a sequence.
+        micro_batch: sequences of a data-parallel rank in one forward.
+        precision: the dtype in which parameters, gradients and optimizer state are stored.
+        optimizer: "adamw", "sgd" or "none".
+    """
+
+    model: str
+    plan: str
+    sequence_parallel: bool
+    seq_len: int
+    micro_batch: int
+    precision: Precision
+    optimizer: OptimizerName
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory of rank 0, which has the largest shards, while a training step runs that is not the first.
+
+    Args:
+        peak: category -> bytes on the device at the moment of the largest sum.
+        phase, module: what runs at that moment; the module's full name, "" for the model itself.
+        most: category -> the most bytes that it takes at any moment.
+        host: category -> the most bytes on the host, which `cpu_offload` keeps there.
+    """
+
+    peak: Mapping[Category, int]
+    phase: Phase
+    module: str
+    most: Mapping[Category, int]
+    host: Mapping[Category, int]
+
+    @property
+    def total(self) -> int:
+        """The peak in bytes."""
+        return sum(self.peak.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one kind of collective moves over one mesh axis in a step.
+
+    Args:
+        axis: "tp", "dp_shard", "dp_replicate".
+        collective: "all_gather", "reduce_scatter", "all_reduce", ...
+        calls: how many.
+        bytes: that a rank sends with ring algorithms: 2(n-1)/n of the whole tensor for an all-reduce, (n-1)/n for the others.
+    """
+
+    axis: str
+    collective: str
+    calls: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least time of a step.
+
+    Args:
+        terms: "compute", "memory", "links in a node", "network" -> seconds that it takes at its full speed.
+    """
+
+    terms: Mapping[str, float]
+
+    @property
+    def by(self) -> str:
+        """What bounds the step."""
+        return max(self.terms, key=lambda term: self.terms[term])
+
+    @property
+    def seconds(self) -> float:
+        """All of it overlapped perfectly: the longest alone."""
+        return self.terms[self.by]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What a training step of a planned model costs one rank.
+
+    Args:
+        asked: the question.
+        sizes: the mesh.
+        parameters: of the whole model (elements).
+        held: of them, those that a rank stores (elements).
+        memory: bytes.
+        flops: dtype -> floating point operations of a step, recomputation included.
+        traffic: by axis and collective; axes of one rank have none.
+        touched: bytes of memory that the step must read or write at least.
+        layers: of the model, as far as they repeat.
+        traced: the depths that were traced; the rest is extrapolated. Just `layers` where nothing is.
+        not_modelled: what the figures leave out.
+        device, bound: where a device was named.
+    """
+
+    asked: Question
+    sizes: MeshSizes
+    parameters: int
+    held: int
+    memory: Memory
+    flops: Mapping[str, int]
+    traffic: tuple[Traffic, ...]
+    touched: int
+    layers: int
+    traced: tuple[int, ...]
+    not_modelled: tuple[str, ...]
+    device: Device | None = None
+    bound: Bound | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all data-parallel ranks in a step."""
+        return self.asked.micro_batch * self.asked.seq_len * self.sizes.dp_shard * self.sizes.dp_replicate
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is below the device's memory; None without a device."""
+        return None if self.device is None else self.memory.total <= self.device.memory
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The most tokens per second and device; None without a device."""
+        if self.bound is None or not self.bound.seconds:
+            return None
+        return self.tokens / self.bound.seconds / self.sizes.world_size
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The estimates of every mesh for a number of devices.
+
+    Args:
+        gpus: how many.
+        estimates: those that fit first, the fastest bound first among them; then by memory.
+        refused: meshes that the plan or the model does not allow, and why.
+    """
+
+    gpus: int
+    estimates: tuple[Estimate, ...]
+    refused: tuple[tuple[MeshSizes, str], ...] = ()

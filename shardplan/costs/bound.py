@@ -1,0 +1,46 @@
+"""The least time of a step: what each part of a device takes at its full speed, all of it overlapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardplan.core.estimate import Bound, Device, Traffic
+from shardplan.core.mesh import MeshSizes
+
+ORDER = ("tp", "dp_shard", "dp_replicate")  # from the innermost: neighbouring ranks are of one tp group
+
+
+def bound_of(
+    device: Device, sizes: MeshSizes, flops: Mapping[str, int], traffic: Iterable[Traffic], touched: int
+) -> Bound:
+    """The bound.
+
+    Raises:
+        ValueError: the device file has no speed for a dtype that is computed in.
+    """
+    for dtype in flops:
+        if dtype not in device.flops:
+            raise ValueError(f"device {device.name} has no flops for {dtype}: it has {', '.join(device.flops)}")
+    terms = {
+        "compute": sum(n / device.flops[dtype] for dtype, n in flops.items()),
+        "memory": touched / device.memory_bandwidth,
+        "links in a node": 0.0,
+        "network": 0.0,
+    }
+    for one in traffic:
+        inside, crosses = _placed(one.axis, sizes, device.node_gpus)
+        if inside > 1:
+            terms["links in a node"] += one.bytes / device.node_bandwidth
+        if crosses:  # the group's ranks in a node share the way out of it
+            terms["network"] += one.bytes / inside / device.network_bandwidth
+    return Bound(terms)
+
+
+def _placed(axis: str, sizes: MeshSizes, node: int) -> tuple[int, bool]:
+    """How many ranks of a group of that axis are in one node, and whether the group has others."""
+    stride = 1
+    for inner in ORDER[: ORDER.index(axis)]:
+        stride *= getattr(sizes, inner) or 1
+    size = getattr(sizes, axis) or 1
+    inside = max(1, min(size, node // stride))
+    return inside, inside < size

@@ -1,0 +1,155 @@
+"""One mesh: a program applied to the cut model, traced, and put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.apply.apply import apply_program
+from shardplan.core.estimate import OFFLOADED, Device, Estimate, Memory, Question, Traffic
+from shardplan.core.mesh import MeshSizes
+from shardplan.lower.program import Program
+from shardplan.models.found import FoundModel
+from shardplan.models.numbers import config_value, text_config
+
+from .bound import bound_of
+from .depth import cut, depths_of, restricted, whole
+from .inputs import inputs_of
+from .ledger import Ledger
+from .ranks import fake_mesh
+from .trace import trace
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ALWAYS_LEFT_OUT = (
+    "what the device's driver, its libraries and the communicators take",
+    "fragmentation: the peak is the sum of what is allocated, not of what the allocator reserves",
+    "kernels that need memory of their own, other than the ones for the CPU",
+    "latency, launches, and what cannot be overlapped: the time is a bound",
+)
+
+
+def estimate_mesh(
+    found: FoundModel,
+    program: Program,
+    asked: Question,
+    device: Device | None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Estimate:
+    """The cost of one step of a planned model.
+
+    Args:
+        program: compiled for the mesh.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: SP560.
+        ValueError: a data-parallel backend other than fsdp2; data-parallel ranks, and no such section in the plan; a
+            dtype that the device has no speed for; a process group exists.
+    """
+    resolved = program.resolved
+    sizes, section = resolved.sizes, resolved.data_parallel
+    if section is not None and section.backend != "fsdp2":
+        raise ValueError(f"estimate knows the data-parallel backend fsdp2, not {section.backend}")
+    offloaded = section is not None and bool(section.cpu_offload)
+    depths = depths_of(found, program)
+    ledgers = []
+    for depth in depths.traced:
+        layers = f", {depth} of {depths.count} layers" if depth != depths.count else ""
+        progress(f"tracing {_mesh_text(sizes)}{layers}")
+        ledgers.append(_ledger(found, program, asked, offloaded, lambda model, n=depth: cut(model, depths, n)))
+    ledger = whole(ledgers, depths)
+    traffic = tuple(
+        Traffic(axis, name, calls, ledger.bytes[axis, name]) for (axis, name), calls in sorted(ledger.calls.items())
+    )
+    left_out = [*ALWAYS_LEFT_OUT]
+    if resolved.compile is not None:
+        left_out.append("torch.compile: the step is traced eagerly")
+    if offloaded:
+        left_out.append("copies between host and device")
+    return Estimate(
+        asked=asked,
+        sizes=sizes,
+        parameters=sum(parameter.numel for _, parameter in found.tree.parameters.values()) - _tied(found),
+        held=ledger.held,
+        memory=_memory(ledger, offloaded),
+        flops=dict(sorted(ledger.flops.items())),
+        traffic=traffic,
+        touched=ledger.touched,
+        layers=depths.count,
+        traced=depths.traced,
+        not_modelled=tuple(left_out),
+        device=device,
+        bound=bound_of(device, sizes, ledger.flops, traffic, ledger.touched) if device is not None else None,
+    )
+
+
+def _ledger(
+    found: FoundModel, program: Program, asked: Question, offloaded: bool, shorten: Callable[[nn.Module], None]
+) -> Ledger:
+    model = found.build("meta", DTYPES[asked.precision]).train()
+    shorten(model)
+    with fake_mesh(program.resolved.sizes) as mesh, _quietly():
+        mesh.check_sections(program.resolved)
+        applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
+        return trace(
+            applied,
+            mesh,
+            inputs_of(found, model, asked.micro_batch, asked.seq_len),
+            optimizer=asked.optimizer,
+            logits=_logits(found, asked, program.resolved.sizes.tp or 1),
+            offloaded=offloaded,
+            name=found.name,
+        )
+
+
+def _logits(found: FoundModel, asked: Question, tp: int) -> list[tuple[int, int]]:
+    """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for every token or all but the last of
+    each sequence."""
+    rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
+    if not isinstance(rows, int):
+        return []
+    tokens = [asked.micro_batch * length for length in (asked.seq_len, asked.seq_len - 1)]
+    return [(n * width, width) for n in tokens for width in (rows, -(-rows // tp))]
+
+
+def _memory(ledger: Ledger, offloaded: bool) -> Memory:
+    """The place with the largest sum; the most of each category anywhere."""
+    away = OFFLOADED if offloaded else ()
+
+    def here(amounts: Mapping[str, int]) -> dict[Any, int]:
+        return {category: size for category, size in amounts.items() if category not in away and size}
+
+    (phase, module), moment = max(ledger.moments.items(), key=lambda item: sum(here(item[1].peak).values()))
+    most: dict[Any, int] = {}
+    for one in ledger.moments.values():
+        for category, size in one.most.items():
+            most[category] = max(most.get(category, 0), size)
+    host = {category: size for category, size in most.items() if category in away}
+    return Memory(here(moment.peak), phase, module, here(most), host)
+
+
+def _tied(found: FoundModel) -> int:
+    """Elements of parameters that are another one under a second name."""
+    return sum(found.tree.parameters[name][1].numel for group in found.tree.tied for name in group[1:])
+
+
+def _mesh_text(sizes: MeshSizes) -> str:
+    shown = ((axis, getattr(sizes, axis)) for axis in ("dp_replicate", "dp_shard", "tp"))
+    return " x ".join(f"{axis} {size}" for axis, size in shown if size > 1) or "one device"
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """torch tells of every implicit redistribution of a DTensor, also of those of an optimizer on a small mesh."""
+    logger = logging.getLogger("torch.distributed.tensor")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,339 @@
+"""`estimate` and `sweep`: what a step costs, traced without memory at a small depth."""
+
+import json
+import re
+from dataclasses import replace
+
+import jsonschema
+import pytest
+import torch.distributed as dist
+
+import shardplan
+from shardplan import PlanError
+from shardplan.cli.main import main
+from shardplan.core.estimate import CATEGORIES, Device, Traffic
+from shardplan.core.mesh import MeshSizes
+from shardplan.costs.bound import bound_of
+from shardplan.costs.depth import Depths, _repeating
+from shardplan.costs.devices import known_devices, read_device
+from shardplan.costs.meshes import meshes_of
+from shardplan.render.estimate import estimate_text
+from shardplan.render.schema import report_schema
+
+HIDDEN, INNER, ROWS, SEQ, HEADS, KV = 64, 160, 96, 32, 8, 4
+TINY = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "vocab_size": ROWS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA = {**TINY, "head_dim": 8}
+
+
+def estimated(model="llama", mesh=None, **options):
+    settings = options.pop("settings", LLAMA)
+    return shardplan.estimate(
+        model, "auto", mesh or {"dp_shard": 2, "tp": 2}, seq_len=SEQ, settings=settings, **options
+    )
+
+
+def costs(one):
+    return one.memory, one.flops, one.traffic, one.touched, one.held
+
+
+# (model, settings, options): equal layers, every second recomputed, every second of another kind, experts.
+DEEP = {
+    "equal layers": ("llama", LLAMA | {"num_hidden_layers": 9}, {"sequence_parallel": True}),
+    "recomputed": ("llama", LLAMA | {"num_hidden_layers": 13}, {"activation_checkpointing": {"every": 2}}),
+    "alternating": (
+        "gemma2",
+        TINY | {"head_dim": 8, "num_hidden_layers": 12, "sliding_window": 16, "query_pre_attn_scalar": 8},
+        {},
+    ),
+    "experts": (
+        "qwen3_moe",
+        TINY | {"num_hidden_layers": 9, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "equal layers" else []) for n in DEEP]
+)
+def test_what_is_extrapolated_is_what_the_whole_depth_has(name, monkeypatch):
+    model, settings, options = DEEP[name]
+    short = estimated(model, settings=settings, **options)
+    assert len(short.traced) == 2 and max(short.traced) < short.layers == settings["num_hidden_layers"]
+    monkeypatch.setattr(Depths, "traced", property(lambda depths: (depths.count,)))
+    whole = estimated(model, settings=settings, **options)
+    assert costs(short) == costs(whole)
+    assert not dist.is_initialized()
+
+
+def test_the_depths_that_are_traced():
+    def traced(layers, every=1, ahead=1):
+        return _repeating(("layers",), list(layers), every, ahead).traced
+
+    assert traced("a" * 126) == (3, 4)
+    assert traced("a" * 126, ahead=3) == (7, 8)
+    assert traced("a" * 126, every=4) == (4 + 4 + 2, 4 + 4 + 2 + 4)
+    assert traced("ab" * 20) == (4, 6)
+    assert traced("b" + "a" * 60) == (4, 5)
+    assert traced("aaab" * 10 + "aa") == (4 + 4 + 2, 4 + 4 + 2 + 4)
+    assert traced("abcdefgh") == (8,)
+    assert traced("aa") == (2,)
+
+
+def test_names_are_aligned_from_either_end():
+    depths = Depths(("m.layers",), 126, 1, 2, 1)
+    assert [depths.aligned(f"m.layers.{i}.mlp", 4) for i in range(4)] == [
+        "m.layers.0.mlp",
+        None,
+        "m.layers.-2.mlp",
+        "m.layers.-1.mlp",
+    ]
+    assert depths.named("m.layers.-2.mlp") == "m.layers.124.mlp"
+    assert depths.named("m.layers.0.mlp") == depths.aligned("m.layers.0.mlp", 4) == "m.layers.0.mlp"
+    assert depths.aligned("m.norm", 4) == depths.named("m.norm") == "m.norm"
+
+
+def test_parameters_and_their_state_are_those_of_the_shapes():
+    """Per layer: q, k, v, o, gate, up, down are split over tp and dp_shard, two norms over dp_shard alone."""
+    one = estimated(mesh={"dp_shard": 2, "tp": 2})
+    heads, kv = HEADS * 8, KV * 8
+    layer = 2 * HIDDEN * heads + 2 * HIDDEN * kv + 3 * HIDDEN * INNER
+    split, whole = 2 * layer + 2 * ROWS * HIDDEN, 5 * HIDDEN
+    held = split // 4 + whole // 2
+    tables = 2 * 8 // 2 * 4  # rotary: inv_freq and its original, float32
+    assert (one.parameters, one.held) == (split + whole, held)
+    assert one.memory.most["parameters"] == 2 * held + tables
+    assert one.memory.most["gradients"] == 2 * held
+    steps = 4 * (2 * 9 + 3)  # AdamW counts in a float32 for each parameter
+    assert one.memory.most["optimizer state"] == 2 * 2 * held + steps
+    assert sum(one.memory.peak.values()) == one.memory.total
+
+
+def test_an_estimate_does_not_depend_on_those_before():
+    """Their meshes have equal parts, on other process groups."""
+    mesh = {"dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    first = estimated(mesh=mesh, sequence_parallel=True)
+    estimated(mesh={"dp_shard": 4, "tp": 2}, sequence_parallel=True)
+    assert costs(estimated(mesh=mesh, sequence_parallel=True)) == costs(first)
+
+
+def test_products_are_counted():
+    """Forward once, backward twice; attention over [seq, seq], causal, and its probabilities again in backward."""
+    one = estimated(mesh={"tp": 2}, data_parallel=False)
+    heads, kv = HEADS * 8, KV * 8
+    layer = 2 * HIDDEN * heads + 2 * HIDDEN * kv + 3 * HIDDEN * INNER
+    linear = 6 * SEQ * (2 * layer + ROWS * HIDDEN)
+    attention = (2 + 5) * 2 * (HEADS * SEQ * SEQ * 8 * 2) // 2
+    assert one.flops == {"bfloat16": (linear + attention) // 2}
+
+
+def test_communication_is_the_minimum():
+    """Sequence parallel: B + 1 gathers and reductions each way, B = 2 a layer, and whole logits; FSDP2 gathers a unit twice,
+    the root and the last layer once."""
+    layers, n = 2, 4
+    one = estimated(mesh={"dp_shard": 2, "tp": n}, sequence_parallel=True)
+    found = {(t.axis, t.collective): t for t in one.traffic}
+    boundary = SEQ * HIDDEN * 2 * (n - 1) // n
+    assert found["tp", "reduce_scatter"].calls == 2 * (2 * layers + 1)
+    assert found["tp", "reduce_scatter"].bytes == 2 * (2 * layers + 1) * boundary
+    assert found["tp", "all_gather"].calls == 2 * (2 * layers + 1) + 1
+    assert found["tp", "all_gather"].bytes == 2 * (2 * layers + 1) * boundary + SEQ * ROWS * 2 * (n - 1) // n
+    assert found["dp_shard", "all_gather"].calls == layers + 1 + 1
+    assert found["dp_shard", "reduce_scatter"].calls == layers + 1
+
+
+def test_each_option_changes_what_it_is_about():
+    plain = estimated()
+    split = estimated(logits="sharded")
+    again = estimated(activation_checkpointing=True)
+    kept = estimated(data_parallel={"reshard_after_forward": False})
+    hosted = estimated(data_parallel={"cpu_offload": True}, optimizer="sgd")
+    copies = estimated(mesh={"dp_replicate": 2, "dp_shard": 2, "tp": 2}, precision="fp32")
+    mixed = estimated(precision="fp32", data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}})
+    assert split.memory.most["logits"] < plain.memory.most["logits"]
+    assert again.memory.most["activations"] < plain.memory.most["activations"]
+    assert again.flops["bfloat16"] > plain.flops["bfloat16"]
+    assert kept.memory.most["gathered parameters"] > plain.memory.most["gathered parameters"]
+    assert set(hosted.memory.host) == {"parameters", "gradients"} and not set(hosted.memory.host) & set(
+        hosted.memory.peak
+    )
+    assert any("host" in text for text in hosted.not_modelled)
+    assert copies.memory.most["parameters"] > plain.memory.most["parameters"]
+    assert [t.collective for t in copies.traffic if t.axis == "dp_replicate"] == ["all_reduce"]
+    assert copies.tokens == 4 * SEQ and list(copies.flops) == ["float32"]
+    assert list(mixed.flops) == ["bfloat16"]
+    assert mixed.memory.most["parameters"] == copies.memory.most["parameters"]
+
+
+DEVICE = Device("d", 1000, {"bfloat16": 100.0}, 10.0, 8, 4.0, 1.0)
+
+
+def test_what_bounds_a_step():
+    sizes = MeshSizes(tp=4, dp_shard=8)
+    traffic = (Traffic("tp", "all_reduce", 1, 40), Traffic("dp_shard", "all_gather", 1, 8))
+    bound = bound_of(DEVICE, sizes, {"bfloat16": 500}, traffic, 20)
+    # tp is within a node; of a dp_shard group, 2 ranks are in each node and share the way out.
+    assert bound.terms == {"compute": 5.0, "memory": 2.0, "links in a node": 12.0, "network": 4.0}
+    assert (bound.by, bound.seconds) == ("links in a node", 12.0)
+    alone = bound_of(DEVICE, MeshSizes(tp=8, dp_shard=2), {}, [Traffic("dp_shard", "all_gather", 1, 8)], 0)
+    assert alone.terms["network"] == 8.0 and alone.terms["links in a node"] == 0.0
+    with pytest.raises(ValueError, match="has no flops for float64"):
+        bound_of(DEVICE, sizes, {"float64": 1}, (), 0)
+
+
+def test_every_mesh_is_tried():
+    assert len(meshes_of(8)) == 10
+    assert all(sizes.world_size == 8 for sizes in meshes_of(8))
+
+
+def test_devices():
+    known = known_devices()
+    assert {"a100", "h100", "h200", "b200", "mi300x"} <= set(known)
+    assert all(device.source and device.flops["bfloat16"] > device.flops["float32"] for device in known.values())
+    with pytest.raises(ValueError, match="did you mean h100"):
+        read_device("h10")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memory": -1}, "memory must be a positive number, not -1"),
+        ({"flops": 5}, "flops must be an object"),
+        ({"speed": 1}, "unknown field 'speed'"),
+        ({"node_gpus": None}, "node_gpus must be a positive number"),
+    ],
+)
+def test_device_files(change, message, tmp_path):
+    data = {"memory": 8e9, "flops": {"bfloat16": 1e12}, "memory_bandwidth": 1e11, "node_gpus": 1}
+    data |= {"node_bandwidth": 1e9, "network_bandwidth": 1e9}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(data))
+    assert read_device(str(path)).name == "mine"
+    path.write_text(json.dumps(data | change))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_device(str(path))
+
+
+def test_a_device_file_that_is_none(tmp_path):
+    (tmp_path / "a.json").write_text("[1")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_device(str(tmp_path / "a.json"))
+    with pytest.raises(ValueError, match="cannot read"):
+        read_device(str(tmp_path / "b.json"))
+    (tmp_path / "c.json").write_text("{}")
+    with pytest.raises(ValueError, match="lacks 'memory'"):
+        read_device(str(tmp_path / "c.json"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mesh": {"tpp": 2}}, "no mesh axis 'tpp'"),
+        ({"mesh": {"cp": 2}}, "not cp"),
+        ({"mesh": {"dp": 2, "fsdp": 2}}, "two sizes of the mesh mean dp_shard"),
+        ({"mesh": {"tp": 0}}, "positive integer"),
+        ({"micro_batch": 0}, "micro_batch must be a positive integer"),
+        ({"precision": "fp8"}, "precision must be one of bf16, fp16, fp32"),
+        ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, none"),
+        ({"device": "h10"}, "did you mean h100"),
+        ({"mesh": {"dp_replicate": 2}, "data_parallel": {"backend": "ddp"}}, "not ddp"),
+        ({"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": False}, "no data_parallel section"),
+    ],
+)
+def test_wrong_calls(options, message):
+    with pytest.raises(ValueError, match=message):
+        estimated(**options)
+
+
+def test_a_model_that_looks_at_values_is_refused():
+    with pytest.raises(PlanError) as error:
+        shardplan.estimate(
+            "tests.estimated_models:looks", {"version": "1", "name": "none"}, {"tp": 1}, seq_len=SEQ, optimizer="none"
+        )
+    (finding,) = error.value.diagnostics
+    assert finding.code == "SP560" and "cannot be traced without values" in finding.message
+
+
+def test_a_module_of_ones_own():
+    one = shardplan.estimate(
+        "tests.estimated_models:plain", {"version": "1", "name": "none"}, {"tp": 1}, seq_len=SEQ, precision="fp32"
+    )
+    assert one.traced == (1,) and not one.traffic
+    assert one.memory.most["gradients"] == 4 * one.parameters == 4 * (ROWS * HIDDEN + HIDDEN * HIDDEN)
+
+
+SETTINGS = [word for name, value in LLAMA.items() for word in ("--set", f"{name}={value}")]
+WORDS = ["estimate", "llama", "auto", "--seq-len", str(SEQ), *SETTINGS]
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    assert main([*WORDS, "--mesh", "fsdp=2,tp=2", "--device", "h200", "--sequence-parallel"]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    expected = estimated(device="h200", sequence_parallel=True)
+    expected = replace(expected, asked=replace(expected.asked, model="llama"))
+    assert printed.out.rstrip() == estimate_text(expected, color=False)
+    for words in ("dp_shard 2 x tp 2", "gathered parameters", "the peak is in the", "fits h200", "tokens/s a device"):
+        assert words in printed.out
+
+
+def test_json_is_what_the_schema_says(capsys):
+    assert main([*WORDS, "--mesh", "tp=2", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(report_schema()).validate(data)
+    parts = data["estimate"]["memory"]["parts"]
+    assert sum(part["at_peak"] for part in parts) == data["estimate"]["memory"]["peak"]
+    assert {part["purpose"] for part in parts} <= set(CATEGORIES) and data["estimate"]["bound"] is None
+
+
+def test_a_sweep(capsys, tmp_path):
+    device = {"memory": 1e6, "flops": {"bfloat16": 1e12}, "memory_bandwidth": 1e11, "node_gpus": 2}
+    (tmp_path / "small.json").write_text(json.dumps(device | {"node_bandwidth": 1e9, "network_bandwidth": 1e8}))
+    file = tmp_path / "trade.svg"
+    words = [*WORDS, "--set", "num_key_value_heads=1", "--sweep", "2", "--device", str(tmp_path / "small.json")]
+    assert main([*words, "--json", "--plot", str(file)]) == 0
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    jsonschema.Draft202012Validator(report_schema()).validate(data)
+    fits = [one["bound"]["fits"] for one in data["estimates"]]
+    assert len(fits) == 2 and fits == sorted(fits, reverse=True)
+    speeds = [one["bound"]["tokens_per_second"] for one in data["estimates"] if one["bound"]["fits"]]
+    assert speeds == sorted(speeds, reverse=True)
+    (refused,) = data["refused"]
+    assert refused["mesh"]["tp"] == 2 and "num_key_value_heads" in refused["reason"]
+    text = file.read_text()
+    assert text.startswith("<?xml") and "dp_shard 2" in text and "bounds, not promises" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--mesh", "tp"], "'tp' is not of the form AXIS=N"),
+        (["--mesh", "tpp=2"], "'tpp=2' is not of the form AXIS=N"),
+        (["--mesh", "tp=2,tp=4"], "gives tp two sizes"),
+        (["--mesh", "tp=x"], "not a positive integer"),
+        (["--mesh", "cp=2"], "not cp"),
+        ([], "give --mesh or --sweep"),
+        (["--mesh", "tp=2", "--sweep", "4"], "give --mesh or --sweep"),
+        (["--sweep", "4"], "name one with --device"),
+        (["--mesh", "tp=2", "--plot", "a.svg"], "--plot is for --sweep"),
+        (["--mesh", "tp=2", "--device", "nothing"], "there is no device 'nothing'"),
+    ],
+)
+def test_wrong_command_lines(words, message, capsys):
+    assert main([*WORDS, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_findings_are_printed(capsys):
+    assert main([*WORDS, "--mesh", "tp=3"]) == 1
+    assert "error[SP301]" in capsys.readouterr().out
