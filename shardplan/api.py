@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.compiler.early import look_early
-from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, read_plan
+from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, plan_name, read_plan
 from shardplan.compiler.variants import (
     Variants,
     any_error,
@@ -682,7 +682,7 @@ def _compile(
     sequence_parallel: bool,
     logits: Logits,
     sections: Mapping[str, Override],
-    regather: bool | None,
+    regather: bool | None = None,
     seq_len: int | None,
     strict: bool,
 ) -> tuple[Program, tuple[Diagnostic, ...]]:

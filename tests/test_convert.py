@@ -23,8 +23,10 @@ from torch.distributed.tensor.parallel import (
 from shardplan import convert_plan
 from shardplan.bind import bind
 from shardplan.bind.names import Names
+from shardplan.core.diagnostics import Location
 from shardplan.core.globs import parse_glob
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import Rule
 from shardplan.models import find_model
 from shardplan.parse import parse_plan, parse_text
 from shardplan.synth.foreign.convert import convert
@@ -33,6 +35,8 @@ from tests import foreign_plans as foreign
 
 WHOLE, SLICE, FEATURES = Replicate(), Shard(1), Shard(-1)
 
+DEFAULTS = Rule("", "", Location("")).options
+
 
 def rules(text: str | None, section: str = "tensor_parallel") -> dict[str, tuple[str, dict[str, Any]]]:
     """What each pattern of a plan says: braces opened, options that are stated."""
@@ -40,7 +44,7 @@ def rules(text: str | None, section: str = "tensor_parallel") -> dict[str, tuple
     plan = parse_text(text, file="<text>").plan
     assert plan is not None, text
     return {
-        pattern: (rule.style, {k: v for k, v in rule.options.items() if v not in (None, (), 1)})
+        pattern: (rule.style, {k: v for k, v in rule.options.items() if v != DEFAULTS[k]})
         for rule in getattr(plan, section)
         for pattern in parse_glob(rule.pattern).texts
     }
