@@ -17,6 +17,7 @@ from itertools import product
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from shardplan.proof.counter import Collective, CollectiveCounter
@@ -58,7 +59,9 @@ def step(model: nn.Module, batch: int, tokens: int) -> list[Collective]:
     # A mask of four dimensions is taken as it is; for others transformers looks at values.
     mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
     with CollectiveCounter() as counter:
-        model.model(input_ids=ids, position_ids=positions, attention_mask=mask).last_hidden_state.sum().backward()
+        hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask).last_hidden_state
+        local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
+        local.sum().backward()
     return counter.calls
 
 

@@ -68,3 +68,23 @@ def test_bytes():
         "10.0 TB",
         "10000.0 TB",
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, None),
+        ({"sequence_parallel": True}, "6 gathered values are kept for backward; with `regather` their shards are"),
+        ({"sequence_parallel": True, "regather": True}, "6 gathered values are gathered again in backward (`regather`)"),
+        (
+            {"sequence_parallel": True, "compile": {"modules": ["model.layers.*"], "async_tensor_parallel": True}},
+            "beside gathers and scatters (`async_tensor_parallel`)",
+        ),
+    ],
+)
+def test_what_the_plan_could_have_otherwise_is_said(options, said):
+    text = program_text(compile_plan(CONFIG, MeshSizes(tp=2), PLAN, **options), PLAN.sources, color=False)
+    if said is None:
+        assert "gathered values" not in text
+    else:
+        assert said in text

@@ -206,11 +206,24 @@ def _collectives(program: Program, paint: Paint) -> list[str]:
 
 
 def _trade(program: Program) -> list[str]:
-    """What gathering again in backward costs, and what it saves."""
-    doors = sum(boundary.regather for module in program.modules.values() for boundary in module.enter)
-    if not doors:
-        return []
-    return [
-        f"  {doors} of the all-gathers in backward gather again (regather): each sends the bytes of its all-gather in forward "
-        "once more, and what is kept of its value until then is a rank's shard"
-    ]
+    """What the plan could have otherwise: memory for communication, and collectives beside the computation."""
+    moves = [boundary for module in program.modules.values() for boundary in module.enter]
+    again = sum(boundary.regather for boundary in moves)
+    kept = sum(boundary.src.kind == "V" and boundary.dst.kind in ("R", "I") for boundary in moves) - again
+    lines = []
+    if kept:
+        lines.append(
+            f"  {kept} gathered values are kept for backward; with `regather` their shards are, for {kept} more all-gathers"
+        )
+    if again:
+        lines.append(
+            f"  {again} gathered values are gathered again in backward (`regather`): {again} of its all-gathers; only their shards "
+            "are kept until then"
+        )
+    section = program.resolved.compile
+    if section is not None and section.async_tensor_parallel:
+        lines.append(
+            "  in compiled modules inductor splits products and runs them beside gathers and scatters (`async_tensor_parallel`): "
+            "the same bytes in more and smaller pieces"
+        )
+    return lines
