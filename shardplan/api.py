@@ -517,6 +517,7 @@ def estimate(
     logits: Logits = "plan",
     data_parallel: Override = None,
     activation_checkpointing: Override = None,
+    regather: bool | None = None,
     inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -534,7 +535,7 @@ def estimate(
             in follows from it and from the plan's mixed_precision.
         optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
-        sequence_parallel, logits, data_parallel, activation_checkpointing: as for `apply_plan`.
+        sequence_parallel, logits, data_parallel, activation_checkpointing, regather: as for `apply_plan`.
         inputs, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
             whatever `seq_len` and `micro_batch` are.
         progress: is told what is being done.
@@ -557,6 +558,7 @@ def estimate(
         sequence_parallel=sequence_parallel,
         logits=logits,
         sections={"data_parallel": data_parallel, "activation_checkpointing": activation_checkpointing},
+        regather=regather,
         progress=progress,
     )
     if isinstance(made, PlanError):
@@ -578,6 +580,7 @@ def sweep(
     logits: Logits = "plan",
     data_parallel: Override = None,
     activation_checkpointing: Override = None,
+    regather: bool | None = None,
     inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
@@ -610,6 +613,7 @@ def sweep(
         sequence_parallel=sequence_parallel,
         logits=logits,
         sections={"data_parallel": data_parallel, "activation_checkpointing": activation_checkpointing},
+        regather=regather,
         progress=progress,
     )
     errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
@@ -633,6 +637,7 @@ def _estimates(
     sequence_parallel: bool,
     logits: Logits,
     sections: Mapping[str, Override],
+    regather: bool | None,
     progress: Callable[[str], None],
 ) -> list[Estimate | PlanError]:
     """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the tp axis."""
@@ -652,8 +657,10 @@ def _estimates(
         try:
             if sizes.tp not in programs:
                 progress(f"compiling for tp {sizes.tp}")
-                options = {"sequence_parallel": sequence_parallel, "logits": logits, "sections": sections}
-                programs[sizes.tp], _ = _compile(source, sizes, plan, **options, seq_len=seq_len, strict=False)
+                options = {"sequence_parallel": sequence_parallel, "logits": logits, "regather": regather}
+                programs[sizes.tp], _ = _compile(
+                    source, sizes, plan, **options, sections=sections, seq_len=seq_len, strict=False
+                )
             resolved = replace(programs[sizes.tp].resolved, sizes=sizes)
             _raise_errors(check(resolved, seq_len=seq_len), SourceMap(), strict=False)
             found = found or source.find()
@@ -682,7 +689,7 @@ def _compile(
     sequence_parallel: bool,
     logits: Logits,
     sections: Mapping[str, Override],
-    regather: bool | None = None,
+    regather: bool | None,
     seq_len: int | None,
     strict: bool,
 ) -> tuple[Program, tuple[Diagnostic, ...]]:

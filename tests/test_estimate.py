@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardplan
 from shardplan import PlanError
 from shardplan.cli.main import main
-from shardplan.core.estimate import CATEGORIES, Device, Traffic
+from shardplan.core.estimate import CATEGORIES, Device, Estimate, Traffic
 from shardplan.core.mesh import MeshSizes
 from shardplan.costs.bound import bound_of
 from shardplan.costs.depth import Depths, _repeating
@@ -150,11 +150,16 @@ def test_communication_is_the_minimum():
     assert found["dp_shard", "reduce_scatter"].calls == layers + 1
 
 
+def _gathers(one: Estimate) -> int:
+    return next(t.calls for t in one.traffic if (t.axis, t.collective) == ("tp", "all_gather"))
+
+
 def test_each_option_changes_what_it_is_about():
     plain = estimated()
     split = estimated(logits="sharded")
     again = estimated(activation_checkpointing=True)
     kept = estimated(data_parallel={"reshard_after_forward": False})
+    gathered, shards = (estimated(sequence_parallel=True, regather=on) for on in (False, True))
     hosted = estimated(data_parallel={"cpu_offload": True}, optimizer="sgd")
     copies = estimated(mesh={"dp_replicate": 2, "dp_shard": 2, "tp": 2}, precision="fp32")
     mixed = estimated(precision="fp32", data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}})
@@ -162,6 +167,8 @@ def test_each_option_changes_what_it_is_about():
     assert again.memory.most["activations"] < plain.memory.most["activations"]
     assert again.flops["bfloat16"] > plain.flops["bfloat16"]
     assert kept.memory.most["gathered parameters"] > plain.memory.most["gathered parameters"]
+    assert shards.memory.most["activations"] < gathered.memory.most["activations"]
+    assert _gathers(shards) > _gathers(gathered) and shards.flops == gathered.flops
     assert set(hosted.memory.host) == {"parameters", "gradients"} and not set(hosted.memory.host) & set(
         hosted.memory.peak
     )

@@ -75,7 +75,10 @@ def test_bytes():
     [
         ({}, None),
         ({"sequence_parallel": True}, "6 gathered values are kept for backward; with `regather` their shards are"),
-        ({"sequence_parallel": True, "regather": True}, "6 gathered values are gathered again in backward (`regather`)"),
+        (
+            {"sequence_parallel": True, "regather": True},
+            "6 gathered values are gathered again in backward (`regather`)",
+        ),
         (
             {"sequence_parallel": True, "compile": {"modules": ["model.layers.*"], "async_tensor_parallel": True}},
             "beside gathers and scatters (`async_tensor_parallel`)",

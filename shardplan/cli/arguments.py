@@ -184,6 +184,8 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument(
         "--activation-checkpointing", choices=("plan", "none", "full", "selective"), default="plan", help=text
     )
+    text = "gather the sequence again in backward instead of keeping what was gathered, whatever the plan says"
+    parser.add_argument("--regather", action="store_true", help=text)
     text = "write the sweep as a plot (.svg, .png or .pdf; needs the extra `plot`)"
     parser.add_argument("--plot", metavar="FILE", help=text)
     _model_options(parser)

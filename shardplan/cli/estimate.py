@@ -59,6 +59,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "sequence_parallel": bool(args.sequence_parallel),
         "logits": args.logits,
         "activation_checkpointing": CHECKPOINTING[args.activation_checkpointing],
+        "regather": args.regather or None,
         "inputs": args.inputs,
         "settings": dict(args.settings),
         "trust_remote_code": args.trust_remote_code,
