@@ -41,17 +41,15 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
 def _reads(
     program: Program, variants: Mapping[bool, Mapping[str, ModuleProgram]]
 ) -> dict[str, dict[bool, list[tuple[str, ParameterProgram]]]]:
-    """Block -> by variant, the parameters in it, with the names of their modules relative to it; of blocks that own all of
-    theirs nothing."""
+    """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
+    it, where there are several."""
     units = frozenset(program.resolved.fsdp_units)
     found: dict[str, dict[bool, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
     for mode, modules in variants.items():
         for name, module in modules.items():
             home = home_of(name, units)
             found[home][mode] += [(name[len(home) :].lstrip(".") if home else name, p) for p in module.parameters]
-    return {
-        home: modes for home, modes in found.items() if any(inside for reads in modes.values() for inside, _ in reads)
-    }
+    return {home: modes for home, modes in found.items() if any(len(reads) > 1 for reads in modes.values())}
 
 
 def _link(program: Program) -> PartialEmbedding | None:
