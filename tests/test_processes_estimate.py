@@ -1,9 +1,11 @@
 """The estimated peak against the allocator's own account of a real run."""
 
 import pytest
+import torch.distributed as dist
 from processes import on_ranks
 
 from benchmarks.memory import LLAMA, Case, estimated_peak, measured_peak
+from shardplan.torchlib.private import private
 
 SMALL = LLAMA | {"num_hidden_layers": 4}
 MESH = {"dp_shard": 2, "tp": 2}
@@ -14,13 +16,30 @@ CASES = {
 }
 
 
+def within_one_percent(real: dict[str, int]) -> None:
+    ratios = {name: estimated_peak(case) / real[name] for name, case in CASES.items()}
+    assert {name: ratio for name, ratio in ratios.items() if not 0.99 <= ratio <= 1.01} == {}, ratios
+
+
 def peaks():
     return {name: measured_peak(case) for name, case in CASES.items()}
 
 
 @pytest.mark.slow
+def test_the_estimate_is_within_one_percent_of_what_a_rank_allocates():
+    """One rank that computes everything, in a group whose collectives send nothing: no threads that hold buffers longer on a
+    busy machine."""
+    private("fake_pg")
+    dist.init_process_group("fake", rank=0, world_size=4)
+    try:
+        real = peaks()
+    finally:
+        dist.destroy_process_group()
+    within_one_percent(real)
+
+
+@pytest.mark.exhaustive
 def test_the_estimate_is_within_one_percent_of_a_real_run():
+    """On an idle machine: gloo's threads let go of what they moved when they get to run."""
     ranks = on_ranks(4, peaks, seconds=300)  # with equal shards: what a rank has more than another is gloo's
-    real = {name: min(one[name] for one in ranks) for name in CASES}
-    ratios = {name: estimated_peak(case) / real[name] for name, case in CASES.items()}
-    assert {name: ratio for name, ratio in ratios.items() if not 0.99 <= ratio <= 1.01} == {}, ratios
+    within_one_percent({name: min(one[name] for one in ranks) for name in CASES})
