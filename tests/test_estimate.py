@@ -61,9 +61,10 @@ DEEP = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "equal layers" else []) for n in DEEP]
-)
+MARKS = {"equal layers": [], "recomputed": [pytest.mark.slow]}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, [pytest.mark.exhaustive])) for n in DEEP])
 def test_what_is_extrapolated_is_what_the_whole_depth_has(name, monkeypatch):
     model, settings, options = DEEP[name]
     short = estimated(model, settings=settings, **options)
