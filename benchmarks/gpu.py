@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
@@ -26,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 import shardplan
 
 from .page import table
-from .ways import SHAPES
+from .ways import SHAPES, torch_tp_styles
 
 TP = 8
 DEPTHS = (1, 3)
@@ -90,16 +89,7 @@ def planned(config: PretrainedConfig, mesh: DeviceMesh, device: str, **options: 
 
 
 def stock(config: PretrainedConfig, mesh: DeviceMesh, device: str) -> nn.Module:
-    plan = {
-        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
-        "model.layers.*.self_attn.o_proj": RowwiseParallel(),
-        "model.layers.*.mlp.gate_proj": ColwiseParallel(),
-        "model.layers.*.mlp.up_proj": ColwiseParallel(),
-        "model.layers.*.mlp.down_proj": RowwiseParallel(),
-        "lm_head": ColwiseParallel(output_layouts=Replicate()),
-    }
-    return parallelize_module(built(config, device), mesh, plan, src_data_rank=None)
+    return parallelize_module(built(config, device), mesh, torch_tp_styles(), src_data_rank=None)
 
 
 WAYS: dict[str, Callable[..., nn.Module]] = {

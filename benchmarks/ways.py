@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import Replicate, Shard  # noqa: E402
 from torch.distributed.tensor.parallel import (  # noqa: E402
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -71,10 +72,9 @@ def planned(
     )
 
 
-def stock_tp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
+def torch_tp_styles() -> dict[str, ParallelStyle]:
     """torch's styles as its tutorial has them, and as transformers' plan for Llama says the same."""
-    model = fresh(config)
-    plan = {
+    return {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
         "model.layers.*.self_attn.[qkv]_proj": ColwiseParallel(),
         "model.layers.*.self_attn.o_proj": RowwiseParallel(),
@@ -83,7 +83,10 @@ def stock_tp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
         "model.layers.*.mlp.down_proj": RowwiseParallel(),
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }
-    return parallelize_module(model, mesh["tp"], plan, src_data_rank=None)
+
+
+def stock_tp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
+    return parallelize_module(fresh(config), mesh["tp"], torch_tp_styles(), src_data_rank=None)
 
 
 def stock_sp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:

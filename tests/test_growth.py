@@ -4,8 +4,6 @@ import sys
 from collections.abc import Callable
 
 import pytest
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
 from benchmarks.growth import EXPERTS, RULES, explicit, model
@@ -16,7 +14,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import lint_plan, parse_text
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.torchlib.private import private
+from tests.proofs import fake_mesh
 from tests.small_models import small_model
 
 
@@ -92,23 +90,13 @@ def test_this_test_can_fail():
     assert most - more > 2.04 * (more - few)
 
 
-@pytest.fixture
-def world():
-    """A process group of eight ranks, without other processes."""
-    private("fake_pg")
-    dist.init_process_group("fake", rank=0, world_size=8)
-    yield
-    dist.destroy_process_group()
-
-
 def sent_while_applying(src_data_rank: int | None) -> dict[str, int]:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_shard", "tp"))
-    with CollectiveCounter() as counter:
+    with fake_mesh(2, 4, names=("dp_shard", "tp")) as mesh, CollectiveCounter() as counter:
         shardplan.apply_plan(small_model("llama"), mesh, "llama", sequence_parallel=True, src_data_rank=src_data_rank)
     return dict(counter.counts)
 
 
-def test_weights_that_every_rank_has_are_not_sent(world):
+def test_weights_that_every_rank_has_are_not_sent():
     sent = sent_while_applying(0)
     assert sent["scatter"] == 16 and sent["broadcast"] == 5, "matrices and norms of a llama of two layers"
     assert sent_while_applying(None) == {"all_reduce": 2}, "whether all ranks compiled the same, over each axis"

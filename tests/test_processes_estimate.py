@@ -1,11 +1,10 @@
 """The estimated peak against the allocator's own account of a real run."""
 
 import pytest
-import torch.distributed as dist
 from processes import on_ranks
 
 from benchmarks.memory import LLAMA, Case, estimated_peak, measured_peak
-from shardplan.torchlib.private import private
+from tests.proofs import fake_mesh
 
 SMALL = LLAMA | {"num_hidden_layers": 4}
 MESH = {"dp_shard": 2, "tp": 2}
@@ -29,12 +28,8 @@ def peaks():
 def test_the_estimate_is_within_one_percent_of_what_a_rank_allocates():
     """One rank that computes everything, in a group whose collectives send nothing: no threads that hold buffers longer on a
     busy machine."""
-    private("fake_pg")
-    dist.init_process_group("fake", rank=0, world_size=4)
-    try:
+    with fake_mesh(4):
         real = peaks()
-    finally:
-        dist.destroy_process_group()
     within_one_percent(real)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardplan.core.program import Gradient, ParameterProgram
 
 from .packing import pack
-from .reading import read
+from .reading import call_with, read
 from .regime import Regime
 
 
@@ -89,23 +89,6 @@ class LocalParameters:
         return torch.zeros_like(local, requires_grad=False)
 
 
-def _call_with(
-    forward: Callable[..., Any],
-    members: list[tuple[nn.Module, str, Tensor | None]],
-    locals_: Iterable[Tensor | None],
-    args: tuple,
-    kwargs: dict,
-) -> Any:
-    """Call with other modules' parameters exchanged for local tensors."""
-    try:
-        for (owner, name, _), local in zip(members, locals_, strict=True):
-            owner._parameters[name] = local
-        return forward(*args, **kwargs)
-    finally:
-        for owner, name, parameter in members:
-            owner._parameters[name] = parameter
-
-
 class ParametersBelow:
     """Around a forward that reads parameters of modules below it: they are local tensors in it too."""
 
@@ -119,4 +102,4 @@ class ParametersBelow:
             parameter = owner._parameters[name]
             members.append((owner, name, parameter))
             locals_.append(read(parameter, gradient, self.regime))
-        return _call_with(forward, members, locals_, args, kwargs)
+        return call_with(forward, members, locals_, args, kwargs)

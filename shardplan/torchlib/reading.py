@@ -7,7 +7,7 @@ are a third of what a small layer costs otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,23 @@ def _traced(parameter: DTensor, gradient: Gradient, regime: Regime) -> Tensor:
     return local
 
 
+def call_with(
+    forward: Callable[..., Any],
+    members: Sequence[tuple[nn.Module, str, Tensor | None]],
+    locals_: Iterable[Tensor | None],
+    args: tuple,
+    kwargs: dict,
+) -> Any:
+    """Call with other modules' parameters exchanged for local tensors."""
+    try:
+        for (owner, name, _), local in zip(members, locals_, strict=True):
+            owner._parameters[name] = local
+        return forward(*args, **kwargs)
+    finally:
+        for owner, name, parameter in members:
+            owner._parameters[name] = parameter
+
+
 class Reads:
     """Around a block's forward: the parameters in it are read together, through one autograd node whose backward sums
     those of their gradients that are partial sums by one all-reduce.
@@ -114,23 +131,14 @@ class Reads:
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
             return _traced_together(forward, self.members[self.regime.sequence_parallel], self.regime, args, kwargs)
-        slots, parameters, gradients = [], [], []
+        slots, gradients = [], []
         for owner, name, gradient in self.members[self.regime.sequence_parallel]:
-            held = owner._parameters
-            parameter = held[name]
+            parameter = owner._parameters[name]
             if isinstance(parameter, DTensor):
-                slots.append((held, name, parameter))
-                parameters.append(parameter)
+                slots.append((owner, name, parameter))
                 gradients.append(gradient)
-        if not slots:
-            return forward(*args, **kwargs)
-        try:
-            for (held, name, _), local in zip(slots, _read_together(parameters, gradients, self.regime), strict=True):
-                held[name] = local
-            return forward(*args, **kwargs)
-        finally:
-            for held, name, parameter in slots:
-                held[name] = parameter
+        locals_ = _read_together([parameter for _, _, parameter in slots], gradients, self.regime)
+        return call_with(forward, slots, locals_, args, kwargs)
 
 
 def _traced_together(
@@ -146,11 +154,5 @@ def _traced_together(
             locals_.append(parameter.to_local(grad_placements=[Replicate()]))
     if not slots or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    try:
-        summed = sum_gradients(slots[0][2].device_mesh, locals_, regime.reduce_dtype)
-        for (owner, name, _), local in zip(slots, summed, strict=True):
-            owner._parameters[name] = local
-        return forward(*args, **kwargs)
-    finally:
-        for owner, name, parameter in slots:
-            owner._parameters[name] = parameter
+    locals_ = sum_gradients(slots[0][2].device_mesh, locals_, regime.reduce_dtype)
+    return call_with(forward, slots, locals_, args, kwargs)
