@@ -49,7 +49,7 @@ from .page import table
 DOCS = Path(__file__).parents[1] / "docs"
 DATA = DOCS / "communication.json"
 TPS = (2, 4)
-SHAPES = ((1, 2048), (8, 2048), (3, 4096))  # batch, sequence; the last one checks the first two
+SHAPES = ((1, 512), (4, 512), (1, 1024))  # batch, sequence; the last one checks the first two
 ITEM = 4  # float32
 DEPTH = ("layers", "first_layers", "last_layers", "layer_indices")  # fields of a configuration that speak of layers
 VARIANTS = {"tp": False, "sp": True}
@@ -57,8 +57,9 @@ TEXT = """## Communication of every built-in plan
 
 `python -m benchmarks.plans`: what a training step sends on the tp axis at the dimensions of the type's default configuration, tp
 2 and 4, each kind of layer once, logits whole, for one type of each built-in plan that is proven there: elements for
-each token of {shapes} (batch x tokens), over the least that the same split allows ([docs/communication.json](communication.json);
-an all-gather or a reduce-scatter of a value is half an all-reduce of it). It is the same for all shapes.
+each token, over the least that the same split allows ([docs/communication.json](communication.json);
+an all-gather or a reduce-scatter of a value is half an all-reduce of it). What is
+sent grows with the tokens and with nothing else: {shapes} (batch x tokens) lie on one line.
 
 With the least: {least}. The others:
 """
@@ -153,10 +154,10 @@ def main() -> None:
     chosen = [row for row in rows() if not args.types or row[0] in args.types]
     found = json.loads(DATA.read_text("utf-8")) if args.types else {}
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        for name, one in tqdm(pool.imap(_row, chosen), total=len(chosen), file=sys.stderr):
+        for name, one in tqdm(pool.imap_unordered(_row, chosen), total=len(chosen), file=sys.stderr):
             found[name] = one
-    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items())]
-    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+            lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items())]
+            DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
     good = {word: [o[word] for o in found.values() if word in o] for word in VARIANTS}
     said = (f"{sum(map(is_least, o))} of {len(o)} with {word.upper()}" for word, o in good.items())
     shapes = ", ".join(f"{batch} x {length:,}" for batch, length in SHAPES)
