@@ -21,7 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.distributed import DistributedConfig
 
 from .host import ratio
 from .page import table
@@ -54,8 +56,11 @@ half of them. The sequence-parallel plan of torch's styles is the one that NeMo 
 
 
 def own_tp(config: LlamaConfig, mesh: DeviceMesh, *, folder: Path) -> nn.Module:
-    """`from_pretrained(..., tp_plan="auto")`."""
-    return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh["tp"], dtype=torch.float32)
+    """What transformers makes of its own plan."""
+    split = DistributedConfig(tp_size=mesh["tp"].size())
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=split, dtype=torch.float32)
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, DTensor), "transformers split nothing"
+    return model
 
 
 def ways(folder: Path) -> dict[str, Way]:
@@ -111,7 +116,7 @@ def timed(steps: Mapping[str, Callable[[], None]], repeats: int) -> dict[str, li
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def estimate_mesh(
     for depth in depths.traced:
         layers = f", {depth} of {depths.count} layers" if depth != depths.count else ""
         progress(f"tracing {_mesh_text(sizes)}{layers}")
-        ledgers.append(_ledger(found, program, asked, offloaded, lambda model, n=depth: cut(model, depths, n)))
+        shorten = partial(cut, depths=depths, depth=depth)
+        ledgers.append(step_ledger(found, program, asked, offloaded=offloaded, shorten=shorten))
     ledger = whole(ledgers, depths)
     traffic = tuple(
         Traffic(axis, name, calls, ledger.bytes[axis, name]) for (axis, name), calls in sorted(ledger.calls.items())
@@ -88,9 +90,20 @@ def estimate_mesh(
     )
 
 
-def _ledger(
-    found: FoundModel, program: Program, asked: Question, offloaded: bool, shorten: Callable[[nn.Module], None]
+def step_ledger(
+    found: FoundModel,
+    program: Program,
+    asked: Question,
+    *,
+    offloaded: bool = False,
+    shorten: Callable[[nn.Module], None] = lambda model: None,
 ) -> Ledger:
+    """What a step of a model is measured to be, at its whole depth or at a smaller one.
+
+    Args:
+        offloaded: parameters and optimizer state are in the host's memory.
+        shorten: takes layers away.
+    """
     model = found.build("meta", DTYPES[asked.precision]).train()
     shorten(model)
     with fake_mesh(program.resolved.sizes) as mesh, _quietly():

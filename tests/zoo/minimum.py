@@ -169,6 +169,7 @@ class Reductions:
         self.kinds: dict[int, Kind] = {}
         self.roots: dict[int, int] = {}  # a value -> the sum in it
         self.count = 0
+        self.reduced: list[tuple[int, int]] = []  # the values that are summed, each with the sum in it
         self.effects: dict[int, Effect] = {}
         for event in flow.run.events:
             if event.kind == "op":
@@ -300,5 +301,7 @@ class Reductions:
     def _reduce(self, event: Event) -> None:
         for number in event.inputs:
             if self._kind(number) == "sum":
-                self.kinds[self.roots.get(number, number)] = "whole"
+                root = self.roots.get(number, number)
+                self.kinds[root] = "whole"
+                self.reduced.append((number, root))
                 self.count += 1

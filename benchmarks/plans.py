@@ -1,0 +1,170 @@
+"""What every built-in plan communicates at real dimensions, against the least: `python -m benchmarks.plans [type ...]`.
+
+A plan is applied to a model of its type's default dimensions, with the layers that the small copy has (each kind once), and a
+training step is traced on tensors without memory, as `shardplan estimate` does: every collective of the tp axis, with its
+real size. What it sends is a number for each token and one whatever the number of tokens; a third shape shows that nothing
+else is in it. The least is derived from the unsharded run of the small copy and the model's dimensions, by code that does not
+read the program (tests/zoo/least.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from shardplan import compile_plan
+from shardplan.bind import bind
+from shardplan.core.estimate import Question
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.costs.estimate import step_ledger
+from shardplan.layout import Workbench
+from shardplan.lower.program import Program
+from shardplan.models import find_any
+from shardplan.models.found import FoundModel
+from shardplan.models.numbers import text_config
+from shardplan.models.tree import tree_of
+from shardplan.parse import parse_plan
+from shardplan.twin import make_twin
+from shardplan.twin.fields import role
+from shardplan.twin.layers import Kept
+from shardplan.twin.shrink import SHRINK
+from tests.model_settings import find, without_dropout
+from tests.zoo.doors import Size
+from tests.zoo.least import least
+
+from .page import table
+
+DOCS = Path(__file__).parents[1] / "docs"
+DATA = DOCS / "communication.json"
+TPS = (2, 4)
+SHAPES = ((1, 2048), (8, 2048), (3, 4096))  # batch, sequence; the last one checks the first two
+ITEM = 4  # float32
+DEPTH = ("layers", "first_layers", "last_layers", "layer_indices")  # fields of a configuration that speak of layers
+VARIANTS = {"tp": False, "sp": True}
+TEXT = """## Communication of every built-in plan
+
+`python -m benchmarks.plans`: what a training step sends on the tp axis at the dimensions of the type's default configuration, tp
+2 and 4, each kind of layer once, logits whole, for one type of each built-in plan that is proven there: elements for
+each token of {shapes} (batch x tokens), over the least that the same split allows ([docs/communication.json](communication.json);
+an all-gather or a reduce-scatter of a value is half an all-reduce of it). It is the same for all shapes.
+
+With the least: {least}. The others:
+"""
+
+
+def cut(found: FoundModel, layers: Sequence[int]) -> FoundModel:
+    """The model with those layers alone, in its own dimensions."""
+    config = without_dropout(found.config)
+    config.architectures = [type(found.meta).__name__]
+    text = text_config(config)
+    kept = Kept(text.num_hidden_layers, tuple(layers))
+    for name, value in list(vars(text).items()):
+        what = role(name)
+        if what in DEPTH and value is not None:
+            setattr(text, name, SHRINK[what](value, SimpleNamespace(kept=kept), name))
+        elif isinstance(value, (list, tuple)) and len(value) == kept.count and isinstance(value[0], (str, int, float)):
+            setattr(text, name, kept.of(value))
+    return find_any(config)
+
+
+def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any]:
+    """What a plan sends for a model type and the least: variant -> tp -> elements of an all-reduce, for each token and for
+    each step.
+
+    Raises:
+        PlanError: no step of the model can be traced without values.
+        AssertionError: what is sent depends on the number of tokens in another way.
+    """
+    found = find(name)
+    twin = make_twin(found, tp=TPS[0], experts_implementation="eager")
+    short, model = cut(found, twin.layers), twin.build()
+    bench = Workbench(model, twin.inputs(kind=twin.kinds[0]), tree_of(model))
+    made: dict[str, Any] = {word: {} for word in variants}
+    for word, tp in product(variants, TPS):
+        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), sequence_parallel=VARIANTS[word])
+        program = compile_plan(short.build("meta"), MeshSizes(tp=tp), plan.name, sequence_parallel=VARIANTS[word])
+        made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, bench, found.tree, tp)}
+    return made
+
+
+def sent(found: FoundModel, program: Program, tp: int) -> Size:
+    """What a step sends on the tp axis."""
+    amounts = []
+    for batch, length in SHAPES:
+        asked = Question(found.name, "", False, length, batch, "fp32", "none")
+        ledger = step_ledger(found, program, asked)
+        whole = sum(n for (axis, _), n in ledger.bytes.items() if axis == "tp")
+        amounts.append(whole / ITEM / (2 * (tp - 1) / tp))
+    (few, many, _), (small, large, third) = [batch * length for batch, length in SHAPES], amounts
+    token = (large - small) / (many - few)
+    step = small - token * few
+    assert third == token * SHAPES[2][0] * SHAPES[2][1] + step, (found.name, amounts)
+    return Size(round(token, 3), round(step))
+
+
+def rows() -> Iterator[tuple[str, str, list[str]]]:
+    """A type that each built-in plan is proven for, that of its name or the first: type, plan, variants."""
+    seen: dict[str, tuple[str, str, list[str]]] = {}
+    for entry in json.loads((DOCS / "model-types.json").read_text("utf-8")):
+        right = [word for word in VARIANTS if all(entry["verdicts"].get(f"{word}{tp}") == "right" for tp in TPS)]
+        if right and entry["split"] > 0 and (entry["plan"] not in seen or entry["name"] == entry["plan"]):
+            seen[entry["plan"]] = (entry["name"], entry["plan"], right)
+    return iter(seen.values())
+
+
+def _row(given: tuple[str, str, list[str]]) -> tuple[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    name, plan, variants = given
+    try:
+        return name, {"plan": plan, **of_type(name, parse_plan(plan).plan, variants)}
+    except Exception as error:
+        return name, {"plan": plan, "reason": str(error)}
+
+
+def is_least(sizes: Mapping[str, Any]) -> bool:
+    return all(Size(*one["sent"]) <= Size(*one["least"]) for one in sizes.values())
+
+
+def shown(sizes: Mapping[str, Any]) -> str:
+    """Of the size of tp with the most."""
+    (token, step), (fewest, behind) = max(
+        ((o["sent"], o["least"]) for o in sizes.values()), key=lambda o: o[0][0] / o[1][0]
+    )
+    return f"{token / fewest:.4f}" + (f", and {step - behind:,} elements" if step > behind else "")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("types", nargs="*", help="model types (the first one of each built-in plan)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    args = parser.parse_args()
+    chosen = [row for row in rows() if not args.types or row[0] in args.types]
+    found = json.loads(DATA.read_text("utf-8")) if args.types else {}
+    with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
+        for name, one in tqdm(pool.imap(_row, chosen), total=len(chosen), file=sys.stderr):
+            found[name] = one
+    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items())]
+    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    good = {word: [o[word] for o in found.values() if word in o] for word in VARIANTS}
+    said = (f"{sum(map(is_least, o))} of {len(o)} with {word.upper()}" for word, o in good.items())
+    shapes = ", ".join(f"{batch} x {length:,}" for batch, length in SHAPES)
+    print(TEXT.format(shapes=shapes, least=" and ".join(said)))
+    more = {n: o for n, o in found.items() if not all(is_least(o[w]) for w in VARIANTS if w in o)}
+    cells = ((n, o["plan"], *(shown(o[w]) if w in o else "" for w in VARIANTS)) for n, o in sorted(more.items()))
+    print(table(("type", "plan", "TP", "SP"), cells))
+
+
+if __name__ == "__main__":
+    main()
