@@ -9,12 +9,13 @@ import pytest
 from shardplan.bind import bind
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout.model import ModelLayouts
-from shardplan.models import find_any, find_model
+from shardplan.models import find_any
 from shardplan.parse import parse_plan
 from shardplan.synth.derive import Derived, derive
 from shardplan.synth.flow import Flow
 from shardplan.synth.parts import cut, packed
 from shardplan.synth.regions import Group, Region, grouped, regions
+from tests.model_settings import find
 from tests.soundness.judge import judge, subject
 
 ATTENTION = "model.layers.*.self_attn"
@@ -22,13 +23,13 @@ ATTENTION = "model.layers.*.self_attn"
 
 @cache
 def flow(name: str) -> Flow:
-    bench = ModelLayouts(find_model(name), 2).benches[0]
+    bench = ModelLayouts(find(name), 2).benches[0]
     return Flow(bench.reference, bench.tree)
 
 
 @cache
 def derived(name: str) -> Derived:
-    return derive(find_model(name))
+    return derive(find(name))
 
 
 def test_a_region_begins_and_ends_within_a_block() -> None:
