@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from shardplan.check.requirements import HEAD_SIZES
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
+from shardplan.layout.finding import Kind
 from shardplan.layout.prover import Proof
 from shardplan.styles import feature_dim
 
@@ -209,15 +210,16 @@ class Solver:
 
     def _pairs(self, draft: Draft) -> Iterator[Draft]:
         """With two attributes divided of the module that raises."""
-        own = [found for found in self._attributes(self._wrong(draft)) if not found[1].startswith("config.")]
+        own = [found for found in self._attributes(self._wrong(draft, "crash")) if not found[1].startswith("config.")]
         for one, other in combinations(own, 2):
             yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
 
-    def _wrong(self, draft: Draft) -> Mapping[str, None]:
-        """The module in whose code the first thing that is wrong happens, if it has code of its own."""
+    def _wrong(self, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
+        """The module within a block in whose code the first thing that is wrong happens, or the first of a kind."""
         proof = self.board.proof(draft)
-        found = next((f.module for f in proof.findings if f.kind not in MENDABLE), None) if proof is not None else None
-        return {} if found is None or element(found) or not block(found) else {found: None}
+        hard = (f for f in (() if proof is None else proof.findings) if f.kind not in MENDABLE)
+        found = next((f.module for f in hard if kind in (None, f.kind)), "")
+        return {} if not found or element(found) else {found: None}
 
     def _holding(self, draft: Draft, module: str) -> Draft:
         """The draft where rules may hold a module's parameters in another way than its own does."""
