@@ -14,6 +14,7 @@ from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.layout.boundaries import missing
+from shardplan.layout.spread import Spread, spread_of
 from shardplan.lower import lower
 from shardplan.models import find_model
 from shardplan.models.tree import tree_of
@@ -304,6 +305,15 @@ def test_right_plans_of_own_modules_pass(inner) -> None:
 def test_wrong_plans_of_own_modules_are_found(inner, code: str) -> None:
     report = own(inner)
     assert [d.code for d in report.diagnostics][:1] == [code], report.diagnostics
+
+
+def test_equal_slices_are_told_apart_by_their_number() -> None:
+    """Heads that are repeated: each rank has every second of [a, b, a, b]."""
+    a, b = torch.arange(3.0), torch.arange(3.0, 6.0)
+    whole = torch.stack((a, b, a, b))
+    found = spread_of([torch.stack((a, a)), torch.stack((b, b))], whole)
+    assert found == Spread("split", 0, ((0, 2), (1, 3)))
+    assert spread_of([torch.stack((a, a)), torch.stack((b, a))], whole) is None
 
 
 def test_a_sum_over_the_split_dim_is_a_partial_sum() -> None:

@@ -9,12 +9,13 @@ import pytest
 from shardplan.bind import bind
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout.model import ModelLayouts
-from shardplan.models import find_any, find_model
+from shardplan.models import find_any
 from shardplan.parse import parse_plan
 from shardplan.synth.derive import Derived, derive
 from shardplan.synth.flow import Flow
 from shardplan.synth.parts import cut, packed
 from shardplan.synth.regions import Group, Region, grouped, regions
+from tests.model_settings import find
 from tests.soundness.judge import judge, subject
 
 ATTENTION = "model.layers.*.self_attn"
@@ -22,13 +23,13 @@ ATTENTION = "model.layers.*.self_attn"
 
 @cache
 def flow(name: str) -> Flow:
-    bench = ModelLayouts(find_model(name), 2).benches[0]
+    bench = ModelLayouts(find(name), 2).benches[0]
     return Flow(bench.reference, bench.tree)
 
 
 @cache
 def derived(name: str) -> Derived:
-    return derive(find_model(name))
+    return derive(find(name))
 
 
 def test_a_region_begins_and_ends_within_a_block() -> None:
@@ -69,6 +70,15 @@ def test_parts_are_read_off_the_slices() -> None:
     assert said == ["num_attention_heads * head_dim", shared_words, shared_words]
 
 
+def test_parts_are_read_off_what_is_made_of_all_of_a_result() -> None:
+    """DBRX clamps it before it is cut."""
+    run = flow("dbrx")
+    made = next(p for p in run.products.values() if p.name.endswith("Wqkv"))
+    numbers = run.tree.numbers
+    counts = (numbers["num_attention_heads"], numbers["num_key_value_heads"], numbers["num_key_value_heads"])
+    assert cut(run, made) == tuple(n * numbers["head_dim"] for n in counts)
+
+
 def test_slices_that_leave_gaps_are_no_parts() -> None:
     """gpt_oss takes every second feature."""
     made = next(p for p in flow("gpt_oss").products.values() if p.name.endswith("gate_up_proj"))
@@ -85,11 +95,55 @@ def test_what_is_found_for_a_known_model_is_its_plan(name: str) -> None:
     }
 
 
+def rules(name: str) -> dict[str, str]:
+    return {p: o["style"] for p, o in derived(name).draft.tensor_parallel.items()}
+
+
+def test_what_meets_in_halves_has_a_share_of_both() -> None:
+    """DiffLlama subtracts heads of its first half from those of its second. A door says nothing of the lambdas beside it."""
+    found = rules("diffllama")
+    assert {found[f"{ATTENTION}.{x}_proj"] for x in "qkv"} == {"packed_colwise"}
+    assert found[ATTENTION] == "input_with_grad_allreduce"
+    assert found[f"{ATTENTION}.lambda_q1"] == "replicated_with_grad_allreduce"
+
+
+def test_numbers_that_only_help_together_are_divided_together() -> None:
+    attention = "transformer.blocks.*.norm_attn_norm.attn"
+    assert derived("dbrx").draft.tensor_parallel[attention]["divide"] == ["hidden_size", "num_key_value_heads"]
+
+
+@pytest.mark.slow
+def test_a_norm_that_counts_heads_has_a_rank_s_part_of_its_weight() -> None:
+    norm = "backbone.blocks.*.mlstm_layer.multihead_norm"
+    assert (rules("xlstm")[norm], rules("xlstm")[f"{norm}.weight"]) == ("local_params", "colwise")
+
+
+@pytest.mark.slow
+def test_what_is_small_is_not_gathered() -> None:
+    """The indexer of DeepSeek-V3.2."""
+    assert "colwise_gather_output" not in {style for name, style in rules("deepseek_v32").items() if "*" in name}
+    assert [group.rows for group in (w.group for w in derived("deepseek_v32").whole)] == [
+        (f"{ATTENTION}.indexer.wq_b",)
+    ]
+
+
+def test_latents_that_are_wider_than_what_they_are_made_of_are_reduced_there() -> None:
+    """Youtu's; DeepSeek-V3's are narrower than its hidden state, though not those of its small copy."""
+    latents = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    found = rules("youtu")
+    assert found[ATTENTION] == "input_with_grad_allreduce"
+    assert {found[f"{ATTENTION}.{name}"] for name in latents} == {"replicated_with_grad_allreduce"}
+
+
 @pytest.mark.parametrize(
     ("name", "whole"),
     [
         ("gpt2", ()),
         ("falcon", ()),
+        ("moshi", ()),
+        ("youtu", ()),
+        pytest.param("diffllama", (), marks=pytest.mark.slow),
+        pytest.param("xlstm", (), marks=pytest.mark.slow),
         pytest.param("phi3", (), marks=pytest.mark.slow),
         pytest.param("opt", (), marks=pytest.mark.slow),
         pytest.param("deepseek_v3", (), marks=pytest.mark.slow),

@@ -121,8 +121,22 @@ def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, noise: float)
     if any(indices is None for indices in order):
         return None
     if sorted(i for indices in order for i in indices) != list(range(size)):
-        return None
-    return Spread("split", dim, tuple(order))
+        order = _among_equals(order, reference, dim, tolerance)
+    return None if order is None else Spread("split", dim, tuple(order))
+
+
+def _among_equals(
+    order: Sequence[tuple[int, ...]], reference: Tensor, dim: int, tolerance: float
+) -> list[tuple[int, ...]] | None:
+    """The indices, those of slices that are equal (heads that are repeated) given to one after the other; None where there
+    are not as many."""
+    first = _indices(reference, reference, dim, tolerance)
+    alike: dict[int, list[int]] = {}
+    for index, one in enumerate(first):
+        alike.setdefault(one, []).append(index)
+    left = {one: iter(indices) for one, indices in alike.items()}
+    result = [tuple(next(left[first[i]], -1) for i in indices) for indices in order]
+    return result if sorted(i for indices in result for i in indices) == list(range(len(first))) else None
 
 
 def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:

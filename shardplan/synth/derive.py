@@ -15,8 +15,9 @@ from shardplan.layout.model import ModelLayouts
 from shardplan.models import FoundModel
 from shardplan.styles import STYLES
 
-from .draft import DOOR, Board, Draft, Options
+from .draft import DOOR, PARTIAL, Board, Draft, Options
 from .flow import Flow
+from .fronts import with_fronts
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solver
@@ -90,7 +91,7 @@ def derive(
         else:
             whole.append(Whole(group, more))
     progress("splitting the vocabulary")
-    draft = with_doors(board, with_vocabulary(board, flow, draft))
+    draft = with_fronts(board, flow, found.tree, with_doors(board, with_vocabulary(board, flow, draft)))
     progress("splitting the sequence")
     overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
     objection = overlaid if isinstance(overlaid, str) else None
@@ -174,9 +175,12 @@ def with_doors(board: Board, draft: Draft) -> Draft:
     doors: dict[str, Options] = {}
     for read in report.reads:
         pattern = board.tree.pattern(read.module)
-        rule = draft.tensor_parallel.get(pattern, {})
-        if rule.get("style", "replicate") == "replicate":
+        rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
+        if rule["style"] == "replicate" or rule == PARTIAL:
             doors[pattern] = {"style": DOOR, **door_argument(board, read.module, read.argument)}
+        if rule == PARTIAL:  # a door says nothing of the module's own parameters
+            names = (f"{pattern}.{p.name}" for p in board.tree.modules[read.module].parameters)
+            doors.update((name, PARTIAL) for name in names if name not in draft.tensor_parallel)
     draft = board.mended(draft.with_rules(doors)) or draft
     for pattern in lone_blocks(board, draft):
         more = draft.with_rules({pattern: {"style": DOOR}})

@@ -22,6 +22,7 @@ Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
 
 DOOR = "input_with_grad_allreduce"
+PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
 MENDABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
 
 

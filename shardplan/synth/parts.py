@@ -12,6 +12,7 @@ from shardplan.core.tree import ModuleTree
 from .flow import Flow, Product
 
 COEFFICIENTS = (1, 2, 3, 4)
+MOST_PARTS = 5  # of different lengths
 # The words for a length, the likeliest first; any other number of the configuration comes after them.
 KNOWN = (
     ("num_attention_heads", "head_dim"),
@@ -22,15 +23,23 @@ KNOWN = (
 
 
 def cut(flow: Flow, made: Product) -> tuple[int, ...]:
-    """The lengths of the slices that a result is cut into along its last dim; empty where it is not."""
-    whole = made.outputs[0]
-    value = flow.run.values[whole]
+    """The lengths of the slices that a result is cut into along its last dim; empty where it is not.
+
+    The code may do something with all of it before: clamp it, or give its features more dims.
+    """
+    value = flow.run.values[made.outputs[0]]
+    lead = value.ndim - 1
     places: set[tuple[int, int]] = set()
-    for event in flow.readers.get(whole, ()):
-        for number in event.outputs:
-            part = flow.run.values[number]
-            if part.ndim == value.ndim and part.shape[:-1] == value.shape[:-1] and part.shape[-1] < value.shape[-1]:
-                places.update(_places(value, part))
+    wholes = [made.outputs[0]]
+    for number in wholes:
+        for event, output in ((e, n) for e in flow.readers.get(number, ()) for n in e.outputs if n not in wholes):
+            part = flow.run.values[output]
+            if part.shape[:lead] != value.shape[:lead] or part.ndim == lead:
+                continue
+            if part.numel() < value.numel():
+                places.update(_places(flow.run.values[number].flatten(lead), part.flatten(lead)))
+            elif part.numel() == value.numel() and sum(flow.run.requires_grad[n] for n in event.inputs) == 1:
+                wholes.append(output)
     ends = dict(sorted(places))
     lengths, at = [], 0
     while at in ends:
@@ -59,6 +68,8 @@ def packed(lengths: tuple[int, ...], small: ModuleTree, tree: ModuleTree, size: 
     """
     if len(set(lengths)) == 1:
         return len(lengths)
+    if len(lengths) > MOST_PARTS:
+        return None
     choices = [list(_expressions(length, small)) for length in lengths]
     for chosen in product(*choices):
         if sum(_value(words, tree) for words in chosen) == size:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice, product
-from operator import itemgetter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
 from shardplan.check.requirements import HEAD_SIZES
-from shardplan.core.tree import ModuleTree, ancestors, block, parent
+from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
+from shardplan.layout.finding import Kind
 from shardplan.layout.prover import Proof
 from shardplan.styles import feature_dim
 
@@ -17,7 +17,10 @@ from .flow import Flow, Product
 from .parts import cut, packed
 from .regions import Group
 
-MOST_DIVIDED = 4  # attributes in one group
+MOST_DIVIDED = 5  # attributes in one group
+# Of the parameters of its blocks: a smaller group is not gathered. That costs a step four collectives in each block, which
+# last as long for an indexer or a router's matrices as for wide ones, and saves a rank no more memory than this.
+LEAST_GATHERED = 0.005
 MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
 
 
@@ -60,7 +63,7 @@ class Solver:
     def solve(self, group: Group) -> Draft | str:
         """Rules that split a group, and are right for it alone; where none are found, what is said against the best."""
         draft, objection = self._split_through(group)
-        if draft is None and not self._experts(group):
+        if draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
             draft = self.board.mended(self._gathered(group))
         return draft if draft is not None else objection
 
@@ -87,6 +90,14 @@ class Solver:
         split = self._split(group, gathered, names=self._itself)
         return Draft({**split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
 
+    def _share(self, group: Group) -> float:
+        """How much of the model's own blocks a group is, those in which it stands together."""
+        patterns = {*group.columns, *group.rows}
+        sizes = {name: parameter.numel for name, (_, parameter) in self.tree.parameters.items()}
+        own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
+        blocks = {block(name) for name in own}
+        return sum(sizes[name] for name in own) / sum(sizes[name] for name in sizes if block(name) in blocks)
+
     def _score(self, draft: Draft) -> Score | None:
         proof = self.board.proof(draft)
         return None if proof is None else _score(proof)
@@ -94,7 +105,9 @@ class Solver:
     def _drafts(self, group: Group) -> Iterator[Draft]:
         """What may be said of the matrices, the likeliest first."""
         choices = [list(self._column(group, column)) for column in group.columns]
-        for styles in islice(product(*choices), MOST_DRAFTS):
+        halves: list[Options] = [{"style": "packed_colwise"}] * len(group.columns)  # that meet: differential attention
+        apart = () if group.latent or group.container is not None else (halves,)
+        for styles in chain(islice(product(*choices), MOST_DRAFTS), apart):
             if group.container is not None:
                 door = {group.container: {"style": DOOR, "output": "all_reduce"}}
                 yield Draft({**door, **self._split(group, styles, names=self._named)})
@@ -164,43 +177,67 @@ class Solver:
         return parameter.shape[feature_dim(owner.kind, parameter.name, "out", len(parameter.shape))]
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
-        """With those attributes divided, and those vectors split, that get it further, one by one."""
+        """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes
+        both."""
         for _ in range(MOST_DIVIDED):
-            tried = []
-            for more in self._further(group, draft):
-                reached = self._score(more)
-                if reached is not None and reached > score:
-                    tried.append((reached, more))
-                    if reached.fits:
-                        break
-            if not tried:
+            found = self._best(self._further(group, draft), score) or self._best(self._pairs(draft), score)
+            if found is None:
                 return draft
-            score, draft = max(tried, key=itemgetter(0))
+            score, draft = found
             if score.fits:
                 break
         return draft
 
+    def _best(self, drafts: Iterable[Draft], score: Score) -> tuple[Score, Draft] | None:
+        """The one that gets furthest, if further than a score; the first that fits ends the search."""
+        best = None
+        for draft in drafts:
+            reached = self._score(draft)
+            if reached is not None and reached > (score if best is None else best[0]):
+                best = reached, draft
+                if reached.fits:
+                    break
+        return best
+
     def _further(self, group: Group, draft: Draft) -> Iterator[Draft]:
-        for pattern, attribute in self._attributes(group):
-            rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
-            if attribute not in rule.get("divide", ()):
-                yield draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
-        for pattern in self._vectors(group):
+        wrong = self._wrong(draft)
+        for divided in self._attributes({**self._modules(group), **wrong}):
+            yield from _dividing(draft, divided)
+        for pattern, owner in self._vectors(group, wrong).items():
             if pattern not in draft.tensor_parallel:
                 for style in ("colwise", "rowwise", "replicated_divided"):
-                    yield draft.with_rules({pattern: {"style": style}})
+                    yield self._holding(draft, owner).with_rules({pattern: {"style": style}})
 
-    def _vectors(self, group: Group) -> Iterator[str]:
-        """Parameters that the group's modules own themselves, and that are no matrices of it: one number per head, biases
-        of experts."""
-        matrices = {*group.columns, *group.rows}
-        names = self._modules(group)
-        found = (
-            self.board.tree.pattern(full)
+    def _pairs(self, draft: Draft) -> Iterator[Draft]:
+        """With two attributes divided of the module that raises."""
+        own = [found for found in self._attributes(self._wrong(draft, "crash")) if not found[1].startswith("config.")]
+        for one, other in combinations(own, 2):
+            yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
+
+    def _wrong(self, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
+        """The module within a block in whose code the first thing that is wrong happens, or the first of a kind."""
+        proof = self.board.proof(draft)
+        hard = (f for f in (() if proof is None else proof.findings) if f.kind not in MENDABLE)
+        found = next((f.module for f in hard if kind in (None, f.kind)), "")
+        return {} if not found or element(found) else {found: None}
+
+    def _holding(self, draft: Draft, module: str) -> Draft:
+        """The draft where rules may hold a module's parameters in another way than its own does."""
+        rule = draft.tensor_parallel.get(module, {})
+        return draft.with_rules({module: {"style": "local_params"}}) if rule.get("style") == "replicate" else draft
+
+    def _vectors(self, group: Group, wrong: Mapping[str, None]) -> Mapping[str, str]:
+        """Parameters that the group's modules own themselves, and that are no matrices of it -> their modules, both as
+        patterns: one number per head, biases of experts; the weights of a norm only of that which is wrong."""
+        pattern, modules = self.board.tree.pattern, self._modules(group)
+        found = {
+            pattern(full): pattern(owner.name)
             for full, (owner, p) in self.board.tree.parameters.items()
-            if owner.name in names and owner.kind == "other" and any(n % self.board.tp == 0 for n in p.shape)
-        )
-        return (pattern for pattern in dict.fromkeys(found) if pattern not in matrices)
+            if (owner.name in wrong or (owner.name in modules and owner.kind == "other"))
+            and owner.kind in ("other", "norm")
+            and any(n % self.board.tp == 0 for n in p.shape)
+        }
+        return {name: owner for name, owner in found.items() if name not in (*group.columns, *group.rows)}
 
     def _modules(self, group: Group) -> Mapping[str, None]:
         """The modules of the group's matrices, and those around them within the block; the block itself where they are its
@@ -216,10 +253,10 @@ class Solver:
             if other and (other != block(name) or other == parent(name)) and other not in ancestors(block(name))
         )
 
-    def _attributes(self, group: Group) -> Iterator[tuple[str, str]]:
-        """Numbers of the group's modules that may count what is split: (pattern of the module, attribute)."""
+    def _attributes(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Numbers of modules that may count what is split: (pattern of the module, attribute)."""
         seen: set[tuple[str, str]] = set()
-        for name in self._modules(group):
+        for name in modules:
             module = self.board.tree.modules[name]
             config = {f"config.{n}": value for n, value in (module.config or {}).items()}
             for attribute, value in {**module.numbers, **config}.items():
@@ -229,6 +266,14 @@ class Solver:
                 if type(value) is int and value > 1 and value % self.board.tp == 0 and key not in seen:
                     seen.add(key)
                     yield key
+
+
+def _dividing(draft: Draft, divided: tuple[str, str]) -> Iterator[Draft]:
+    """The draft with one more attribute of a module divided, if it is not yet."""
+    pattern, attribute = divided
+    rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
+    if attribute not in rule.get("divide", ()):
+        yield draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
 
 
 def _score(proof: Proof) -> Score:

@@ -6,7 +6,6 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -14,7 +13,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from .entry import SIZES, Collectives, Entry, counted_again, entry, has  # noqa: E402
+from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
 from .init import by_init as made_by_init  # noqa: E402
 from .table import arguments, fill, read  # noqa: E402
 
@@ -48,8 +47,8 @@ other code between the matrices that needs all of their result are gathered and 
 several mixes, of the same value (GPT-NeoX, RWKV, the hyper-connections of Qwen4) has a door behind each, where one in front
 would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by one (AXK1) have a
 door each. In latent attention the reduction is behind the small latent matrices, not in front of them: three for the
-queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. In Youtu the
-three together are wider than the hidden state, and one in front would do.
+queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. Where they are
+together wider than the hidden state, or a gate reads that too (Youtu, HY-V4), one in front is the minimum.
 """
 
 
@@ -139,11 +138,6 @@ def main(argv: list[str]) -> int:
     found = fill(rows, make, page, said, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
     return int(any(not right(text) for texts in verdicts for text in texts.values()))
-
-
-def made_again(before: Entry) -> Entry:
-    """The entry of a type, with what is known of `init`."""
-    return replace(entry(before.name), init=before.init, init_more=before.init_more)
 
 
 def _said(e: Entry) -> object:

@@ -16,8 +16,8 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from .__main__ import made_again, right  # noqa: E402
-from .entry import SIZES, Entry  # noqa: E402
+from .__main__ import right  # noqa: E402
+from .entry import SIZES, Entry, made_again  # noqa: E402
 from .table import arguments, fill  # noqa: E402
 
 COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
