@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,8 @@ def measured_peak(case: Case) -> int:
     mesh = shardplan.build_mesh(**case.mesh)
     found = find_any(case.model, settings=case.settings, trust_remote_code=False, inputs=None)
     gc.collect()  # what another case left is not given back while this one runs
+    others = _tensors()  # held, so that their addresses stay theirs
+    before = _storages(others)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         model = found.build("cpu").train()
         model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, **case.options)
@@ -95,7 +97,7 @@ def measured_peak(case: Case) -> int:
         optimizer = torch.optim.AdamW(model.parameters())
         alive = []
         for _ in range(STEPS):
-            alive.append(_alive())
+            alive.append(_alive(before))
             ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))
             with record_function(STEP):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -112,15 +114,25 @@ def _wait_late(result: torch.Tensor) -> torch.Tensor:
     return _wait(result)
 
 
-def _alive() -> int:
-    """The bytes of all tensors that Python knows: between two steps there are no others."""
-    storages = {}
-    for tensor in (one for one in gc.get_objects() if isinstance(one, torch.Tensor)):
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.device.type != "meta":
-            storage = local.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+def _tensors() -> list[torch.Tensor]:
+    """All of this process; those without memory of their own are of other types."""
+    return [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter, DTensor)]
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Their storages: address -> bytes."""
+    locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in locals_ if tensor.device.type != "meta")
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def _alive(before: Mapping[int, int]) -> int:
+    """The bytes of all tensors that Python knows: between two steps there are no others.
+
+    Args:
+        before: the storages that are not of the model.
+    """
+    return sum(size for address, size in _storages(_tensors()).items() if address not in before)
 
 
 def _peaks(events: Any, alive: Sequence[int]) -> list[int]:
