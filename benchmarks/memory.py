@@ -3,9 +3,9 @@
     python -m benchmarks.memory [case ...]
 
 Each case runs steps of a small model in processes (gloo on the CPU). The allocator reports every block that it gives and takes
-back to torch's profiler; the peak of a step is the largest sum while it runs. The least of all steps but the first, and of all
-ranks, which hold equal shards, counts: a thread of gloo that is late in letting go of a buffer adds to a step what is none of
-the model's.
+back to torch's profiler; the peak of a step is the largest sum while it runs. The profiler sees the main thread alone: what a
+thread of gloo gives back seems to stay. So pauses let gloo's threads end first, a step begins with what Python knows to be
+alive, and the least of all steps but the first, and of all ranks, which hold equal shards, counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 import shardplan  # noqa: E402
@@ -36,10 +37,10 @@ from shardplan.torchlib import collectives  # noqa: E402
 
 from .page import table  # noqa: E402
 
-_run = collectives._run
+_wait = collectives._wait
 STEP = "a training step"
 STEPS = 8
-PAUSE = 0.003  # seconds
+PAUSE = 0.01  # seconds
 MEMORY = "[memory]"  # what the profiler calls an allocation
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -82,7 +83,7 @@ CASES = {
 
 def measured_peak(case: Case) -> int:
     """On each rank of a process group: the most bytes of a step that is not the first, by the allocator's account."""
-    collectives._run = _with_pause(_run)
+    collectives._wait = _wait_late
     mesh = shardplan.build_mesh(**case.mesh)
     found = find_any(case.model, settings=case.settings, trust_remote_code=False, inputs=None)
     gc.collect()  # what another case left is not given back while this one runs
@@ -92,7 +93,9 @@ def measured_peak(case: Case) -> int:
         for module in model.modules():
             module.register_forward_hook(lambda *_: time.sleep(PAUSE))
         optimizer = torch.optim.AdamW(model.parameters())
+        alive = []
         for _ in range(STEPS):
+            alive.append(_alive())
             ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))
             with record_function(STEP):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -100,31 +103,38 @@ def measured_peak(case: Case) -> int:
                 del loss
                 optimizer.step()
                 optimizer.zero_grad()
-    return min(_peaks(profiled.profiler.kineto_results.events())[1:])
+    return min(_peaks(profiled.profiler.kineto_results.events(), alive)[1:])
 
 
-def _with_pause(run: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A pause behind each collective, as there is one behind each module: in it gloo's threads let go of what they moved. What
-    communicators hold is not in the estimate."""
-
-    def paused(*args: Any) -> torch.Tensor:
-        result = run(*args)
-        time.sleep(PAUSE)
-        return result
-
-    return paused
+def _wait_late(result: torch.Tensor) -> torch.Tensor:
+    """While this thread still holds a collective, gloo's ends it: so what it needed is given back here."""
+    time.sleep(PAUSE)
+    return _wait(result)
 
 
-def _peaks(events: Any) -> list[int]:
-    """The most bytes of each step."""
+def _alive() -> int:
+    """The bytes of all tensors that Python knows: between two steps there are no others."""
+    storages = {}
+    for tensor in (one for one in gc.get_objects() if isinstance(one, torch.Tensor)):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.device.type != "meta":
+            storage = local.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def _peaks(events: Any, alive: Sequence[int]) -> list[int]:
+    """The most bytes of each step, where so many were alive before it."""
     steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP)
-    peaks, now = [0] * len(steps), 0
+    most, before, now = [0] * len(steps), [0] * len(steps), 0
     for event in sorted((e for e in events if e.name() == MEMORY), key=lambda e: e.start_ns()):
-        now += event.nbytes()
         for i, (begin, end) in enumerate(steps):
-            if begin <= event.start_ns() <= end:
-                peaks[i] = max(peaks[i], now)
-    return peaks
+            if event.start_ns() < begin:
+                before[i] = now + event.nbytes()
+            elif event.start_ns() <= end:
+                most[i] = max(most[i], now + event.nbytes())
+        now += event.nbytes()
+    return [known + most_ - seen for known, most_, seen in zip(alive, most, before, strict=True)]
 
 
 def estimated_peak(case: Case) -> int:

@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from shardplan import compile_plan
 from shardplan.bind import bind
+from shardplan.core.diagnostics import PlanError
 from shardplan.core.estimate import Question
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
@@ -49,16 +50,17 @@ from .page import table
 DOCS = Path(__file__).parents[1] / "docs"
 DATA = DOCS / "communication.json"
 TPS = (2, 4)
-SHAPES = ((1, 2048), (8, 2048), (3, 4096))  # batch, sequence; the last one checks the first two
+SHAPES = ((1, 512), (4, 512), (3, 256))  # batch, sequence; the last one checks the first two
 ITEM = 4  # float32
 DEPTH = ("layers", "first_layers", "last_layers", "layer_indices")  # fields of a configuration that speak of layers
 VARIANTS = {"tp": False, "sp": True}
 TEXT = """## Communication of every built-in plan
 
 `python -m benchmarks.plans`: what a training step sends on the tp axis at the dimensions of the type's default configuration, tp
-2 and 4, each kind of layer once, logits whole, for one type of each built-in plan that is proven there: elements for
-each token of {shapes} (batch x tokens), over the least that the same split allows ([docs/communication.json](communication.json);
-an all-gather or a reduce-scatter of a value is half an all-reduce of it). It is the same for all shapes.
+2 and 4, each kind of layer once, logits whole, for one type of each built-in plan that is proven there ({count} of {all}): elements for each
+token, over the least that the same split allows ([docs/communication.json](communication.json);
+an all-gather or a reduce-scatter of a value is half an all-reduce of it). What is
+sent grows with the tokens and with nothing else: {shapes} (batch x tokens) lie on one line.
 
 With the least: {least}. The others:
 """
@@ -129,8 +131,8 @@ def _row(given: tuple[str, str, list[str]]) -> tuple[str, dict[str, Any]]:
     name, plan, variants = given
     try:
         return name, {"plan": plan, **of_type(name, parse_plan(plan).plan, variants)}
-    except Exception as error:
-        return name, {"plan": plan, "reason": str(error)}
+    except PlanError as error:  # its code wants the values of tensors
+        return name, {"plan": plan, "reason": error.diagnostics[0].message}
 
 
 def is_least(sizes: Mapping[str, Any]) -> bool:
@@ -147,23 +149,27 @@ def shown(sizes: Mapping[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("types", nargs="*", help="model types (the first one of each built-in plan)")
+    parser.add_argument("types", nargs="*", help="model types (one of each built-in plan)")
+    parser.add_argument("--missing", action="store_true", help="only those that the data has not yet")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    chosen = [row for row in rows() if not args.types or row[0] in args.types]
-    found = json.loads(DATA.read_text("utf-8")) if args.types else {}
+    found = json.loads(DATA.read_text("utf-8")) if args.types or args.missing else {}
+    every = list(rows())
+    chosen = [row for row in every if not args.types or row[0] in args.types]
+    chosen = [row for row in chosen if not args.missing or row[0] not in found]
     with get_context("spawn").Pool(args.jobs, maxtasksperchild=8) as pool:
-        for name, one in tqdm(pool.imap(_row, chosen), total=len(chosen), file=sys.stderr):
+        for name, one in tqdm(pool.imap_unordered(_row, chosen), total=len(chosen), file=sys.stderr):
             found[name] = one
-    lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items())]
-    DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+            lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items())]
+            DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
     good = {word: [o[word] for o in found.values() if word in o] for word in VARIANTS}
     said = (f"{sum(map(is_least, o))} of {len(o)} with {word.upper()}" for word, o in good.items())
     shapes = ", ".join(f"{batch} x {length:,}" for batch, length in SHAPES)
-    print(TEXT.format(shapes=shapes, least=" and ".join(said)))
+    print(TEXT.format(count=len(found), all=len(every), shapes=shapes, least=" and ".join(said)))
     more = {n: o for n, o in found.items() if not all(is_least(o[w]) for w in VARIANTS if w in o)}
     cells = ((n, o["plan"], *(shown(o[w]) if w in o else "" for w in VARIANTS)) for n, o in sorted(more.items()))
     print(table(("type", "plan", "TP", "SP"), cells))
+    print("".join(f"\nNot counted: {name}: {o['reason']}." for name, o in sorted(found.items()) if "reason" in o))
 
 
 if __name__ == "__main__":

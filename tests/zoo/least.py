@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.tree import ModuleTree, block, element
+from shardplan.core.tree import ModuleTree, ancestors, block, element
 from shardplan.layout import Workbench
 from shardplan.synth.flow import Flow
 
 from .doors import Doors, Size
-from .minimum import SHARES, Reductions, split_features
+from .minimum import SHARES, Reductions, split_features, whole_parts
 from .sizes import Sizes, tokens
 
 
@@ -18,7 +18,8 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     """Elements, each counted as an all-reduce moves it; with whole logits.
 
     With the sequence split what is sent for each token is the same (each all-reduce is then a reduce-scatter and an
-    all-gather, arXiv 2205.05198), and the gradients of all whole parameters behind the embedding are summed.
+    all-gather, arXiv 2205.05198), and the gradients of all whole parameters on shards of it are summed. A part that is whole
+    and needs the whole sequence gathers what it reads, and the gradient of what it makes.
 
     Args:
         resolved, bench: see `minimum`.
@@ -31,19 +32,26 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
     logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if _is_head(run, made.name))
     backward = min(Doors(flow, run.effects, sizes, run.home).frontier.values())
-    step = sum(map(sizes.parameter, _on_shards(run))) if resolved.sequence_parallel else backward.step
-    return Size(forward + logits * SHARES["all_gather"] + backward.token, step)
+    found = Size(forward + logits * SHARES["all_gather"], 0) + backward
+    if resolved.sequence_parallel:
+        whole = whole_parts(resolved)
+        edges = [e.inputs[0] for e in flow.run.events if e.kind in ("enter", "leave") and e.module in whole]
+        step = sum(map(sizes.parameter, _on_shards(run, whole)))
+        found = Size(found.token + sum(map(sizes.value, edges)) * SHARES["all_gather"], step)
+    return found
 
 
 def _is_head(run: Reductions, name: str) -> bool:
     return run.split.get(name) == "out" and not element(block(name))
 
 
-def _on_shards(run: Reductions) -> Iterator[str]:
+def _on_shards(run: Reductions, whole: Collection[str]) -> Iterator[str]:
     """Whole parameters that meet shards of the sequence, among them what is added to the sum that a split matrix makes."""
     for number, name in run.flow.run.parameters.items():
         module = name.rpartition(".")[0]
         added = run.split.get(module) == "in" and len(run.flow.tree.parameters[name][1].shape) == 1
-        learns = run.flow.run.requires_grad[number]
+        learns = run.flow.run.requires_grad[number] and not any(
+            above in whole for above in (module, *ancestors(module))
+        )
         if learns and (added or name in run.whole) and (element(block(name)) or run.is_behind(name)):
             yield name

@@ -145,10 +145,14 @@ def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
 
 def _whole_parts(resolved: ResolvedPlan, bench: Workbench) -> int:
     """How often parts run that are whole and need the whole sequence: each gathers it, and the gradient behind it."""
-    times = Counter(event.module for event in bench.reference.events if event.kind == "enter")
+    whole = whole_parts(resolved)
+    return sum(event.kind == "enter" and event.module in whole for event in bench.reference.events)
+
+
+def whole_parts(resolved: ResolvedPlan) -> frozenset[str]:
+    """The modules of which every rank computes everything, of the whole sequence, between shards of it."""
     styles = {name: STYLES[assignment.rule.style] for name, assignment in resolved.modules.items()}
-    whole = (name for name, style in styles.items() if style.inside == I and style.hands == V(SEQ))
-    return sum(times[name] for name in whole)
+    return frozenset(name for name, style in styles.items() if style.inside == I and style.hands == V(SEQ))
 
 
 def _home(name: str) -> str:
