@@ -147,6 +147,22 @@ def shown(sizes: Mapping[str, Any]) -> str:
     return f"{token / fewest:.4f}" + (f", and {step - behind:,} elements" if step > behind else "")
 
 
+def page(found: Mapping[str, Any], every: int) -> str:
+    """The section.
+
+    Args:
+        every: the number of plans.
+    """
+    good = {word: [o[word] for o in found.values() if word in o] for word in VARIANTS}
+    said = (f"{sum(map(is_least, o))} of {len(o)} with {word.upper()}" for word, o in good.items())
+    shapes = ", ".join(f"{batch} x {length:,}" for batch, length in SHAPES)
+    more = {n: o for n, o in sorted(found.items()) if not all(is_least(o[w]) for w in VARIANTS if w in o)}
+    cells = ((n, o["plan"], *(shown(o[w]) if w in o else "" for w in VARIANTS)) for n, o in more.items())
+    failed = "".join(f"\nNot counted: {name}: {o['reason']}." for name, o in sorted(found.items()) if "reason" in o)
+    head = TEXT.format(count=len(found), all=every, shapes=shapes, least=" and ".join(said))
+    return f"{head}\n{table(('type', 'plan', 'TP', 'SP'), cells)}\n{failed}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("types", nargs="*", help="model types (one of each built-in plan)")
@@ -162,14 +178,7 @@ def main() -> None:
             found[name] = one
             lines = [f"{json.dumps(name)}: {json.dumps(one)}" for name, one in sorted(found.items())]
             DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
-    good = {word: [o[word] for o in found.values() if word in o] for word in VARIANTS}
-    said = (f"{sum(map(is_least, o))} of {len(o)} with {word.upper()}" for word, o in good.items())
-    shapes = ", ".join(f"{batch} x {length:,}" for batch, length in SHAPES)
-    print(TEXT.format(count=len(found), all=len(every), shapes=shapes, least=" and ".join(said)))
-    more = {n: o for n, o in found.items() if not all(is_least(o[w]) for w in VARIANTS if w in o)}
-    cells = ((n, o["plan"], *(shown(o[w]) if w in o else "" for w in VARIANTS)) for n, o in sorted(more.items()))
-    print(table(("type", "plan", "TP", "SP"), cells))
-    print("".join(f"\nNot counted: {name}: {o['reason']}." for name, o in sorted(found.items()) if "reason" in o))
+    print(page(found, len(every)))
 
 
 if __name__ == "__main__":
