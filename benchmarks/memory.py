@@ -140,12 +140,12 @@ def _peaks(events: Any, alive: Sequence[int]) -> list[int]:
     steps = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == STEP)
     most, before, now = [0] * len(steps), [0] * len(steps), 0
     for event in sorted((e for e in events if e.name() == MEMORY), key=lambda e: e.start_ns()):
+        now += event.nbytes()
         for i, (begin, end) in enumerate(steps):
             if event.start_ns() < begin:
-                before[i] = now + event.nbytes()
+                before[i] = now
             elif event.start_ns() <= end:
-                most[i] = max(most[i], now + event.nbytes())
-        now += event.nbytes()
+                most[i] = max(most[i], now)
     return [known + most_ - seen for known, most_, seen in zip(alive, most, before, strict=True)]
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,10 +97,11 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
     short, model = cut(found, twin.layers), twin.build()
     bench = Workbench(model, twin.inputs(kind=twin.kinds[0]), tree_of(model))
     made: dict[str, Any] = {word: {} for word in variants}
-    for word, tp in product(variants, TPS):
+    for word in variants:
         resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), sequence_parallel=VARIANTS[word])
-        program = compile_plan(short.build("meta"), MeshSizes(tp=tp), plan.name, sequence_parallel=VARIANTS[word])
-        made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, bench, found.tree, tp)}
+        for tp in TPS:
+            program = compile_plan(short.build("meta"), MeshSizes(tp=tp), plan.name, sequence_parallel=VARIANTS[word])
+            made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, bench, found.tree, tp)}
     return made
 
 

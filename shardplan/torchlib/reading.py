@@ -137,6 +137,8 @@ class Reads:
             if isinstance(parameter, DTensor):
                 slots.append((owner, name, parameter))
                 gradients.append(gradient)
+        if not slots:
+            return forward(*args, **kwargs)
         locals_ = _read_together([parameter for _, _, parameter in slots], gradients, self.regime)
         return call_with(forward, slots, locals_, args, kwargs)
 

@@ -30,7 +30,7 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     run = Reductions(flow, split_features(resolved))
     sizes = Sizes(flow, tree, tokens(bench))
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
-    logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if _is_head(run, made.name))
+    logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if run.is_head(made.name))
     backward = min(Doors(flow, run.effects, sizes, run.home).frontier.values())
     found = Size(forward + logits * SHARES["all_gather"], 0) + backward
     if resolved.sequence_parallel:
@@ -39,10 +39,6 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
         step = sum(map(sizes.parameter, _on_shards(run, whole)))
         found = Size(found.token + sum(map(sizes.value, edges)) * SHARES["all_gather"], step)
     return found
-
-
-def _is_head(run: Reductions, name: str) -> bool:
-    return run.split.get(name) == "out" and not element(block(name))
 
 
 def _on_shards(run: Reductions, whole: Collection[str]) -> Iterator[str]:

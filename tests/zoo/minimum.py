@@ -172,12 +172,16 @@ class Reductions:
         self.flow, self.split = flow, split
         self.kinds: dict[int, Kind] = {}
         self.roots: dict[int, int] = {}  # a value -> the sum in it
-        self.count = 0
         self.reduced: list[tuple[int, int]] = []  # the values that are summed, each with the sum in it
         self.effects: dict[int, Effect] = {}
         for event in flow.run.events:
             if event.kind == "op":
                 self._step(event)
+
+    @property
+    def count(self) -> int:
+        """How many sums are needed."""
+        return len(self.reduced)
 
     @property
     def tables(self) -> int:
@@ -187,7 +191,11 @@ class Reductions:
     @property
     def heads(self) -> int:
         """The number of matrices outside the blocks that are split by their output features."""
-        return sum(self.split.get(name) == "out" and not element(block(name)) for name in self._ran)
+        return sum(map(self.is_head, self._ran))
+
+    def is_head(self, name: str) -> bool:
+        """Whether a matrix outside the blocks is split by its output features."""
+        return self.split.get(name) == "out" and not element(block(name))
 
     @cached_property
     def _ran(self) -> frozenset[str]:
@@ -278,8 +286,7 @@ class Reductions:
         """Of an operation with a split result; logits are gathered, and what is made of them is whole."""
         if features is not None:
             made = next((self.flow.products[n] for n in event.outputs if n in self.flow.products), None)
-            is_head = made is not None and self.split.get(made.name) == "out" and not element(block(made.name))
-            return "gathered" if is_head else "split"
+            return "gathered" if made is not None and self.is_head(made.name) else "split"
         said = {self.effects.get(n) for n in event.inputs if self._kind(n) == "split"}
         return "logits" if said <= {"gathered", "logits"} else "split"
 
@@ -308,4 +315,3 @@ class Reductions:
                 root = self.roots.get(number, number)
                 self.kinds[root] = "whole"
                 self.reduced.append((number, root))
-                self.count += 1
