@@ -11,8 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.plan import Compile
-from shardplan.torchlib.async_tp import Fused, enable_symmetric_memory, inductor_options
+from shardplan.torchlib.async_tp import Fused, enable_symmetric_memory
 from shardplan.torchlib.forward import wrap_forward
+from shardplan.torchlib.inductor import Inductor
 from shardplan.torchlib.reading import Reads
 
 ASYNC_DEVICES = ("cuda",)
@@ -21,10 +22,8 @@ ASYNC_DEVICES = ("cuda",)
 class Compiled:
     """Around a module's forward: the same forward, compiled at its first call."""
 
-    def __init__(self, section: Compile, fused: Fused | None):
-        self.options = {"fullgraph": section.fullgraph, "backend": section.backend}
-        if fused is not None:
-            self.options["options"] = inductor_options(fused)
+    def __init__(self, section: Compile, backend: str | Inductor):
+        self.options = {"fullgraph": section.fullgraph, "backend": backend}
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
@@ -37,7 +36,7 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
     """Compile the forward of the named modules, each on its own.
 
     Args:
-        tp: the mesh of asynchronous tensor parallelism.
+        tp: the one-dimensional tp mesh, if there is one.
 
     Returns:
         What that comes to, once the modules have run; None without it.
@@ -53,9 +52,10 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
         enable_symmetric_memory(tp)
         fused = Fused()
         model.register_forward_hook(_warn_once(fused))
+    backend = Inductor(fused) if tp is not None and section.backend == "inductor" else section.backend
     for name in names:
         # The graph of a block gets its parameters as plain tensors: they are read around it.
-        wrap_forward(model.get_submodule(name), Compiled(section, fused), inside=Reads)
+        wrap_forward(model.get_submodule(name), Compiled(section, backend), inside=Reads)
     return fused
 
 

@@ -46,6 +46,10 @@ NAMES: dict[str, Private] = {
     "below_autograd": Private(
         (("torch._C", "_AutoDispatchBelowAutograd"),), "collectives without autograd's Python part"
     ),
+    "compile_fx": Private((("torch._inductor.compile_fx", "compile_fx"),), "compiled graphs that run below autograd"),
+    "compile_fx_inner": Private(
+        (("torch._inductor.compile_fx", "compile_fx_inner"),), "compiled graphs that run below autograd"
+    ),
     "top_saved_tensors_hooks": Private(
         (("torch._C._autograd", "_top_saved_tensors_default_hooks"),), "leaving what is saved to a checkpoint around"
     ),
