@@ -14,18 +14,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 import shardplan
 
 from .page import table
-from .ways import SHAPES, torch_tp_styles
+from .ways import SHAPES, Way, compiled, fake_ranks, fresh, stock_sp, stock_tp
 
 TP = 8
 DEPTHS = (1, 3)
@@ -49,7 +46,7 @@ MODELS = {
 TEXT = """## A rank's step on a GPU
 
 `python -m benchmarks.gpu` on {device}, torch {torch}: a layer's forward and backward on one of {tp} ranks, {batch} x {seq:,} tokens,
-bfloat16, collectives not carried out. Kernel time is the sum over kernels; the step lies between events on the device; the gap
+bfloat16, collectives not carried out; eager unless it says compiled (per layer). Kernel time is the sum over kernels; the step lies between events on the device; the gap
 is what of it no kernel ran; kept is the memory that the forward leaves for the backward. Medians of {repeats}.
 """
 
@@ -73,41 +70,47 @@ class Figures:
 
 def config_of(name: str, layers: int) -> PretrainedConfig:
     kind, shape = MODELS[name]
-    return AutoConfig.for_model(kind, **shape, num_hidden_layers=layers, vocab_size=1024, use_cache=False)
+    more = {"num_hidden_layers": layers, "vocab_size": 1024, "use_cache": False, "dtype": torch.bfloat16}
+    return AutoConfig.for_model(kind, **shape, **more)
 
 
-def built(config: PretrainedConfig, device: str) -> nn.Module:
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-
-
-def planned(config: PretrainedConfig, mesh: DeviceMesh, device: str, **options: object) -> nn.Module:
-    model = built(config, device)
+def planned(config: PretrainedConfig, mesh: DeviceMesh, **options: object) -> nn.Module:
     options = {"data_parallel": False, "compile": False, "logits": "replicated", **options}
-    return shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, **options)
+    return shardplan.apply_plan(fresh(config, mesh.device_type), mesh, "auto", src_data_rank=None, **options)
 
 
-def stock(config: PretrainedConfig, mesh: DeviceMesh, device: str) -> nn.Module:
-    return parallelize_module(built(config, device), mesh, torch_tp_styles(), src_data_rank=None)
+def stock_compiled(config: PretrainedConfig, mesh: DeviceMesh, way: Way) -> nn.Module:
+    """torch's styles, compiled per layer. The embedding's collective is waited for: the gradient of a tensor that waits at its
+    first use does not find its way out of a compiled graph (torch 2.13)."""
+    model = way(config, mesh)
+    model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.clone())
+    return compiled(model)
 
 
-WAYS: dict[str, Callable[..., nn.Module]] = {
-    "torch's styles, TP": stock,
+STOCK: dict[str, Way] = {"torch's styles, TP": stock_tp, "torch's styles, SP": stock_sp}
+OURS: dict[str, Way] = {
     "TP": partial(planned, sequence_parallel=False),
     "SP": partial(planned, sequence_parallel=True),
     "SP, regather": partial(planned, sequence_parallel=True, regather=True),
     "TP, compiled": partial(planned, sequence_parallel=False, compile=True),
     "SP, compiled": partial(planned, sequence_parallel=True, compile=True),
 }
-DENSE_ONLY = {"torch's styles, TP"}  # torch has no style for stacks of experts
+STOCK_COMPILED: dict[str, Way] = {f"{name}, compiled": partial(stock_compiled, way=way) for name, way in STOCK.items()}
+
+
+def ways(name: str) -> dict[str, Way]:
+    """torch has no style for stacks of experts."""
+    return OURS if name == "Qwen3-30B-A3B" else STOCK | STOCK_COMPILED | OURS
+
+
+def forward_of(model: nn.Module, tokens: int, device: str) -> Callable[[], torch.Tensor]:
+    ids = torch.randint(0, 1024, (BATCH, tokens), device=device)
+    positions = torch.arange(tokens, device=device)[None]
+    return lambda: model(input_ids=ids, position_ids=positions).logits.float().mean()
 
 
 def measured(model: nn.Module, repeats: int) -> Figures:
-    ids = torch.randint(0, 1024, (BATCH, SEQ), device="cuda")
-
-    def forward() -> torch.Tensor:
-        return model(input_ids=ids, position_ids=torch.arange(SEQ, device="cuda")[None]).logits.float().mean()
+    forward = forward_of(model, SEQ, "cuda")
 
     for _ in range(3):
         forward().backward()
@@ -136,17 +139,13 @@ def measured(model: nn.Module, repeats: int) -> Figures:
 
 def rows(repeats: int) -> Iterator[tuple[str, ...]]:
     for name in MODELS:
-        for way, make in WAYS.items():
-            if way in DENSE_ONLY and name != "Llama-3.1-8B":
-                continue
+        for way, make in ways(name).items():
             print(name, way, file=sys.stderr, flush=True)
             found = []
             for depth in DEPTHS:
                 torch.compiler.reset()
-                dist.init_process_group("fake", rank=0, world_size=TP, store=FakeStore())
-                mesh = init_device_mesh("cuda", (TP,), mesh_dim_names=("tp",))
-                found.append(measured(make(config_of(name, depth), mesh, "cuda"), repeats))
-                dist.destroy_process_group()
+                with fake_ranks(TP, device="cuda") as mesh:
+                    found.append(measured(make(config_of(name, depth), mesh), repeats))
                 torch.cuda.empty_cache()
             step, kernels, kept, peak = found[1].per_layer(found[0])
             numbers = (step, kernels, max(0.0, step - kernels))

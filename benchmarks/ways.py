@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (  # noqa: E402
     parallelize_module,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig  # noqa: E402
 
 import shardplan  # noqa: E402
 
-Way = Callable[[LlamaConfig, DeviceMesh], nn.Module]
+Way = Callable[[PretrainedConfig, DeviceMesh], nn.Module]
 
 SHAPES = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32},
@@ -49,18 +49,19 @@ def llama(layers: int, *, vocab_size: int = 1024, num_key_value_heads: int = 8, 
 
 
 @contextmanager
-def fake_ranks(tp: int, dp: int = 1) -> Iterator[DeviceMesh]:
+def fake_ranks(tp: int, dp: int = 1, device: str = "cpu") -> Iterator[DeviceMesh]:
     """A mesh of which this process is rank 0: collectives are called, and do nothing."""
     dist.init_process_group("fake", rank=0, world_size=dp * tp, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp_shard", "tp"))
+        yield init_device_mesh(device, (dp, tp), mesh_dim_names=("dp_shard", "tp"))
     finally:
         dist.destroy_process_group()
 
 
-def fresh(config: LlamaConfig) -> nn.Module:
+def fresh(config: PretrainedConfig, device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config)
 
 
 def planned(
@@ -68,7 +69,13 @@ def planned(
 ) -> nn.Module:
     options = {"data_parallel": False, "compile": {"modules": ["model.layers.*"]} if compile else False}
     return shardplan.apply_plan(
-        fresh(config), mesh, "llama", sequence_parallel=sp, regather=regather, src_data_rank=None, **options
+        fresh(config, mesh.device_type),
+        mesh,
+        "llama",
+        sequence_parallel=sp,
+        regather=regather,
+        src_data_rank=None,
+        **options,
     )
 
 
@@ -86,13 +93,13 @@ def torch_tp_styles() -> dict[str, ParallelStyle]:
 
 
 def stock_tp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
-    return parallelize_module(fresh(config), mesh["tp"], torch_tp_styles(), src_data_rank=None)
+    return parallelize_module(fresh(config, mesh.device_type), mesh["tp"], torch_tp_styles(), src_data_rank=None)
 
 
 def stock_sp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
     """The sequence-parallel plan for Llama that NeMo Automodel ships (its `optimized_tp_plans`, September 2025): norms hand
     sequence shards to column-wise matrices, whose input layout is left at its default."""
-    model = fresh(config)
+    model = fresh(config, mesh.device_type)
     plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.layers.*.input_layernorm": SequenceParallel(),

@@ -349,7 +349,8 @@ def compile_plan(
         sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
         logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
         data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
-            leaves the section out, True takes its defaults (on the data-parallel units), None is as the plan says.
+            leaves the section out, True takes its defaults (on the plan's data-parallel units, wrapped or not), None is as
+            the plan says.
         regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
             the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.

@@ -59,6 +59,22 @@ def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
         apply_plan(model, mesh, "llama", activation_checkpointing=True, src_data_rank=None)
 
 
+def test_what_is_switched_on_are_the_plans_units_also_where_they_are_not_wrapped(mesh):
+    """`compile=True` of a model without data parallelism compiled nothing, and said nothing."""
+    options = {"compile": True, "activation_checkpointing": True, "data_parallel": False}
+    model = apply_plan(twin("llama", 4).build(), mesh, "llama", src_data_rank=None, **options)
+    resolved = applied(model).program.resolved
+    assert resolved.compile_modules == resolved.ac_modules == ("model.layers.0", "model.layers.1")
+    assert resolved.dp_units == ()
+
+
+def test_what_is_switched_on_without_units_is_refused(mesh, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('version: "1"\nname: plan\ntensor_parallel: {lm_head: colwise_gather_output}\n', "utf-8")
+    with pytest.raises(ValueError, match="compile=True says no modules: the plan has no data-parallel units"):
+        apply_plan(twin("llama", 4).build(), mesh, plan, src_data_rank=None, compile=True)
+
+
 def test_a_second_application_is_refused(mesh):
     model = apply_plan(twin("llama", 4).build(), mesh, "llama", src_data_rank=None)
     before = {n: id(p) for n, p in model.named_parameters()}

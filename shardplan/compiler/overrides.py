@@ -36,7 +36,13 @@ def with_parent(child: PlanFile, parent: PlanFile) -> PlanFile:
 
 
 def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> ResolvedPlan:
-    """Switch sections off (False) or on with their defaults (True: the modules are the data-parallel units)."""
+    """Switch sections off (False) or on with their defaults (True: the modules are the plan's data-parallel units, also where
+    those are not wrapped).
+
+    Raises:
+        ValueError: a section is switched on, and the plan has no such units.
+    """
+    units = resolved.dp_units
     for name, value in overrides.items():
         if value is False:
             resolved = replace(resolved, **{name: None, UNITS[name]: ()})
@@ -45,8 +51,12 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
         elif value is True and getattr(resolved, name) is None:
             if name == "data_parallel":
                 raise ValueError("data_parallel=True says no units: the plan has no such section, pass a mapping")
+            if not units:
+                raise ValueError(
+                    f"{name}=True says no modules: the plan has no data-parallel units, pass a mapping with `modules`"
+                )
             section = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile}[name]
-            resolved = replace(resolved, **{name: section(), UNITS[name]: resolved.dp_units})
+            resolved = replace(resolved, **{name: section(), UNITS[name]: units})
     return resolved
 
 

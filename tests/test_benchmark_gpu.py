@@ -1,0 +1,40 @@
+"""What the benchmark for CUDA devices measures runs, on the CPU and small; the figures need a device."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.ways import fake_ranks
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "moe_intermediate_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 8,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+def _cases():
+    compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+    for name in gpu.MODELS:
+        for way in gpu.ways(name):
+            yield pytest.param(name, way, marks=[pytest.mark.slow, compiler] if way.endswith("compiled") else ())
+
+
+@pytest.mark.parametrize(("name", "way"), _cases())
+def test_each_way_makes_a_step(monkeypatch, name, way):
+    kind, shape = gpu.MODELS[name]
+    monkeypatch.setitem(gpu.MODELS, name, (kind, {key: SMALL[key] for key in shape}))
+    with fake_ranks(gpu.TP) as mesh:
+        model = gpu.ways(name)[way](gpu.config_of(name, 1), mesh)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+        gpu.forward_of(model, 16, "cpu")().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
