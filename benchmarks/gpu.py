@@ -46,8 +46,9 @@ MODELS = {
 TEXT = """## A rank's step on a GPU
 
 `python -m benchmarks.gpu` on {device}, torch {torch}: a layer's forward and backward on one of {tp} ranks, {batch} x {seq:,} tokens,
-bfloat16, collectives not carried out; eager unless it says compiled (per layer). Kernel time is the sum over kernels; the step lies between events on the device; the gap
-is what of it no kernel ran; kept is the memory that the forward leaves for the backward. Medians of {repeats}.
+bfloat16, collectives not carried out; eager unless it says compiled (per layer). Kernel time is the sum over kernels; the step
+lies between events on the device; the gap is what of it no kernel ran; kept is the memory that the forward leaves for the
+backward. Medians of {repeats}.
 """
 
 
@@ -80,8 +81,8 @@ def planned(config: PretrainedConfig, mesh: DeviceMesh, **options: object) -> nn
 
 
 def stock_compiled(config: PretrainedConfig, mesh: DeviceMesh, way: Way) -> nn.Module:
-    """torch's styles, compiled per layer. The embedding's collective is waited for: the gradient of a tensor that waits at its
-    first use does not find its way out of a compiled graph (torch 2.13)."""
+    """torch's styles, compiled per layer. The embedding's collective is waited for: the gradient of a tensor that waits at
+    its first use does not find its way out of a compiled graph (torch 2.13)."""
     model = way(config, mesh)
     model.model.embed_tokens.register_forward_hook(lambda module, args, output: output.clone())
     return compiled(model)
