@@ -81,7 +81,7 @@ def test_the_comparison_with_the_readme_is_no_empty_one():
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_no_agreement(capfd):
-    assert not training.compare(steps=2, plan="demo/no-head-norms.yaml")
+    assert not training.compare(steps=2, plan="demo/wrong-qwen3.yaml")
     printed = capfd.readouterr()
     assert "a training run failed" in printed.out
     assert "error[SP401]" in printed.err
