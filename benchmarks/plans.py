@@ -41,7 +41,7 @@ from shardplan.twin.fields import role
 from shardplan.twin.layers import Kept
 from shardplan.twin.shrink import SHRINK
 from tests.model_settings import find, without_dropout
-from tests.zoo.doors import Size
+from tests.zoo.doors import Size, TooManyChoices
 from tests.zoo.least import least
 
 from .page import table
@@ -91,6 +91,7 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
     Raises:
         PlanError: no step of the model can be traced without values.
         NotLinear: what is sent grows with something else too.
+        TooManyChoices: of places to reduce gradients at.
     """
     found = find(name)
     twin = make_twin(found, tp=TPS[0], experts_implementation="eager")
@@ -138,7 +139,7 @@ def _row(given: tuple[str, str, list[str]]) -> tuple[str, dict[str, Any]]:
         return name, {"plan": plan, **of_type(name, parse_plan(plan).plan, variants)}
     except PlanError as error:  # its code wants the values of tensors
         return name, {"plan": plan, "reason": error.diagnostics[0].message}
-    except NotLinear as error:
+    except (NotLinear, TooManyChoices) as error:
         return name, {"plan": plan, "reason": str(error)}
 
 

@@ -15,6 +15,7 @@ from shardplan.models.tree import tree_of
 from shardplan.optimise import optimise
 from shardplan.parse import parse_plan
 from tests.zoo.doors import Frontier, Size, dominated, joined, least
+from tests.zoo.least import least as least_of_a_step
 from tests.zoo.minimum import choices, minimum, spent
 
 HIDDEN, INNER = 32, 16
@@ -86,6 +87,19 @@ class Latent(nn.Module):
         return x + self.o(self.a(self.down_a(x)) * self.b(self.down_b(x)))
 
 
+class Streams(Plain):
+    """The sum is scaled by factors that the block computes, into two streams (hyper-connections)."""
+
+    def __init__(self):
+        super().__init__()
+        self.factors = nn.Linear(HIDDEN, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        scaled = self.o(self.a(y) * self.b(y)).unsqueeze(-2) * self.factors(y).unsqueeze(-1)
+        return x + scaled.tanh().sum(-2)
+
+
 class Case:
     """A plan for a model.
 
@@ -111,6 +125,7 @@ class Case:
         self.frontier: Frontier = choices(plan, bench, real)
         self.spent = spent(plan, bench, real)
         self.fewest = minimum(plan, bench)["backward"]["all_reduce"]
+        self.least = least_of_a_step(plan, bench, real, 2)
 
     @property
     def is_beaten(self) -> bool:
@@ -155,6 +170,14 @@ def test_the_sizes_are_the_models_own() -> None:
     case = Case(lambda: Latent(8), BEHIND, own=lambda: Latent(64))
     assert case.spent == (5, Size(2 * 2 * 64 + HEAD, 0))
     assert case.is_beaten
+
+
+def test_a_sum_is_reduced_before_it_is_scaled_where_it_is_wider_afterwards() -> None:
+    """Then its factors have complete gradients: the least is that without factors. (The table is whole; logits are half of
+    an all-reduce.)"""
+    logits = 12 / 2
+    plain, streams = Case(Plain, merged=True), Case(Streams, {"layers.*.factors": "replicate"}, merged=True)
+    assert plain.least == streams.least == Size(2 * HIDDEN + 2 * HIDDEN + HEAD + logits, 0)
 
 
 def test_choices_that_no_other_is_as_good_as() -> None:

@@ -70,6 +70,10 @@ def dominated(frontier: Frontier, count: int, size: Size) -> bool:
 MOST_CHOICES = 200_000  # for one part
 
 
+class TooManyChoices(Exception):
+    """The least cannot be found by trying all choices."""
+
+
 @dataclass(frozen=True)
 class Part:
     """Values whose doors depend on each other.
@@ -289,7 +293,8 @@ class Doors:
                 for behind in found
                 for one in ((behind | set(group),) if made_of & behind else (behind, behind | set(group)))
             ]
-            assert len(found) <= MOST_CHOICES, f"too many places for doors: {self.made[group[0]].module}"
+            if len(found) > MOST_CHOICES:
+                raise TooManyChoices(f"there are too many places for doors in {self.made[group[0]].module}")
         return [behind for behind in found if all(self._is_behind(n, behind) for group in part.groups for n in group)]
 
     def _is_behind(self, number: int, behind: frozenset[int]) -> bool:

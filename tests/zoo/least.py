@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, ancestors, block, element
 from shardplan.layout import Workbench
 from shardplan.synth.flow import Flow
 
-from .doors import Doors, Size
+from .doors import Doors, Effect, Size
 from .minimum import SHARES, Reductions, split_features, whole_parts
 from .sizes import Sizes, tokens
 
@@ -31,7 +31,7 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     sizes = Sizes(flow, tree, tokens(bench))
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
     logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if run.is_head(made.name))
-    backward = min(Doors(flow, run.effects, sizes, run.home).frontier.values())
+    backward = min(Doors(flow, _effects(run, sizes), sizes, run.home).frontier.values())
     found = Size(forward + logits * SHARES["all_gather"], 0) + backward
     if resolved.sequence_parallel:
         whole = whole_parts(resolved)
@@ -39,6 +39,16 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
         step = sum(map(sizes.parameter, _on_shards(run, whole)))
         found = Size(found.token + sum(map(sizes.value, edges)) * SHARES["all_gather"], step)
     return found
+
+
+def _effects(run: Reductions, sizes: Sizes) -> Mapping[int, Effect]:
+    """A sum that is reduced before it is scaled wants nothing of its factors: where it is wider afterwards, or as wide."""
+    early = {root for number, root in run.reduced if sizes.value(root) <= sizes.value(number)}
+    return {
+        number: effect
+        for number, effect in run.effects.items()
+        if effect != "scaled" or run.roots.get(number) not in early
+    }
 
 
 def _on_shards(run: Reductions, whole: Collection[str]) -> Iterator[str]:
