@@ -48,7 +48,7 @@ class Sizes:
     def _found(self, number: int) -> float:
         """How much longer the last dim of a value is."""
         value = self.flow.run.values[number]
-        if value.ndim == 0 or value.shape[-1] == 1:
+        if value.ndim == 0 or value.shape[-1] <= 1:
             return 1.0
         return self._sure(number) or self._likely(number)
 
