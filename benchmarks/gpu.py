@@ -77,7 +77,7 @@ def config_of(name: str, layers: int) -> PretrainedConfig:
 
 def planned(config: PretrainedConfig, mesh: DeviceMesh, **options: object) -> nn.Module:
     options = {"data_parallel": False, "compile": False, "logits": "replicated", **options}
-    return shardplan.apply_plan(fresh(config, mesh.device_type), mesh, "auto", src_data_rank=None, **options)
+    return shardplan.apply_plan(fresh(config), mesh, "auto", src_data_rank=None, **options)
 
 
 def stock_compiled(config: PretrainedConfig, mesh: DeviceMesh, way: Way) -> nn.Module:
@@ -146,7 +146,9 @@ def rows(repeats: int) -> Iterator[tuple[str, ...]]:
             for depth in DEPTHS:
                 torch.compiler.reset()
                 with fake_ranks(TP, device="cuda") as mesh:
-                    found.append(measured(make(config_of(name, depth), mesh), repeats))
+                    with torch.device("cuda"):
+                        model = make(config_of(name, depth), mesh)
+                    found.append(measured(model, repeats))
                 torch.cuda.empty_cache()
             step, kernels, kept, peak = found[1].per_layer(found[0])
             numbers = (step, kernels, max(0.0, step - kernels))

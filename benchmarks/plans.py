@@ -49,7 +49,7 @@ from .page import table
 DOCS = Path(__file__).parents[1] / "docs"
 DATA = DOCS / "communication.json"
 TPS = (2, 4)
-SHAPES = ((1, 512), (4, 512), (3, 256))  # batch, sequence; the last one checks the first two
+SHAPES = ((1, 128), (4, 128), (3, 64))  # batch, sequence; the last one checks the first two
 ITEM = 4  # float32
 DEPTH = ("layers", "first_layers", "last_layers", "layer_indices")  # fields of a configuration that speak of layers
 VARIANTS = {"tp": False, "sp": True}
@@ -61,7 +61,8 @@ token, over the least that the same split allows ([docs/communication.json](comm
 an all-gather or a reduce-scatter of a value is half an all-reduce of it). What is
 sent grows with the tokens and with nothing else, unless said below: {shapes} (batch x tokens) lie on one line.
 
-With the least: {least}. The others:
+With the least: {least}. The others, for the reasons below the table of [model types](model-types.md), and with the sequence
+split where a plan gathers the hidden state once in place of summing the gradients of whole matrices on shards of it:
 """
 
 

@@ -58,10 +58,9 @@ def fake_ranks(tp: int, dp: int = 1, device: str = "cpu") -> Iterator[DeviceMesh
         dist.destroy_process_group()
 
 
-def fresh(config: PretrainedConfig, device: str = "cpu") -> nn.Module:
+def fresh(config: PretrainedConfig) -> nn.Module:
     torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config)
+    return AutoModelForCausalLM.from_config(config)
 
 
 def planned(
@@ -69,7 +68,7 @@ def planned(
 ) -> nn.Module:
     options = {"data_parallel": False, "compile": {"modules": ["model.layers.*"]} if compile else False}
     return shardplan.apply_plan(
-        fresh(config, mesh.device_type),
+        fresh(config),
         mesh,
         "llama",
         sequence_parallel=sp,
@@ -93,13 +92,13 @@ def torch_tp_styles() -> dict[str, ParallelStyle]:
 
 
 def stock_tp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
-    return parallelize_module(fresh(config, mesh.device_type), mesh["tp"], torch_tp_styles(), src_data_rank=None)
+    return parallelize_module(fresh(config), mesh["tp"], torch_tp_styles(), src_data_rank=None)
 
 
 def stock_sp(config: LlamaConfig, mesh: DeviceMesh) -> nn.Module:
     """The sequence-parallel plan for Llama that NeMo Automodel ships (its `optimized_tp_plans`, September 2025): norms hand
     sequence shards to column-wise matrices, whose input layout is left at its default."""
-    model = fresh(config, mesh.device_type)
+    model = fresh(config)
     plan = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "model.layers.*.input_layernorm": SequenceParallel(),

@@ -34,6 +34,8 @@ def test_each_way_makes_a_step(monkeypatch, name, way):
     kind, shape = gpu.MODELS[name]
     monkeypatch.setitem(gpu.MODELS, name, (kind, {key: SMALL[key] for key in shape}))
     with fake_ranks(gpu.TP) as mesh:
+        with torch.device("meta"):  # as on a GPU: what is built is where the context says
+            gpu.ways(name)[way](gpu.config_of(name, 1), mesh)
         model = gpu.ways(name)[way](gpu.config_of(name, 1), mesh)
         assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
         gpu.forward_of(model, 16, "cpu")().backward()

@@ -25,7 +25,7 @@ def fresh():
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("plan", ["llama", "qwen3", "phi3", "gpt2", "cohere"])
+@pytest.mark.parametrize("plan", ["llama", "qwen3", "phi3", "gpt2", "cohere", "olmo2"])
 def test_layers_compile_whole_and_to_one_graph(plan, sp, checkpointing, mesh):
     small = twin(plan, 2)
     model = (optimised if plan == "cohere" else planned)(  # cohere: partial sums wait for others

@@ -37,7 +37,7 @@ def _row(style: Style) -> str:
 
 
 def _fits(style: Style) -> str:
-    kinds = {"linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding"}
+    kinds = {"linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding", "norm": "norms"}
     modules = (
         "any module" if style.kinds is None else ", ".join(kinds[kind] for kind in sorted(style.kinds, reverse=True))
     )

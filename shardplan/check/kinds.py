@@ -17,7 +17,8 @@ KIND = Code(
     title="a style that does not fit the module",
     text="""A style splits the weight of a certain kind of module: `colwise` and `rowwise` a matrix
 multiplication (`nn.Linear`, or the transposed `Conv1D` of GPT-2, whose orientation is taken care of),
-`embedding_rowwise` a look-up table. A norm has no features to split apart: it needs all of them for its mean.
+`embedding_rowwise` a look-up table, `colwise_norm` a norm. A norm needs all of its features for its mean:
+on features that are split, only `colwise_norm` sums it over the ranks.
 What the model calls a module plays no part, only what it is.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"

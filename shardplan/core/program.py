@@ -74,6 +74,7 @@ class ModuleProgram:
         enter: moves of arguments, in order.
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, where rows are looked up by id.
+        features: the number of features of which each rank has some, where a mean over them is that over all.
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` door: "source" is
             an embedding, "door" the module where the value is reduced and split, "scope" the module whose forward
             holds both.
@@ -98,6 +99,7 @@ class ModuleProgram:
     enter: tuple[InputMove, ...] = ()
     leave: OutputMove | None = None
     vocabulary: int | None = None
+    features: int | None = None
     link: Literal["source", "door", "scope"] | None = None
     joins: str | None = None
     joined: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ class Boundary:
         hands: what is handed on; None: what the forward returned.
         open_gradient: whether `hands` may be R or I, as its readers have it.
         vocabulary: rows of the whole table, where they are looked up by id.
+        means: a mean over split features is taken over all of them.
         tail, outside, divide, layer: as in `core.program.ModuleProgram`.
         scope: the module inside whose forward `hands` holds: outside it the output is completed (I).
         declared: the output is a declared split of the logits, handed on as if whole.
@@ -50,6 +51,7 @@ class Boundary:
     hands: Layout | None = None
     open_gradient: bool = False
     vocabulary: int | None = None
+    means: bool = False
     tail: int = 0
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
@@ -108,6 +110,7 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         hands=hands.at(at) if hands else None,
         open_gradient=open_gradient,
         vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
+        means=style.means,
         tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
@@ -122,6 +125,11 @@ def _does_nothing(style: Style, rule: Rule, module: ModuleInfo) -> bool:
     moves = any(layout != style.inside for layout in style.takes) or rule.output is not None
     moves = moves or style.hands not in (None, style.computes) or style.dtensor_output or style.partial_until_door
     return not moves and not style.shards_parameters and not any(p.requires_grad for p in module.parameters)
+
+
+def is_mean(plan: Mapping[str, Boundary], module: str, operation: str) -> bool:
+    """Whether an operation in a module's own code is a mean that its style has taken over the features of all ranks."""
+    return operation == "mean" and plan[module].means
 
 
 def missing(style: Style) -> str | None:
@@ -140,6 +148,8 @@ def missing(style: Style) -> str | None:
         return "splits parameters, but does not say what the module then computes"
     if style.bias is not None and style.weight.shard == "in" and not style.bias_after:
         return "splits input features, but adds the bias on every rank"
+    if style.means and not (style.inside == style.computes == V(-1)):
+        return "takes means over split features, but its features are not split"
     if style.vocabulary and style.computes != P:
         return "looks rows up by id, but does not compute a partial sum"
     return None

@@ -216,10 +216,14 @@ def _mend(
     return (*best[1:], tried) if best is not None else (None, {}, tried)
 
 
-def _better(before: Mapping[Key, list[Finding]], after: Mapping[Key, list[Finding]]) -> bool:
-    """Whether a change mends something: what is left was there before, or a crash had hidden it."""
-    crashed = any(key[0] == "crash" for key in before)
-    return all(key in before for key in after) or (crashed and not any(key[0] == "crash" for key in after))
+def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
+    """Whether a change mends something: what is left was there before, or a crash had hidden it, behind which it is, or which
+    is no more."""
+    new = [group[0] for key, group in after.items() if key not in before]
+    crashes = [group[0].at for key, group in before.items() if key[0] == "crash"]
+    if not crashes:
+        return not new
+    return all(finding.at > max(crashes) for finding in new) or not any(key[0] == "crash" for key in after)
 
 
 def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:

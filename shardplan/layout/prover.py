@@ -28,7 +28,7 @@ from shardplan.torchlib.packing import packed_order
 from shardplan.twin.recorder import argument_names
 from shardplan.twin.trace import Event
 
-from .boundaries import Boundary
+from .boundaries import Boundary, is_mean
 from .elsewhere import below
 from .finding import Finding, Kind, Operand
 from .origins import Origins
@@ -164,8 +164,14 @@ class Prover:
                 self.types[output] = Type("?", sources=frozenset(sources))
             elif spread is None:
                 self._mismatch(event, sources, output)
+            elif spread.kind == "whole" and self._is_mean(event, sources):
+                self.types[output] = Type("R")
             else:
                 self.types[output] = self._combine(event, sources, spread, output)
+
+    def _is_mean(self, event: Event, sources: list[int]) -> bool:
+        """Whether it is over split features, and summed over the ranks (P -> R)."""
+        return is_mean(self.plan, event.module, event.name) and all(self.type_of(n).kind == "V" for n in sources)
 
     def _readable(self, number: int, reader: str) -> bool:
         """Whether a parameter is a local tensor while a module's code runs: in its owner's, in that of the block which

@@ -21,7 +21,7 @@ from shardplan.torchlib.parameters import owner_of
 from shardplan.twin.recorder import Recorder, argument_names
 from shardplan.twin.trace import Place, Trace
 
-from .boundaries import Boundary
+from .boundaries import Boundary, is_mean
 from .spread import chunk, same
 
 
@@ -88,13 +88,16 @@ class RankRecorder(Recorder):
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among
-        values that are the unsharded run's, it takes the unsharded run's choice, so that both go on alike."""
+        values that are the unsharded run's, it takes the unsharded run's choice, so that both go on alike. So it does with a
+        mean over the features of all ranks."""
         event = self.reference.at.get(place)
         if event is None or event.name != name or len(event.inputs) != len(operands):
             return
         values = self.reference.values
         chosen = [t for t in results if not t.is_floating_point()]
         whole = [values[i] for i in event.outputs if not values[i].is_floating_point()]
+        if is_mean(self.plan, place[0], name) and results[0].shape == values[event.outputs[0]].shape:
+            results[0].data.copy_(values[event.outputs[0]])
         if [t.shape for t in chosen] != [t.shape for t in whole]:
             return
         if any(not torch.equal(t, w) for t, w in zip(chosen, whole, strict=True)) and all(

@@ -33,7 +33,7 @@ CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
     False: {
         "linear": (*_plain(*MATMUL), REMOVE, *_plain("replicated_with_grad_allreduce", "colwise_vocab")),
         "conv1d": (*_plain(*MATMUL), REMOVE),
-        "norm": (REMOVE, *_plain("replicated_with_grad_allreduce")),
+        "norm": (REMOVE, *_plain("replicated_with_grad_allreduce", "colwise_norm")),
         "embedding": (*_plain("embedding_rowwise", "embedding_colwise"), REMOVE),
         "other": (
             *_plain("input_with_grad_allreduce", "replicated_with_grad_allreduce"),
@@ -55,6 +55,7 @@ CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
             *_plain("sequence_parallel", "replicated_with_grad_allreduce"),
             ("sequence_parallel", "gather"),
             REMOVE,
+            *_plain("colwise_norm"),
         ),
         "embedding": (
             *_plain("embedding_rowwise_seq", "embedding_replicated_seq", "embedding_rowwise", "embedding_colwise"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from shardplan.core.layout import P, R
 from shardplan.core.moves import move_ops
 from shardplan.core.program import ModuleProgram
 
@@ -34,6 +35,9 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[str, str]]:
             yield "identity", "all_gather"
     if program.leave is not None and program.link != "source" and program.joins is None:
         ops = move_ops(program.leave.src, program.leave.dst)
+        yield ops.forward, ops.backward
+    if program.features is not None:
+        ops = move_ops(P, R)
         yield ops.forward, ops.backward
     if program.tail:
         yield "identity", "all_reduce"

@@ -40,6 +40,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  out: {leaving(module)}"
     if module.logits is not None:
         yield f"  out: DTensor Shard(-1) of {module.logits}"
+    if module.features is not None:
+        yield f"  means over all {module.features} features: P -> R"
     if module.tail:
         yield f"  out, last {module.tail}: I -> R"
     for position in module.outside:

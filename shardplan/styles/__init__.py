@@ -1,12 +1,12 @@
 """The styles: one record each. A style is added by adding its record to one of the tables here."""
 
-from . import doors, embedding, experts, linear, whole
+from . import doors, embedding, experts, linear, norms, whole
 from .record import ParameterStyle, Style, feature_dim
 
 NONE = "none"  # not a style: a child plan's way to remove an inherited rule
 
 STYLES: dict[str, Style] = {
-    style.name: style for table in (linear, embedding, whole, doors, experts) for style in table.STYLES
+    style.name: style for table in (linear, embedding, norms, whole, doors, experts) for style in table.STYLES
 }
 ALIASES: dict[str, str] = {alias: style.name for style in STYLES.values() for alias in style.aliases}
 

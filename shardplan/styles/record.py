@@ -74,6 +74,7 @@ class Style:
         argument: which arguments `takes` speaks of: "first" (or the rule's `argument`), "floats" (every floating-point
             tensor), "ids" (token ids, no move).
         vocabulary: rows are looked up by id: ids outside this rank's ceil-chunk give zero.
+        means: a mean that the forward takes over its features, of which each rank has some, is that over all of them.
         partial_until_door: the output stays a partial sum until the plan's `split_seq_input` door; without one, or where
             a complete value takes its place, it is reduced at once.
         dtensor_output: the output is handed to the caller as a DTensor of the full shape.
@@ -99,6 +100,7 @@ class Style:
     bias_after: bool = False
     argument: Literal["first", "floats", "ids"] = "first"
     vocabulary: bool = False
+    means: bool = False
     partial_until_door: bool = False
     dtensor_output: bool = False
     tail: str | None = None

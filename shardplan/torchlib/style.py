@@ -16,6 +16,7 @@ from .attributes import divide_attributes
 from .boundaries import Enter, Leave, acts
 from .failures import at_module
 from .forward import wrap_forward
+from .means import Means
 from .outputs import gather_hidden_states
 from .parameters import LocalParameters, ParametersBelow, distribute, owner_of
 from .reading import Reads
@@ -75,6 +76,8 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, LocalParameters(gradients, regime, withheld))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
+        if program.features is not None:
+            wrap_forward(module, Means(program.features, mesh))
         if any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
             wrap_forward(module, Regather())
         if program.also_reads:

@@ -78,7 +78,7 @@ class Recorder(TorchFunctionMode):
         return {}
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
-        """What an operation chose by floating-point values (indices, a mask), to be changed in place."""
+        """What an operation chose by floating-point values (indices, a mask), or cannot know alone, to be changed in place."""
 
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
         """The parameters that an atom reads."""

@@ -42,8 +42,8 @@ fewest collectives.
 """
 
 MORE = """
-More communication than the minimum: results of fused matrices whose parts are not heads in a row, norms over all heads and
-other code between the matrices that needs all of their result are gathered and split again; a block with two norms, or
+More communication than the minimum: results of fused matrices whose parts are not heads in a row, heads that are too few to be
+split (BitNet's), and other code between the matrices that needs all of their result are gathered and split again; a block with two norms, or
 several mixes, of the same value (GPT-NeoX, RWKV, the hyper-connections of Qwen4) has a door behind each, where one in front
 would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by one (AXK1) have a
 door each. In latent attention the reduction is behind the small latent matrices, not in front of them: three for the

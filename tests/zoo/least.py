@@ -10,7 +10,7 @@ from shardplan.layout import Workbench
 from shardplan.synth.flow import Flow
 
 from .doors import Doors, Effect, Size
-from .minimum import SHARES, Reductions, split_features, whole_parts
+from .minimum import SHARES, Reductions, means, split_features, whole_parts
 from .sizes import Sizes, tokens
 
 
@@ -32,7 +32,8 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
     logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if run.is_head(made.name))
     backward = min(Doors(flow, _effects(run, sizes), sizes, run.home).frontier.values())
-    found = Size(forward + logits * SHARES["all_gather"], 0) + backward
+    both_ways = 2 * sum(map(sizes.value, means(resolved, bench.reference)))
+    found = Size(forward + logits * SHARES["all_gather"] + both_ways, 0) + backward
     if resolved.sequence_parallel:
         whole = whole_parts(resolved)
         edges = [e.inputs[0] for e in flow.run.events if e.kind in ("enter", "leave") and e.module in whole]

@@ -9,8 +9,10 @@ arXiv 1909.08053; with the sequence split each reduction is a reduce-scatter and
 2205.05198). Whole parameters that meet split values have partial gradients, which one all-reduce for each block sums; with
 the sequence split those of all whole parameters are.
 
-The fewest are not always the least to reduce: what a plan has more of backward is weighed by doors.py. That a statistic over
-split features (a norm over all heads) needs a sum too is left out.
+A norm over split features (of all heads together) needs the sum of each of its means, forward and backward; of a norm in front
+of which a plan gathers, this is left out.
+
+The fewest are not always the least to reduce: what a plan has more of backward is weighed by doors.py.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from shardplan.styles import STYLES
 from shardplan.synth.flow import Flow
 from shardplan.twin.trace import Event, Trace
 
-from .doors import NOTHING, Doors, Effect, Frontier, Size
+from .doors import NOTHING, Doors, Effect, Frontier, Size, joined
 from .sizes import Sizes, tokens
 
 Features = Literal["out", "in", "rows"]
@@ -61,6 +63,9 @@ def spent(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> tuple[i
     for name, program in programs.items():
         count += times[name] * bool(program.group)
         size += Size(0, sum(sizes.parameter(full_name(full_name(name, module), p)) for module, p in program.group))
+    for number in means(resolved, bench.reference):
+        count += 1
+        size += Size(sizes.value(number), 0)
     for event in bench.reference.events:
         program = programs.get(event.module)
         for number, share in () if program is None else _moved(bench.reference, event, program):
@@ -107,7 +112,9 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
     else:
         forward.update(all_reduce=run.count)
         backward.update(all_reduce=parts + run.heads)
-    backward.update(all_reduce=groups)
+    of_means = sum(1 for _ in means(resolved, bench.reference))
+    forward.update(all_reduce=of_means)
+    backward.update(all_reduce=groups + of_means)
     forward.update(all_gather=run.heads)  # the logits
     return {
         when: {op: n for op, n in sorted(counts.items()) if n}
@@ -124,7 +131,17 @@ def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Front
     """
     flow = Flow(bench.reference, bench.tree)
     run = Reductions(flow, split_features(resolved))
-    return Doors(flow, run.effects, Sizes(flow, tree, tokens(bench)), run.home).frontier
+    sizes = Sizes(flow, tree, tokens(bench))
+    of_means = [sizes.value(number) for number in means(resolved, bench.reference)]
+    return joined(Doors(flow, run.effects, sizes, run.home).frontier, {len(of_means): Size(sum(of_means), 0)})
+
+
+def means(resolved: ResolvedPlan, run: Trace) -> Iterator[int]:
+    """The means over features that the plan splits: each is a sum forward, and so is its gradient."""
+    norms = {name for name, assignment in resolved.modules.items() if STYLES[assignment.rule.style].means}
+    for event in run.events:
+        if event.kind == "op" and event.name == "mean" and event.module in norms:
+            yield from event.outputs
 
 
 def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:

@@ -1,0 +1,113 @@
+"""Norms over features that are split (`colwise_norm`): their own code runs, with the means over all ranks' features."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Olmo2Config
+
+from shardplan import compile_plan, validate, verify
+from shardplan.core.mesh import MeshSizes
+from shardplan.lower.collectives import expected_collectives
+from shardplan.lower.describe import describe
+
+HIDDEN = 32
+RULES = {
+    "embed": "embedding_rowwise",
+    "block.up": "colwise",
+    "block.norm": "colwise_norm",
+    "block.down": "rowwise",
+}
+
+
+class Own(nn.Module):
+    """An RMS norm as models write it.
+
+    Args:
+        named: whether the arguments of its mean are.
+    """
+
+    def __init__(self, width: int, named: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.named = named
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x.float().pow(2)
+        mean = torch.mean(input=square, dim=x.ndim - 1, keepdim=True) if self.named else square.mean(-1, keepdim=True)
+        return self.weight * (x * torch.rsqrt(mean + 1e-6))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module, width: int):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, width, bias=False), nn.Linear(width, HIDDEN, bias=False)
+        self.norm = norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.norm(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, norm: nn.Module, width: int):
+        super().__init__()
+        self.embed = nn.Embedding(16, HIDDEN)
+        self.block = Block(norm, width)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.block(self.embed(input_ids)).log_softmax(-1)
+
+
+def inputs(model: nn.Module) -> dict[str, Tensor]:
+    return {"input_ids": torch.arange(12).view(2, 6)}
+
+
+def subject(norm, width: int = 48) -> dict:
+    torch.manual_seed(0)
+    plan = {"version": "1", "name": "case", "tensor_parallel": RULES}
+    return {"model": Model(norm(width), width), "plan": plan, "inputs": inputs, "sequence_parallel": False}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_mean_is_over_all_ranks(named: bool) -> None:
+    for tp in (2, 4):
+        report = verify(**subject(lambda width: Own(width, named)), tp=tp)
+        assert report.ok, report
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])
+def test_a_norm_whose_means_are_not_seen_is_refused(norm) -> None:
+    """torch's own norms, which take their means inside one operator and know the width."""
+    report = validate(**subject(norm), tp=2)
+    assert [d.code for d in report.diagnostics][0] == "SP408", report
+
+
+def test_without_it_the_norm_is_refused_with_the_rule_that_is_missing() -> None:
+    """What OLMo 2 needs, whose norms of queries and keys are over all heads."""
+    config = Olmo2Config(num_hidden_layers=2)
+    rules = {"model.layers.*.self_attn.{q,k}_norm": "none"}
+    plan = {"version": "1", "name": "mine", "extends": "olmo2", "tensor_parallel": rules}
+    report = validate(config, plan, tp=2, sequence_parallel=False)
+    assert not report.ok
+    assert [d.help for d in report.diagnostics] == ["add `model.layers.*.self_attn.{q,k}_norm: colwise_norm`"], report
+
+
+def test_whole_features_are_refused() -> None:
+    """A norm in front of the block has all of them."""
+    config = Olmo2Config(num_hidden_layers=2)
+    rules = {"model.layers.*.post_attention_layernorm": "colwise_norm"}
+    plan = {"version": "1", "name": "mine", "extends": "olmo2", "tensor_parallel": rules}
+    report = validate(config, plan, tp=2, sequence_parallel=False)
+    assert "SP402" in {d.code for d in report.diagnostics}, report
+
+
+def test_its_collectives_are_expected_and_shown() -> None:
+    program = compile_plan(Olmo2Config(num_hidden_layers=1), MeshSizes(tp=2), "olmo2", sequence_parallel=False)
+    name = "model.layers.0.self_attn.q_norm"
+    assert program.modules[name].features == Olmo2Config().hidden_size
+    assert expected_collectives({name: program.modules[name]}) == {
+        "forward": {"all_reduce": 1},
+        "backward": {"all_reduce": 1},
+    }
+    assert f"means over all {Olmo2Config().hidden_size} features: P -> R" in describe(program)
