@@ -39,6 +39,14 @@ class Own(nn.Module):
         return self.weight * (x * torch.rsqrt(mean + 1e-6))
 
 
+class Grouped(Own):
+    """The means are over groups of features, each of which one rank has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, 12))
+        return self.weight * (groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + 1e-6)).flatten(-2)
+
+
 class Block(nn.Module):
     def __init__(self, norm: nn.Module, width: int):
         super().__init__()
@@ -74,6 +82,14 @@ def test_the_mean_is_over_all_ranks(named: bool) -> None:
     for tp in (2, 4):
         report = verify(**subject(lambda width: Own(width, named)), tp=tp)
         assert report.ok, report
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_means_over_groups_of_features_are_a_ranks_own(tp: int) -> None:
+    """Also where a rank has one group, whose mean is as long as its features (tp 4)."""
+    assert validate(**subject(Grouped), tp=tp).ok
+    report = verify(**subject(Grouped), tp=tp)
+    assert report.ok, report
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])

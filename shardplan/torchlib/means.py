@@ -18,8 +18,8 @@ MEANS = (torch.mean, Tensor.mean)
 
 
 class Means:
-    """Around a norm's forward: its own code runs, and each mean that it takes over the last dim of its shard is that over all
-    ranks' features.
+    """Around a norm's forward: its own code runs, and each mean over the last dim of what is shaped as its first argument is
+    that over all ranks' features. (What is reshaped before, into groups of features, has means of its own.)
 
     Args:
         features: their number on all ranks.
@@ -29,22 +29,25 @@ class Means:
         self.features, self.mesh = features, mesh
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        with _OverAllRanks(self.features, self.mesh):
+        x = args[0] if args else next(iter(kwargs.values()))
+        with _OverAllRanks(x.shape, self.features, self.mesh):
             return forward(*args, **kwargs)
 
 
 class _OverAllRanks(TorchFunctionMode):
-    def __init__(self, features: int, mesh: DeviceMesh):
+    def __init__(self, shape: torch.Size, features: int, mesh: DeviceMesh):
         super().__init__()
-        self.features, self.mesh = features, mesh
+        self.shape, self.features, self.mesh = shape, features, mesh
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func in MEANS and _reads_last(args[0] if args else kwargs["input"], args, kwargs):
-            x = args[0] if args else kwargs["input"]
-            return move(result * (x.shape[-1] / self.features), self.mesh, P, R)
-        return result
+        if func not in MEANS:
+            return result
+        x = args[0] if args else kwargs["input"]
+        if x.shape != self.shape or not _reads_last(x, args, kwargs):
+            return result
+        return move(result * (x.shape[-1] / self.features), self.mesh, P, R)
 
 
 def _reads_last(x: Tensor, args: tuple, kwargs: dict) -> bool:

@@ -67,6 +67,10 @@ class Recorder(TorchFunctionMode):
         """Whether a forward of a module runs now."""
         return any(name == module for name, _ in self._scopes)
 
+    def argument_shape(self) -> torch.Size:
+        """The shape of the first argument of the module whose forward runs now."""
+        return self.trace.values[self._entered[-1][0]].shape
+
     # What a subclass changes.
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
