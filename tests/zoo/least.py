@@ -10,7 +10,7 @@ from shardplan.layout import Workbench
 from shardplan.synth.flow import Flow
 
 from .doors import Doors, Effect, Size
-from .minimum import SHARES, Reductions, means, split_features, whole_parts
+from .minimum import SHARES, Reductions, means, reductions, split_features, whole_parts
 from .sizes import Sizes, tokens
 
 
@@ -27,7 +27,7 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
         tp: the number of ranks: logits are padded to a multiple of it.
     """
     flow = Flow(bench.reference, bench.tree)
-    run = Reductions(flow, split_features(resolved))
+    run = reductions(flow, split_features(resolved))
     sizes = Sizes(flow, tree, tokens(bench))
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
     logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if run.is_head(made.name))

@@ -18,7 +18,7 @@ The fewest are not always the least to reduce: what a plan has more of backward 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
@@ -100,7 +100,7 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
         resolved: says which; bound to the small copy.
         bench: the unsharded run.
     """
-    run = Reductions(Flow(bench.reference, bench.tree), split_features(resolved))
+    run = reductions(Flow(bench.reference, bench.tree), split_features(resolved))
     forward, backward = Counter(), Counter()
     parts = run.count - run.tables
     groups = len(set(map(_home, run.partial)))
@@ -130,7 +130,7 @@ def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Front
         tree: the model's own, for the sizes.
     """
     flow = Flow(bench.reference, bench.tree)
-    run = Reductions(flow, split_features(resolved))
+    run = reductions(flow, split_features(resolved))
     sizes = Sizes(flow, tree, tokens(bench))
     of_means = [sizes.value(number) for number in means(resolved, bench.reference)]
     return joined(Doors(flow, run.effects, sizes, run.home).frontier, {len(of_means): Size(sum(of_means), 0)})
@@ -177,16 +177,25 @@ def _home(name: str) -> str:
     return block(name) if element(block(name)) else name.rpartition(".")[0]
 
 
+def reductions(flow: Flow, split: Mapping[str, Features]) -> Reductions:
+    """A run's: what is added to other sums, and needed without them too, is reduced before it is added."""
+    found = Reductions(flow, split)
+    both = found.merged & {root for _, root in found.reduced}
+    return min(found, Reductions(flow, split, both), key=lambda one: one.count) if both else found
+
+
 class Reductions:
     """Walks an unsharded run.
 
     Args:
         flow: the run.
         split: see `split_features`.
+        early: sums that are reduced at once.
     """
 
-    def __init__(self, flow: Flow, split: Mapping[str, Features]):
-        self.flow, self.split = flow, split
+    def __init__(self, flow: Flow, split: Mapping[str, Features], early: Collection[int] = ()):
+        self.flow, self.split, self.early = flow, split, early
+        self.merged: set[int] = set()  # sums that others were added to
         self.kinds: dict[int, Kind] = {}
         self.roots: dict[int, int] = {}  # a value -> the sum in it
         self.reduced: list[tuple[int, int]] = []  # the values that are summed, each with the sum in it
@@ -316,6 +325,9 @@ class Reductions:
         for number in event.outputs:
             self.roots.pop(number, None)
             self.kinds[number] = kind
+            if number in self.early:
+                self.kinds[number] = "whole"
+                self.reduced.append((number, number))
 
     def _hand_on(self, event: Event) -> None:
         sums = [n for n in event.inputs if self._kind(n) == "sum"]
@@ -325,6 +337,7 @@ class Reductions:
             else:
                 self.roots.pop(number, None)
                 self.kinds[number] = "sum"
+                self.merged.update(self.roots.get(n, n) for n in sums)
 
     def _reduce(self, event: Event) -> None:
         for number in event.inputs:
