@@ -61,8 +61,9 @@ token, over the least that the same split allows ([docs/communication.json](comm
 an all-gather or a reduce-scatter of a value is half an all-reduce of it). What is
 sent grows with the tokens and with nothing else, unless said below: {shapes} (batch x tokens) lie on one line.
 
-With the least: {least}. The others, for the reasons below the table of [model types](model-types.md), and with the sequence
-split where a plan gathers the hidden state once in place of summing the gradients of whole matrices on shards of it:
+With the least: {least}. The others, for the reasons that are said below the table of
+[model types](model-types.md); with the sequence split most of them gather the hidden state once more, where the gradients of
+whole matrices would be summed otherwise (fewer elements for each step) or code needs the whole sequence:
 """
 
 
