@@ -2,7 +2,7 @@
 
 A compiled graph is what autograd has already taken apart, yet each operator that it calls passes through autograd's part of
 the dispatcher, and for torch's functional collectives that part is Python: with nothing to record it costs a
-sequence-parallel layer about 150 microseconds (`python -m benchmarks.host`).
+sequence-parallel layer about 300 microseconds (`python -m benchmarks.host`).
 
 What torch takes whole from its cache of autograd's graphs runs as torch has it. Our moves are autograd functions, and graphs
 with those are not in that cache unless somebody sets `autograd_cache_allow_custom_autograd_functions`.
