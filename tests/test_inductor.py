@@ -59,6 +59,14 @@ def test_graphs_run_below_autograd_in_both_directions():
         torch.testing.assert_close(one, other)
 
 
+def test_a_graph_without_operators_runs():
+    """The backward of a sum of two is one: inductor hands on what there is."""
+    x = torch.ones(3, requires_grad=True)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        torch.compile(lambda x: x + 1, backend=Inductor())(x).backward(torch.full((3,), 2.0))
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
+
+
 def test_equal_backends_share_a_graph():
     compiled = [torch.compile(_double, backend=Inductor()) for _ in range(2)]
     with torch._dynamo.config.patch(error_on_recompile=True):

@@ -39,7 +39,9 @@ class Inductor:
 
 def _compile(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     compiled = private("compile_fx_inner")(graph, inputs, **options)
-    run = compiled.current_callable
+    run = getattr(compiled, "current_callable", None)
+    if run is None:  # a graph without operators is no code, but the graph's own function
+        return compiled
 
     def below_autograd(values: Sequence[Any]) -> Any:
         with _below_autograd():
