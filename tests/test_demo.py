@@ -84,4 +84,4 @@ def test_a_run_that_fails_is_no_agreement(capfd):
     assert not training.compare(steps=2, plan="demo/wrong-qwen3.yaml")
     printed = capfd.readouterr()
     assert "a training run failed" in printed.out
-    assert "error[SP401]" in printed.err
+    assert "error[SP310]" in printed.err
