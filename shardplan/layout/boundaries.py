@@ -35,7 +35,6 @@ class Boundary:
         hands: what is handed on; None: what the forward returned.
         open_gradient: whether `hands` may be R or I, as its readers have it.
         vocabulary: rows of the whole table, where they are looked up by id.
-        means: a mean over split features is taken over all of them.
         tail, outside, divide, layer: as in `core.program.ModuleProgram`.
         scope: the module inside whose forward `hands` holds: outside it the output is completed (I).
         declared: the output is a declared split of the logits, handed on as if whole.
@@ -51,7 +50,6 @@ class Boundary:
     hands: Layout | None = None
     open_gradient: bool = False
     vocabulary: int | None = None
-    means: bool = False
     tail: int = 0
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
@@ -110,7 +108,6 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         hands=hands.at(at) if hands else None,
         open_gradient=open_gradient,
         vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
-        means=style.means,
         tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
@@ -129,7 +126,8 @@ def _does_nothing(style: Style, rule: Rule, module: ModuleInfo) -> bool:
 
 def is_mean(plan: Mapping[str, Boundary], module: str, operation: str) -> bool:
     """Whether an operation in a module's own code is a mean that its style has taken over the features of all ranks."""
-    return operation == "mean" and plan[module].means
+    style = plan[module].style
+    return operation == "mean" and style is not None and style.means
 
 
 def missing(style: Style) -> str | None:

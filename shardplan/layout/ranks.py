@@ -94,12 +94,12 @@ class RankRecorder(Recorder):
         if event is None or event.name != name or len(event.inputs) != len(operands):
             return
         values = self.reference.values
-        chosen = [t for t in results if not t.is_floating_point()]
-        whole = [values[i] for i in event.outputs if not values[i].is_floating_point()]
         if is_mean(self.plan, place[0], name) and operands[0].shape == self.argument_shape():
             mean = values[event.outputs[0]]
             if results[0].shape == mean.shape:  # over all features, among others
                 results[0].data.copy_(mean)
+        chosen = [t for t in results if not t.is_floating_point()]
+        whole = [values[i] for i in event.outputs if not values[i].is_floating_point()]
         if [t.shape for t in chosen] != [t.shape for t in whole]:
             return
         if any(not torch.equal(t, w) for t, w in zip(chosen, whole, strict=True)) and all(

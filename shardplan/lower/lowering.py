@@ -73,7 +73,7 @@ def _lower_module(
         enter=_enter(plan, assignment, style),
         leave=_leave(plan, assignment, style, width),
         vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
-        features=module.parameter("weight").shape[-1] if style.means else None,
+        features=width if style.means else None,
         link=link,
         logits=width if style.dtensor_output else None,
         tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
