@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -122,16 +123,24 @@ def prove(
 References = Callable[[str, torch.dtype], tuple[list[Mapping[str, Any]], Steps]]
 
 
+_REFERENCES: WeakKeyDictionary[Twin, References] = WeakKeyDictionary()
+
+
 def references(twin: Twin) -> References:
-    """The batches of each kind of input and the unsharded steps on them, in a dtype; each is run once for all variants."""
+    """The batches of each kind of input and the unsharded steps on them, in a dtype; each is run once for a reduced model."""
+    if twin not in _REFERENCES:
+        weak = ref(twin)
 
-    @cache
-    def of(kind: str, dtype: torch.dtype) -> tuple[list[Mapping[str, Any]], Steps]:
-        with twin.running():
-            batches = [cast(twin.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
-            return batches, reference_steps(twin.build().to(dtype), batches)
+        @cache
+        def of(kind: str, dtype: torch.dtype) -> tuple[list[Mapping[str, Any]], Steps]:
+            twin = weak()
+            assert twin is not None
+            with twin.running():
+                batches = [cast(twin.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
+                return batches, reference_steps(twin.build().to(dtype), batches)
 
-    return of
+        _REFERENCES[twin] = of
+    return _REFERENCES[twin]
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ NAMES: dict[str, Private] = {
 }
 
 
+@cache
 def private(name: str) -> Any:
     """The torch object behind one of `NAMES`.
 
