@@ -12,9 +12,12 @@ from .steps import Steps
 
 
 def unreached_parameters(small: ModelLayouts, runs: Sequence[Steps]) -> Iterator[str]:
-    """Trained parameters that get no gradient, or an exactly zero one, on any kind of input; frozen ones that nothing
-    reads."""
-    reached = {name for run in runs for name in run.gradients if name not in run.unreached}
+    """On no kind of input: parameters that nothing reads, and trained ones whose gradient is exactly zero.
+
+    One that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and nothing
+    can be learned from it."""
+    learned = {name for run in runs for name in run.gradients if name not in run.zero}
+    stuck = {name for run in runs for name in run.zero} - learned
     read = {
         bench.reference.parameters[number]
         for bench in small.benches
@@ -26,7 +29,8 @@ def unreached_parameters(small: ModelLayouts, runs: Sequence[Steps]) -> Iterator
     groups = {name: group for group in small.tree.tied for name in group}
     for name, (_, parameter) in small.tree.parameters.items():
         names = groups.get(name, (name,))
-        if not any(other in (reached if parameter.requires_grad else read) for other in names):
+        reached = learned | (read - stuck) if parameter.requires_grad else read
+        if reached.isdisjoint(names):
             yield name
 
 

@@ -33,14 +33,14 @@ class Steps:
         gradients: the sum over the steps, by full parameter name, tied parameters under each name; every parameter that
             got a gradient.
         buffers: by full name, after the last step.
-        unreached: the trained parameters that no step reached: without a gradient, or with one that is exactly zero.
+        zero: the parameters whose gradient is exactly zero.
     """
 
     outputs: Sequence[Mapping[str, Tensor]]
     directions: Sequence[Directions]
     gradients: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
-    unreached: frozenset[str] = frozenset()
+    zero: frozenset[str] = frozenset()
 
 
 def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
@@ -65,13 +65,9 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    unreached = frozenset(
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.requires_grad and (name not in gradients or not gradients[name].any())
-    )
+    zero = frozenset(name for name, gradient in gradients.items() if not gradient.any())
     buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
-    return Steps(outputs, made, gradients, buffers, unreached)
+    return Steps(outputs, made, gradients, buffers, zero)
 
 
 def run_steps(
