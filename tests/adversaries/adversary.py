@@ -65,6 +65,8 @@ class Adversary:
         micro_batches: the gradients of that many batches are added up in each step.
         rounding: what two correct runs may differ by, of the largest value, where the model itself computes in another
             dtype than float32 or float64.
+        exact: judged in float64 alone, to 1e-9: what is wrong in it is smaller than float32's roundings.
+        known: why `validate` does not see what is wrong; counted apart.
         stirred: noise is added to every parameter, as those at zero or one hide wrong gradients.
         own_inputs: `validate` makes inputs itself (a model of transformers).
     """
@@ -85,6 +87,8 @@ class Adversary:
     max_norm: float | None = None
     micro_batches: int = 1
     rounding: float | None = None
+    exact: bool = False
+    known: str = ""
     stirred: bool = True
     own_inputs: bool = False
 

@@ -1,8 +1,40 @@
 """All adversaries."""
 
-from . import buffers, functions, hooks, outputs
+from . import (
+    attention,
+    branches,
+    buffers,
+    diffusion,
+    dtypes,
+    experts,
+    functions,
+    gates,
+    hooks,
+    live,
+    noise,
+    outputs,
+    sequence,
+    shared,
+    training,
+)
 from .adversary import Adversary
 
-PARTS = (outputs, buffers, hooks, functions)
+PARTS = (
+    outputs,
+    buffers,
+    hooks,
+    functions,
+    gates,
+    branches,
+    dtypes,
+    noise,
+    attention,
+    diffusion,
+    shared,
+    experts,
+    training,
+    sequence,
+    live,
+)
 CASES: tuple[Adversary, ...] = tuple(case for part in PARTS for case in part.CASES)
 assert len({case.name for case in CASES}) == len(CASES)

@@ -250,13 +250,25 @@ CASES = (
         for case in (
             _adversary(f"{name}/right", build, NORMS, "right", "with all its rules", codes=REENTRANT.get(name, ())),
             _adversary(f"{name}/bare_norm", build, BARE, "wrong", NO_NORM),
-            _adversary(
-                f"{name}/sequence", build, NORMS, "right", "with all its rules", BLOCK_SEQUENCE, codes=REENTRANT.get(name, ())
-            ),
         )
     ),
     *(
-        _adversary(f"backward/{change}_{place}", partial(changed, change, place), rules, verdict, why)
+        _adversary(
+            f"{name}/sequence", build, NORMS, "right", "with all its rules", BLOCK_SEQUENCE, codes=REENTRANT.get(name, ())
+        )
+        for name, build in MODELS.items()
+        if name != "reentrant_layers"
+    ),
+    _adversary(
+        "reentrant_layers/sequence",
+        MODELS["reentrant_layers"],
+        NORMS,
+        "wrong",
+        "a re-entrant checkpoint runs the door again on a copy of its input, which raises",
+        BLOCK_SEQUENCE,
+    ),
+    *(
+        _adversary(f"backward/{change}_{place}{'_door' if rules is MLP_DOOR else ''}", partial(changed, change, place), rules, verdict, why)
         for change, place, rules, verdict, why in (
             ("clip", "hidden", MLP, "right", "each element of a slice is clipped by itself"),
             ("sign", "hidden", MLP, "right", "the sign of each element of a slice"),

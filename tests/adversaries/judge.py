@@ -6,7 +6,6 @@ applied by the compiler itself (`tests/adversaries/anyway.py`).
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,7 +21,7 @@ from .adversary import Adversary, tensors
 from .anyway import NotAppliedError, apply_anyway
 
 Truth = Literal["right", "wrong", "crashed", "not applied"]
-FLOAT32, FLOAT64 = 1e-5, 1e-6  # the largest difference of two equal tensors, of the largest reference value
+FLOAT32, FLOAT64, EXACT = 1e-5, 1e-6, 1e-9  # the largest difference of two equal tensors, of the largest reference value
 NOTHING = 1e-12  # of the largest gradient: a gradient below it everywhere says nothing
 
 
@@ -51,6 +50,8 @@ def judge(adversary: Adversary, *, anyway: bool) -> Judgement:
     Args:
         anyway: apply the plan though `apply_plan` refuses it.
     """
+    if adversary.exact:
+        return _judge(adversary, torch.float64, EXACT, anyway)
     judgement = _judge(adversary, torch.float32, adversary.rounding or FLOAT32, anyway)
     if judgement.truth == "wrong" and adversary.rounding is None:
         judgement = _judge(adversary, torch.float64, FLOAT64, anyway)
@@ -184,5 +185,5 @@ def _error(seen: Tensor | None, expected: Tensor | None, floor: float) -> float:
     if scale <= floor and seen.abs().max().item() <= floor:
         return 0.0
     if difference != difference:  # NaN
-        return 0.0 if copy.copy(seen.isnan()).equal(expected.isnan()) and scale != scale else float("inf")
+        return 0.0 if seen.isnan().equal(expected.isnan()) and scale != scale else float("inf")
     return difference / scale if scale else float("inf") if difference else 0.0
