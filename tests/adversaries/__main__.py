@@ -39,7 +39,7 @@ class Row:
 
     @property
     def problem(self) -> str:
-        """"" where all agree."""
+        """ "" where all agree."""
         if self.said.passed and not self.judgement.right:
             return "known" if self.adversary.known else "WRONG PASSED"
         if not as_expected(self.adversary, self.said):
@@ -53,7 +53,14 @@ class Row:
         said = "passes" if self.said.passed else " ".join(self.said.codes)
         error = f" {self.judgement.error:.0e}" if self.judgement.truth in ("right", "wrong") else ""
         worst = self.judgement.worst if not self.judgement.right else ""
-        cells = (self.adversary.name, self.adversary.verdict, said, self.judgement.truth + error, worst[:60], self.problem)
+        cells = (
+            self.adversary.name,
+            self.adversary.verdict,
+            said,
+            self.judgement.truth + error,
+            worst[:60],
+            self.problem,
+        )
         return "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in cells) + " |"
 
 

@@ -251,23 +251,62 @@ CASES = (
     ),
     _adversary("one_group/split", one_group, BARE, "wrong", "one key head for two ranks: each has half of it"),
     _adversary("packed/right", partial(of, Packed), _packed("packed_colwise", 3), "right", "three parts"),
-    _adversary("packed/grouped", partial(of, Packed, 2), _packed("packed_colwise", [16, 8, 8]), "right", "unequal parts"),
-    _adversary("packed/plain", partial(of, Packed), {**_packed("packed_colwise", 3), "layers.*.attn.qkv": "colwise"}, "wrong", "a rank has queries and half of the keys"),
-    _adversary("packed/two", partial(of, Packed, 2), _packed("packed_colwise", 2), "wrong", "two parts instead of three"),
-    _adversary("packed/sequence", partial(of, Packed), _packed("packed_colwise", 3), "right", "three parts", BLOCK_SEQUENCE),
+    _adversary(
+        "packed/grouped", partial(of, Packed, 2), _packed("packed_colwise", [16, 8, 8]), "right", "unequal parts"
+    ),
+    _adversary(
+        "packed/plain",
+        partial(of, Packed),
+        {**_packed("packed_colwise", 3), "layers.*.attn.qkv": "colwise"},
+        "wrong",
+        "a rank has queries and half of the keys",
+    ),
+    _adversary(
+        "packed/two", partial(of, Packed, 2), _packed("packed_colwise", 2), "wrong", "two parts instead of three"
+    ),
+    _adversary(
+        "packed/sequence", partial(of, Packed), _packed("packed_colwise", 3), "right", "three parts", BLOCK_SEQUENCE
+    ),
     _adversary("interleaved/right", partial(of, Interleaved), INTERLEAVED, "right", "head by head"),
-    _adversary("interleaved/packed", partial(of, Interleaved), _packed("packed_colwise", 3), "wrong", "the parts of no matrix"),
-    _adversary("packed_mlp/right", packed_mlp, {**ATTENTION, "layers.*.mlp.gate_up": "packed_colwise", "layers.*.mlp.down": "rowwise"}, "right", "two parts"),
-    _adversary("packed_mlp/plain", packed_mlp, {**ATTENTION, "layers.*.mlp.gate_up": "colwise", "layers.*.mlp.down": "rowwise"}, "wrong", "a rank has the gate, the other the rest"),
+    _adversary(
+        "interleaved/packed", partial(of, Interleaved), _packed("packed_colwise", 3), "wrong", "the parts of no matrix"
+    ),
+    _adversary(
+        "packed_mlp/right",
+        packed_mlp,
+        {**ATTENTION, "layers.*.mlp.gate_up": "packed_colwise", "layers.*.mlp.down": "rowwise"},
+        "right",
+        "two parts",
+    ),
+    _adversary(
+        "packed_mlp/plain",
+        packed_mlp,
+        {**ATTENTION, "layers.*.mlp.gate_up": "colwise", "layers.*.mlp.down": "rowwise"},
+        "wrong",
+        "a rank has the gate, the other the rest",
+    ),
     _adversary("parallel/right", parallel, NORMS, "right", "all rules"),
-    _adversary("parallel/door", parallel, {**NORMS, "layers.*.norm": "output_with_grad_allreduce"}, "right", "one move for both"),
+    _adversary(
+        "parallel/door",
+        parallel,
+        {**NORMS, "layers.*.norm": "output_with_grad_allreduce"},
+        "right",
+        "one move for both",
+    ),
     _adversary("parallel/sequence", parallel, NORMS, "right", "all rules", PARALLEL_SEQUENCE),
     _adversary("parallel/bare_norm", parallel, BARE, "wrong", "the norms see a rank's heads"),
     _adversary("parallel/half_door", parallel, {**NORMS, "layers.*.mlp": DOOR}, "right", "each reader moves by itself"),
     _adversary("joint/right", JointStack, JOINT, "right", "each matrix moves by itself", inputs=streams),
     _adversary("joint/bare_norm", JointStack, ONE_BARE, "wrong", "one stream's norm", inputs=streams),
     _adversary("joint/no_sum", JointStack, ONE_SUM, "wrong", "one stream's sum", inputs=streams),
-    _adversary("joint/first_door", JointStack, {"layers.*.attn": DOOR, **JOINT}, "right", "the first moved once", inputs=streams),
+    _adversary(
+        "joint/first_door",
+        JointStack,
+        {"layers.*.attn": DOOR, **JOINT},
+        "right",
+        "the first moved once",
+        inputs=streams,
+    ),
     _adversary(
         "joint/second_door",
         JointStack,
@@ -289,7 +328,11 @@ CASES = (
     _adversary(
         "cross/no_sum",
         EncoderDecoder,
-        {**without(CROSS, "{encoder.layers,layers}.*.attn.o"), "layers.*.attn.o": "rowwise", "encoder.layers.*.attn.o.weight": "rowwise"},
+        {
+            **without(CROSS, "{encoder.layers,layers}.*.attn.o"),
+            "layers.*.attn.o": "rowwise",
+            "encoder.layers.*.attn.o.weight": "rowwise",
+        },
         "wrong",
         "nobody adds up the encoder",
         inputs=pairs,

@@ -41,6 +41,11 @@ def either(seed: int) -> dict[str, Any]:
     return {**features(seed), "flag": seed % 2 == 1}
 
 
+def seldom(seed: int) -> dict[str, Any]:
+    """The first batch takes the way that every other one takes."""
+    return {**features(seed), "flag": seed % 2 == 0}
+
+
 class Side(Stack):
     """Another MLP on the way that a flag, or the data, opens."""
 
@@ -103,6 +108,25 @@ class FirstReaders(ReadersStack):
         super().__init__()
         for layer in self.layers:
             layer.mlp = FirstReader()
+
+
+class ThirdReader(SecondReader):
+    """Two readers in every batch, and a third on the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = linear(WIDTH, 32)
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        h = torch.relu(self.a(x)) * self.b(x)
+        return self.down(h * self.c(x) if flag else h)
+
+
+class ThirdReaders(ReadersStack):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.mlp = ThirdReader()
 
 
 class TwoWays(nn.Module):
@@ -188,10 +212,14 @@ UNTAKEN = "the way is taken in no run of the proof"
 CASES = (
     Adversary("flag/right", Side, flagged, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary("flag/wrong", Side, flagged, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
-    Adversary("flag/whole", Side, flagged, document(MLP), "right", "the way that is not taken is not split", seeds=RARE),
+    Adversary(
+        "flag/whole", Side, flagged, document(MLP), "right", "the way that is not taken is not split", seeds=RARE
+    ),
     Adversary("flag/taken", Side, partial(flagged, rare=0), document(SIDE), "right", "the way is taken always"),
     Adversary("flag/taken_wrong", Side, partial(flagged, rare=0), document(WRONG_SIDE), "wrong", "nobody adds it up"),
-    Adversary("flag/taken_at_times", Side, either, document(SIDE), "right", "taken in every other batch", codes=("SP421",)),
+    Adversary(
+        "flag/taken_at_times", Side, either, document(SIDE), "right", "taken in every other batch", codes=("SP421",)
+    ),
     Adversary("flag/taken_at_times_wrong", Side, either, document(WRONG_SIDE), "wrong", "nobody adds it up"),
     Adversary("data/right", partial(Side, True), lifted, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
     Adversary("data/wrong", partial(Side, True), lifted, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
@@ -213,8 +241,29 @@ CASES = (
         "right",
         "one move for both",
     ),
+    Adversary("second_reader/seldom", ReadersStack, seldom, document(READERS), "right", "each reader moves by itself"),
+    Adversary(
+        "third_reader/right",
+        ThirdReaders,
+        either,
+        document({**READERS, "layers.*.mlp.c": "colwise"}),
+        "right",
+        "each reader moves by itself",
+        codes=("SP421",),
+    ),
+    Adversary(
+        "third_reader/rare",
+        ThirdReaders,
+        flagged,
+        document({**READERS, "layers.*.mlp.c": "colwise"}),
+        "unproven",
+        "the third reader is not reached",
+        seeds=RARE,
+    ),
     Adversary("first_reader/right", FirstReaders, either, document(READERS), "right", "each reader moves by itself"),
-    Adversary("two_ways/right", TwoWaysStack, either, document(WAYS), "right", "each way moves by itself", codes=("SP421",)),
+    Adversary(
+        "two_ways/right", TwoWaysStack, either, document(WAYS), "right", "each way moves by itself", codes=("SP421",)
+    ),
     Adversary(
         "two_ways/wrong",
         TwoWaysStack,

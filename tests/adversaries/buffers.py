@@ -91,7 +91,9 @@ class Balanced(nn.Module):
         chosen = (scores + self.bias).topk(2, dim=-1).indices
         weight = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         if self.training:
-            load = torch.zeros_like(self.bias).index_add(0, chosen.flatten(), torch.ones_like(scores[..., :2]).flatten())
+            load = torch.zeros_like(self.bias).index_add(
+                0, chosen.flatten(), torch.ones_like(scores[..., :2]).flatten()
+            )
             with torch.no_grad():
                 self.bias.add_(0.01 * (load.mean() - load).sign())
         h = torch.relu(torch.einsum("bsd,ehd->ebsh", x, self.up))

@@ -8,7 +8,19 @@ import torch
 from torch import Tensor, nn
 
 from .adversary import Adversary, document
-from .parts import ATTENTION, ATTENTION_NORMS, BLOCK_SEQUENCE, MLP, Attention, Block, Mlp, MlpBlock, Stack, features, without
+from .parts import (
+    ATTENTION,
+    ATTENTION_NORMS,
+    BLOCK_SEQUENCE,
+    MLP,
+    Attention,
+    Block,
+    Mlp,
+    MlpBlock,
+    Stack,
+    features,
+    without,
+)
 
 BF16 = 0.1  # a few roundings to 8 bits, in gradients that are sums of many
 
@@ -103,8 +115,12 @@ CASES = (
         case
         for name, cls in MODELS.items()
         for case in (
-            Adversary(f"{name}/right", partial(of_mlp, cls), features, document(MLP), "right", "all rules", rounding=BF16),
-            Adversary(f"{name}/no_sum", partial(of_mlp, cls), features, document(NO_SUM), "wrong", "no sum", rounding=BF16),
+            Adversary(
+                f"{name}/right", partial(of_mlp, cls), features, document(MLP), "right", "all rules", rounding=BF16
+            ),
+            Adversary(
+                f"{name}/no_sum", partial(of_mlp, cls), features, document(NO_SUM), "wrong", "no sum", rounding=BF16
+            ),
         )
     ),
     Adversary(

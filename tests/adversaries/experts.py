@@ -32,8 +32,6 @@ class Mixture(nn.Module):
         return result if self.shared is None else result + self.shared(x)
 
 
-
-
 def of(*arguments: bool) -> nn.Module:
     return Stack(MlpBlock(Mixture(*arguments)), MlpBlock(Mixture(*arguments)))
 
@@ -68,7 +66,9 @@ SEQUENCE = {
 CASES = (
     Adversary("mixture/right", of, features, document(EACH), "right", "each expert sums by itself"),
     Adversary("mixture/together", of, features, document(TOGETHER), "right", "the block sums once"),
-    Adversary("mixture/sequence", of, features, document(TOGETHER, SEQUENCE), "right", "the same", sequence_parallel=True),
+    Adversary(
+        "mixture/sequence", of, features, document(TOGETHER, SEQUENCE), "right", "the same", sequence_parallel=True
+    ),
     Adversary(
         "mixture/bare_router",
         of,
@@ -93,7 +93,9 @@ CASES = (
         "wrong",
         "the shared expert sums by itself, and the block sums that again",
     ),
-    Adversary("mixture/shared", partial(of, False, True), features, document({**EACH, **SHARED}), "right", "each by itself"),
+    Adversary(
+        "mixture/shared", partial(of, False, True), features, document({**EACH, **SHARED}), "right", "each by itself"
+    ),
     Adversary("mixture/starved", partial(of, True), features, document(EACH), "unproven", "an expert gets no tokens"),
     Adversary("mixture/probabilities", Probabilities, features, document(EACH), "right", "the router is whole"),
     Adversary(

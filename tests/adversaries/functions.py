@@ -15,7 +15,6 @@ from .parts import (
     ATTENTION,
     ATTENTION_NORMS,
     BLOCK_SEQUENCE,
-
     MLP,
     MLP_DOOR,
     MLP_SEQUENCE,
@@ -254,7 +253,13 @@ CASES = (
     ),
     *(
         _adversary(
-            f"{name}/sequence", build, NORMS, "right", "with all its rules", BLOCK_SEQUENCE, codes=REENTRANT.get(name, ())
+            f"{name}/sequence",
+            build,
+            NORMS,
+            "right",
+            "with all its rules",
+            BLOCK_SEQUENCE,
+            codes=REENTRANT.get(name, ()),
         )
         for name, build in MODELS.items()
         if name != "reentrant_layers"
@@ -268,7 +273,13 @@ CASES = (
         BLOCK_SEQUENCE,
     ),
     *(
-        _adversary(f"backward/{change}_{place}{'_door' if rules is MLP_DOOR else ''}", partial(changed, change, place), rules, verdict, why)
+        _adversary(
+            f"backward/{change}_{place}{'_door' if rules is MLP_DOOR else ''}",
+            partial(changed, change, place),
+            rules,
+            verdict,
+            why,
+        )
         for change, place, rules, verdict, why in (
             ("clip", "hidden", MLP, "right", "each element of a slice is clipped by itself"),
             ("sign", "hidden", MLP, "right", "the sign of each element of a slice"),

@@ -9,7 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from .adversary import Adversary, document
-from .parts import ATTENTION, ATTENTION_NORMS, MLP, PARTIAL, WIDTH, Attention, Mlp, MlpBlock, Stack, features, linear, without
+from .parts import (
+    ATTENTION,
+    ATTENTION_NORMS,
+    MLP,
+    PARTIAL,
+    WIDTH,
+    Attention,
+    Mlp,
+    MlpBlock,
+    Stack,
+    features,
+    linear,
+    without,
+)
 
 
 class Gated(MlpBlock):
@@ -156,8 +169,6 @@ def clamped() -> nn.Module:
     return Stack(Clamped(), Clamped())
 
 
-
-
 NO_SUM = {**without(MLP, "layers.*.mlp.down"), "layers.*.mlp.down.weight": "rowwise"}
 DOORED = {**MLP, "layers.*.mlp": "input_with_grad_allreduce", "layers.*.mlp.gate": PARTIAL}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -175,10 +186,20 @@ CASES = (
         for name, (build, options) in MODELS.items()
         for case in (
             Adversary(f"{name}/right", build, features, document(MLP), "right", "the sum is there", **options),
-            Adversary(f"{name}/no_sum", build, features, document(NO_SUM), "wrong", "nobody adds the branch up", **options),
+            Adversary(
+                f"{name}/no_sum", build, features, document(NO_SUM), "wrong", "nobody adds the branch up", **options
+            ),
         )
     ),
-    Adversary("zero_gate_norm/right", gated_attention, features, document(ATTENTION_NORMS), "right", "all rules", before=opened),
+    Adversary(
+        "zero_gate_norm/right",
+        gated_attention,
+        features,
+        document(ATTENTION_NORMS),
+        "right",
+        "all rules",
+        before=opened,
+    ),
     Adversary(
         "zero_gate_norm/bare",
         gated_attention,
@@ -198,7 +219,9 @@ CASES = (
         "the gate multiplies a rank's own features",
     ),
     Adversary("open_gate/right", open_gate, features, document(DOORED), "right", "all rules"),
-    Adversary("open_gate/bare_gate", open_gate, features, document(without(DOORED, "layers.*.mlp.gate")), "wrong", "as above"),
+    Adversary(
+        "open_gate/bare_gate", open_gate, features, document(without(DOORED, "layers.*.mlp.gate")), "wrong", "as above"
+    ),
     Adversary(
         "open_gate/no_door",
         open_gate,
@@ -208,7 +231,9 @@ CASES = (
         "the gate's share of the input's gradient is not added up",
     ),
     Adversary("no_part/right", NoPart, features, document(MLP), "right", "zero times a slice is no slice"),
-    Adversary("masked_by_value/right", masked_by_value, large, document(MLP), "right", "the sum is there", codes=("SP421",)),
+    Adversary(
+        "masked_by_value/right", masked_by_value, large, document(MLP), "right", "the sum is there", codes=("SP421",)
+    ),
     Adversary(
         "masked_by_value/no_sum",
         masked_by_value,

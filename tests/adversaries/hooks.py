@@ -193,7 +193,9 @@ CASES = (
         )
     ),
     *(
-        _adversary(f"tensor_hook/{change}_whole", partial(hooked, change, True), "right", "the gradient there is complete")
+        _adversary(
+            f"tensor_hook/{change}_whole", partial(hooked, change, True), "right", "the gradient there is complete"
+        )
         for change in ("clip", "unit", "centre")
     ),
     *(

@@ -21,7 +21,11 @@ from .adversary import Adversary, tensors
 from .anyway import NotAppliedError, apply_anyway
 
 Truth = Literal["right", "wrong", "crashed", "not applied"]
-FLOAT32, FLOAT64, EXACT = 1e-5, 1e-6, 1e-9  # the largest difference of two equal tensors, of the largest reference value
+FLOAT32, FLOAT64, EXACT = (
+    1e-5,
+    1e-6,
+    1e-9,
+)  # the largest difference of two equal tensors, of the largest reference value
 NOTHING = 1e-12  # of the largest gradient: a gradient below it everywhere says nothing
 
 

@@ -125,8 +125,6 @@ def same_layer() -> nn.Module:
     return model
 
 
-
-
 def parameter_hook() -> nn.Module:
     model = llama()
     model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad * 0.5)
@@ -178,5 +176,14 @@ CASES = (
         "Llama's plan has no rule for the norms of queries and keys",
         **OPTIONS,
     ),
-    Adversary("live/weighted", partial(patched, _weighted), tokens, "llama", "right", "the door is at the MLP", codes=LIVE, **OPTIONS),
+    Adversary(
+        "live/weighted",
+        partial(patched, _weighted),
+        tokens,
+        "llama",
+        "right",
+        "the door is at the MLP",
+        codes=LIVE,
+        **OPTIONS,
+    ),
 )

@@ -75,10 +75,25 @@ def attention() -> nn.Module:
 
 
 RANDOM = ("SP370", "SP371")
-KINDS = {"dropout": Dropout, "noise": Noise, "bernoulli": Bernoulli, "gumbel": Gumbel, "python": Python, "module": Module}
+KINDS = {
+    "dropout": Dropout,
+    "noise": Noise,
+    "bernoulli": Bernoulli,
+    "gumbel": Gumbel,
+    "python": Python,
+    "module": Module,
+}
 CASES = (
     *(
-        Adversary(f"random_{name}/split", partial(of, cls), features, document(MLP), "refused", "each rank draws", codes=RANDOM)
+        Adversary(
+            f"random_{name}/split",
+            partial(of, cls),
+            features,
+            document(MLP),
+            "refused",
+            "each rank draws",
+            codes=RANDOM,
+        )
         for name, cls in KINDS.items()
     ),
     Adversary(

@@ -119,13 +119,20 @@ class BlockOutputs(Stack):
 HEAD = {**MLP, "head": "colwise_gather_output"}
 MODELS = {"tuple": Pair, "dict": Named, "dataclass": Dataclass, "model_output": Transformers, "namedtuple": Tuple}
 CASES = (
-    *(Adversary(f"{name}/right", build, features, document(HEAD), "right", "both heads are whole") for name, build in MODELS.items()),
     *(
-        Adversary(f"{name}/second_split", build, features, document({**HEAD, "box": "colwise"}), "wrong", "the box is a slice")
+        Adversary(f"{name}/right", build, features, document(HEAD), "right", "both heads are whole")
         for name, build in MODELS.items()
     ),
     *(
-        Adversary(f"{name}/main_split", build, features, document({**MLP, "head": "colwise"}), "wrong", "the head is a slice")
+        Adversary(
+            f"{name}/second_split", build, features, document({**HEAD, "box": "colwise"}), "wrong", "the box is a slice"
+        )
+        for name, build in MODELS.items()
+    ),
+    *(
+        Adversary(
+            f"{name}/main_split", build, features, document({**MLP, "head": "colwise"}), "wrong", "the head is a slice"
+        )
         for name, build in MODELS.items()
     ),
     Adversary(
@@ -183,7 +190,14 @@ CASES = (
         "auxiliary_first/moved_first",
         BlockOutputs,
         features,
-        document({"layers.*": "all_reduce", "layers.*.mlp": DOOR, "layers.*.mlp.up": "colwise", "layers.*.mlp.down.weight": "rowwise"}),
+        document(
+            {
+                "layers.*": "all_reduce",
+                "layers.*.mlp": DOOR,
+                "layers.*.mlp.up": "colwise",
+                "layers.*.mlp.down.weight": "rowwise",
+            }
+        ),
         "wrong",
         "the rule at the block sums its first output, the number",
     ),

@@ -124,7 +124,9 @@ def _adversary(name: str, build, verdict: str, why: str, overlay=MLP_SEQUENCE, i
 HOWS = ("shift", "sum", "mean", "flip", "scale")
 CASES = (
     *(
-        _adversary(f"positions_{how}/slice", partial(of, Mixed, how), "wrong", "a rank mixes the positions of its slice")
+        _adversary(
+            f"positions_{how}/slice", partial(of, Mixed, how), "wrong", "a rank mixes the positions of its slice"
+        )
         for how in HOWS
     ),
     *(
@@ -154,8 +156,12 @@ CASES = (
     ),
     _adversary("learned_positions/right", Positions, "right", "they are added before the split"),
     _adversary("learned_positions/late", LatePositions, "wrong", "each rank adds those of the first slice"),
-    _adversary("no_split/sequence", blocks, "wrong", "nothing splits the sequence", overlay=without(MLP_SEQUENCE, "layers.0")),
-    _adversary("no_gather/sequence", blocks, "wrong", "the MLP sees a slice", overlay=without(MLP_SEQUENCE, "layers.*.mlp")),
+    _adversary(
+        "no_split/sequence", blocks, "wrong", "nothing splits the sequence", overlay=without(MLP_SEQUENCE, "layers.0")
+    ),
+    _adversary(
+        "no_gather/sequence", blocks, "wrong", "the MLP sees a slice", overlay=without(MLP_SEQUENCE, "layers.*.mlp")
+    ),
     _adversary(
         "no_scatter/sequence",
         blocks,
@@ -163,7 +169,9 @@ CASES = (
         "a slice plus a whole",
         overlay=without(MLP_SEQUENCE, "layers.*.mlp.down"),
     ),
-    _adversary("bare_norm/sequence", blocks, "wrong", "a norm on a slice", overlay=without(MLP_SEQUENCE, "layers.*.norm")),
+    _adversary(
+        "bare_norm/sequence", blocks, "wrong", "a norm on a slice", overlay=without(MLP_SEQUENCE, "layers.*.norm")
+    ),
     _adversary("odd_length/sequence", blocks, "wrong", "two ranks cannot share 17 positions", inputs=odd),
     _adversary("odd_length/whole", blocks, "right", "no rank has a slice", overlay=None, inputs=odd),
 )

@@ -90,8 +90,6 @@ class Functional(Language):
         return self.norm(x) @ self.embedding.weight.T
 
 
-
-
 TIED = {**MLP, "embedding": "embedding_rowwise", "head": "colwise_gather_output"}
 SHARED = ("SP524",)
 CASES = (

@@ -98,7 +98,13 @@ CASES = (
         for name in ("clipped", "all")
     ),
     Adversary(
-        "training_all/bare_norm", attention, features, document(BARE), "wrong", "the norms see a rank's heads", **LOOPS["all"]
+        "training_all/bare_norm",
+        attention,
+        features,
+        document(BARE),
+        "wrong",
+        "the norms see a rank's heads",
+        **LOOPS["all"],
     ),
     Adversary("frozen/right", frozen, features, document(NORMS), "right", "all rules"),
     Adversary("frozen/bare_norm", frozen, features, document(BARE), "wrong", "the second layer's norms are trained"),
