@@ -52,8 +52,8 @@ class Adversary:
         build: makes the model; called after the seed is set.
         inputs: a seed -> keyword arguments of the model's `forward`; also what `validate` is given.
         plan: a plan document, or the name of a built-in plan.
-        verdict: what `validate` must say. "right": no error. "wrong": an error. "refused": an error by design, whatever the
-            numbers are. "unproven": an error as long as nobody says `allow_unproven`.
+        verdict: what `validate` must say. "right": no error. "wrong": an error. "refused": an error by design, whatever
+            the numbers are. "unproven": an error as long as nobody says `allow_unproven`.
         why: what is right or wrong in it, in a sentence.
         codes: one of these is among the errors. For a right plan: it may be refused by these, and by no other.
         loss: what is run backward, from the output.

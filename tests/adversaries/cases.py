@@ -10,6 +10,7 @@ from . import (
     functions,
     gates,
     hooks,
+    inputs,
     live,
     noise,
     outputs,
@@ -34,6 +35,7 @@ PARTS = (
     experts,
     training,
     sequence,
+    inputs,
     live,
 )
 CASES: tuple[Adversary, ...] = tuple(case for part in PARTS for case in part.CASES)

@@ -6,8 +6,9 @@ applied by the compiler itself (`tests/adversaries/anyway.py`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -159,8 +160,8 @@ def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _order(before: Tensor, after: Tensor) -> tuple[int, Tensor] | None:
-    """How the rows (or columns) of a packed parameter stand in its shards, read off the values: (dim, for each of `before` its
-    index in `after`). None: in their own order."""
+    """How the rows (or columns) of a packed parameter stand in its shards, read off the values: (dim, for each of `before`
+    its index in `after`). None: in their own order."""
     if before.shape != after.shape or torch.equal(before, after.detach()):
         return None
     for dim in range(before.dim()):
@@ -188,6 +189,6 @@ def _error(seen: Tensor | None, expected: Tensor | None, floor: float) -> float:
     difference, scale = (seen - expected).abs().max().item(), expected.abs().max().item()
     if scale <= floor and seen.abs().max().item() <= floor:
         return 0.0
-    if difference != difference:  # NaN
-        return 0.0 if seen.isnan().equal(expected.isnan()) and scale != scale else float("inf")
+    if math.isnan(difference):
+        return float("inf")
     return difference / scale if scale else float("inf") if difference else 0.0

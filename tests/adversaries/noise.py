@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .adversary import Adversary, document
-from .parts import MLP, MLP_SEQUENCE, Attention, Block, Mlp, MlpBlock, Stack, features, ATTENTION
+from .parts import ATTENTION, MLP, MLP_SEQUENCE, Attention, Block, Mlp, MlpBlock, Stack, features
 
 
 class Dropout(Mlp):

@@ -1,9 +1,9 @@
 """Small random modules with random plans, judged by `validate` and by the reference:
 `python -m tests.adversaries.random_modules [--examples N] [--seed N]`.
 
-A module is a residual stream through blocks of several kinds, with shared parameters, gates, blocks that run in every other
-batch alone, and one output or more. Its plan is right by construction, or one of its rules was changed at random: then the
-reference alone knows what it is.
+A module is a residual stream through blocks of several kinds, with shared parameters, gates, blocks that run in every
+other batch alone, and one output or more. Its plan is right by construction, or rules of it were changed at random:
+then the reference alone knows what it is.
 """
 
 from __future__ import annotations
