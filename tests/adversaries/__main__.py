@@ -25,11 +25,13 @@ class Row:
     Args:
         said: what `validate` says.
         judgement: what the reference says of the plan that is applied, or would be.
+        allowed: what `validate` says with `allow_unproven`, of what it calls unproven.
     """
 
     adversary: Adversary
     said: Said
     judgement: Judgement
+    allowed: Said | None = None
 
     @property
     def confirmed(self) -> bool:
@@ -47,6 +49,8 @@ class Row:
                 return "RAISED"
             wanted = {"right": "RIGHT REFUSED", "wrong": "WRONG CODE"}.get(self.adversary.verdict, "NOT SAID")
             return wanted
+        if self.allowed is not None and not self.allowed.passed:
+            return "NOT ALLOWED"
         return "" if self.confirmed else "CASE IS NOT WHAT IT SAYS"
 
     def line(self) -> str:
@@ -67,7 +71,9 @@ class Row:
 def row_of(adversary: Adversary) -> Row:
     """Ask both."""
     said = validate(adversary)
-    return Row(adversary, said, judge(adversary, anyway=not said.passed))
+    unproven = adversary.verdict == "unproven" and not said.passed
+    allowed = validate(adversary, allow_unproven=True) if unproven else None
+    return Row(adversary, said, judge(adversary, anyway=not said.passed), allowed)
 
 
 def main(argv: list[str]) -> int:

@@ -104,6 +104,11 @@ class Adversary:
                     parameter.add_(0.02 * noise.to(parameter.dtype))
         return model if dtype == torch.float32 else model.to(dtype)
 
+    @property
+    def given_inputs(self) -> Callable[[int], dict[str, Any]] | None:
+        """What shardplan is given as `inputs`."""
+        return None if self.own_inputs else self.inputs
+
     def batch(self, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
         """The keyword arguments of a call; what is floating in `dtype`."""
         made = self.inputs(seed)

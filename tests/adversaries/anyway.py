@@ -12,6 +12,7 @@ from shardplan.compiler.inputs import ModelSource, find_model, read_plan
 from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts
 from shardplan.core.mesh import MeshSizes
+from shardplan.layout import ModelLayouts
 
 from .adversary import Adversary
 
@@ -26,7 +27,7 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     Raises:
         NotAppliedError: binding or the structural checks have errors.
     """
-    source = ModelSource(model, inputs=None if adversary.own_inputs else adversary.inputs)
+    source = ModelSource(model, inputs=adversary.given_inputs)
     found, _ = find_model(source)
     plan = load_plan(adversary.plan) if adversary.plan not in ("auto", "hf") else adversary.plan
     read, _, about = read_plan(plan, found)
@@ -35,5 +36,6 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     errors = [d for d in (*about, *variants.findings[on]) if d.is_error]
     if errors:
         raise NotAppliedError(" ".join(f"{d.code} {d.message}" for d in errors))
-    program = program_of(prove_layouts(variants, read, found), on)
+    layouts = prove_layouts(variants, read, ModelLayouts(found, adversary.tp), allow_unproven=True)
+    program = program_of(layouts, on)
     return apply_program(model, read_mesh(mesh), program, src_data_rank=0)

@@ -95,14 +95,13 @@ def errors(adversary: Adversary, dtype: torch.dtype, anyway: bool) -> dict[str, 
 def _applied(adversary: Adversary, model: nn.Module, mesh: DeviceMesh, anyway: bool) -> nn.Module:
     if anyway:
         return apply_anyway(adversary, model, mesh)
-    from .said import arguments
-
     return shardplan.apply_plan(
         model,
         mesh,
         adversary.plan,
         sequence_parallel=adversary.sequence_parallel,
-        **arguments(shardplan.apply_plan, adversary, prove=False),
+        inputs=adversary.given_inputs,
+        prove=False,
     )
 
 

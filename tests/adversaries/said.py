@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import shardplan
-from shardplan.core.diagnostics import PlanError
 
 from .adversary import Adversary
 
@@ -35,7 +31,7 @@ class Said:
         return not self.codes
 
 
-def validate(adversary: Adversary, **options: Any) -> Said:
+def validate(adversary: Adversary, *, allow_unproven: bool = False) -> Said:
     """Ask for one variant, at the adversary's size. What it raises is the code "RAISED"."""
     start = time.process_time()
     try:
@@ -44,23 +40,14 @@ def validate(adversary: Adversary, **options: Any) -> Said:
             adversary.plan,
             tp=adversary.tp,
             sequence_parallel=adversary.sequence_parallel,
-            **arguments(shardplan.validate, adversary, **options),
+            inputs=adversary.given_inputs,
+            allow_unproven=allow_unproven,
         )
-        found = report.diagnostics
-    except PlanError as error:
-        found = error.diagnostics
     except Exception as error:
         return Said(("RAISED",), f"{type(error).__name__}: {error}", time.process_time() - start)
-    errors = [d for d in found if d.is_error]
+    errors = [d for d in report.diagnostics if d.is_error]
     codes = tuple(sorted({d.code for d in errors}))
     return Said(codes, errors[0].message if errors else "", time.process_time() - start)
-
-
-def arguments(function: Callable[..., Any], adversary: Adversary, **options: Any) -> dict[str, Any]:
-    """The inputs, and the options that the function has."""
-    known = inspect.signature(function).parameters
-    own = {} if adversary.own_inputs else {"inputs": adversary.inputs}
-    return own | {name: value for name, value in options.items() if name in known}
 
 
 def as_expected(adversary: Adversary, said: Said) -> bool:
