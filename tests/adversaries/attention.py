@@ -315,7 +315,7 @@ CASES = (
         "the second moved once",
         inputs=streams,
     ),
-    _adversary("joint/uneven", one_reader, JOINT, "wrong", "a whole mean of a slice is added to heads", inputs=streams),
+    _adversary("joint/uneven", one_reader, JOINT, "right", "slices of the same heads are added", inputs=streams),
     _adversary("cross/right", EncoderDecoder, CROSS, "right", "all layers read the memory", inputs=pairs),
     _adversary(
         "cross/door",
