@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all exhaustive soundness zoo bench bench-gpu generated clean
+.PHONY: demo test test-all exhaustive soundness adversaries zoo bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -30,6 +30,10 @@ exhaustive: $(VENV)/.installed  ## what test-all has a sample of
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md
+
+adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past validate, judged in real processes; half an hour
+	$(BIN)/python -m tests.adversaries
+	$(BIN)/python -m tests.adversaries.random_modules --examples 200
 
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md

@@ -13,6 +13,7 @@ if ROOT not in sys.path:
 # Files whose tests start several processes. Two of them at a time would fight for the cores, and every step that waits
 # for the slowest rank would take many times as long: they run one after the other, in one worker.
 SEVERAL_PROCESSES = (
+    "test_adversaries",
     "test_checkpoints",
     "test_demo",
     "test_example",

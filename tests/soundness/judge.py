@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.program import program_of
+from shardplan.compiler.variants import any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.lower import lower
+from shardplan.lower import Program, lower
 from shardplan.models.tree import tree_of
-from shardplan.optimise import optimise
 from shardplan.parse import parse_plan
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import Step, cast, reference_step
@@ -80,7 +79,7 @@ class Verdict:
         right: what the numeric proof says.
         silent: wrong, but with the right loss.
         worst: the tensor that differs most, or the exception.
-        resolved: the plan as it is lowered.
+        resolved: the plan of the program that was judged: after every pass.
         mended: the changes that the report proposes leave nothing to find; None where none was looked for.
     """
 
@@ -99,18 +98,21 @@ class Verdict:
 
 def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> Verdict:
     """Let both judges see a plan."""
-    sizes = MeshSizes(tp=subject.tp)
-    resolved, about = bind(plan, subject.tree, sizes, sequence_parallel=sequence_parallel)
-    structure = tuple(d for d in (*about, *check(resolved, seq_len=None)) if d.is_error)
+    sizes, on = MeshSizes(tp=subject.tp), sequence_parallel
+    variants = check_variants(bind_variants(plan, subject.tree, sizes, dict.fromkeys((on, False))))
+    structure = tuple(d for d in variants.findings[on] if d.is_error)
     layout, mended = None, None
     if not structure:
-        layout = check_layout(resolved, tuple(subject.benches.values()), help=help)
+        layout = check_layout(variants.resolved[on], tuple(subject.benches.values()), help=help)
         if help and layout.diagnostics:
-            mended = _mends(subject, resolved, layout)
-        resolved = replace(resolved, arrivals=layout.arrivals, elsewhere=layout.elsewhere)
-        if layout.ok:
-            resolved = optimise(resolved, layout)
-    return Verdict(structure, layout, *_numbers(subject, resolved), resolved, mended)
+            mended = _mends(subject, variants.resolved[on], layout)
+        reports = {on: layout}
+        if on and not any_error(variants.findings[False]):
+            reports[False] = check_layout(variants.resolved[False], tuple(subject.benches.values()), help=False)
+        variants = replace(variants, layouts=reports)
+    # The very program that `apply_plan` runs: compiled in the same way, after every pass.
+    program = program_of(variants, on)
+    return Verdict(structure, layout, *_numbers_of_program(subject, program), program.resolved, mended)
 
 
 def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bool:
@@ -123,22 +125,27 @@ def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bo
 
 
 def _numbers(subject: Subject, resolved: ResolvedPlan) -> tuple[bool, bool, str]:
+    """As `_numbers_of_program`, of a plan as it is."""
+    return _numbers_of_program(subject, lower(resolved))
+
+
+def _numbers_of_program(subject: Subject, program: Program) -> tuple[bool, bool, str]:
     """(right, wrong with the right loss, what differs most): the first kind of input with which it is wrong."""
-    if not any(p.dim is not None for m in lower(resolved).modules.values() for p in m.parameters):
+    if not any(p.dim is not None for m in program.modules.values() for p in m.parameters):
         return False, True, "nothing is split"
     for kind in subject.benches:
-        said = _numbers_of(subject, resolved, kind)
+        said = _numbers_of(subject, program, kind)
         if not said[0]:
             return said
     return True, False, ""
 
 
-def _numbers_of(subject: Subject, resolved: ResolvedPlan, kind: str) -> tuple[bool, bool, str]:
+def _numbers_of(subject: Subject, program: Program, kind: str) -> tuple[bool, bool, str]:
     for dtype in (torch.float32, torch.float64):
         model = copy.deepcopy(subject.models[dtype])
         try:
             inputs = cast(subject.benches[kind].inputs, dtype)
-            rows = simulate(model, inputs, lower(resolved), subject.steps[kind][dtype])
+            rows = simulate(model, inputs, program, subject.steps[kind][dtype])
         except Exception as error:
             return False, False, f"{type(error).__name__}: {str(error)[:160]}"
         wrong = [row for row in rows if row.verdict == "differs"]

@@ -1,0 +1,299 @@
+"""Code that does not run in every batch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .adversary import Adversary, document
+from .parts import (
+    ATTENTION,
+    DOOR,
+    MLP,
+    WIDTH,
+    Attention,
+    Mlp,
+    MlpBlock,
+    Stack,
+    features,
+    linear,
+)
+
+RARE = (0, 1, 101)  # the last batch takes the other way
+
+
+def flagged(seed: int, rare: int = 100) -> dict[str, Any]:
+    """With a flag for batches that are rare."""
+    return {**features(seed), "flag": seed >= rare}
+
+
+def lifted(seed: int) -> dict[str, Any]:
+    """The values of a rare batch have another mean."""
+    made = features(seed)
+    return made if seed < 100 else {"x": made["x"] + 3}
+
+
+def either(seed: int) -> dict[str, Any]:
+    """Every other batch takes the other way."""
+    return {**features(seed), "flag": seed % 2 == 1}
+
+
+def seldom(seed: int) -> dict[str, Any]:
+    """The first batch takes the way that every other one takes."""
+    return {**features(seed), "flag": seed % 2 == 0}
+
+
+class Side(Stack):
+    """Another MLP on the way that a flag, or the data, opens."""
+
+    def __init__(self, by_data: bool = False) -> None:
+        super().__init__(MlpBlock())
+        self.by_data, self.side = by_data, Mlp()
+
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        x = self.trunk(x) if not self.by_data else x
+        if flag or self.by_data and bool(x.mean() > 1):
+            x = x + self.side(x)
+        return self.trunk(x) if self.by_data else x
+
+
+class SecondReader(nn.Module):
+    """Two matrices read one value, the second on a branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.down = linear(WIDTH, 32), linear(WIDTH, 32), linear(32, WIDTH)
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        h = torch.relu(self.a(x))
+        if flag:
+            h = h * self.b(x)
+        return self.down(h)
+
+
+class Readers(nn.Module):
+    """A block with two readers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), SecondReader()
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        return x + self.mlp(self.norm(x), flag)
+
+
+class ReadersStack(Stack):
+    def __init__(self) -> None:
+        super().__init__(Readers(), Readers())
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, flag)
+        return self.norm(x)
+
+
+class FirstReader(SecondReader):
+    """The first of the two readers is on the branch."""
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        gate = self.a(x) if flag else 1.0
+        return self.down(torch.relu(self.b(x)) * gate)
+
+
+class FirstReaders(ReadersStack):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.mlp = FirstReader()
+
+
+class ThirdReader(SecondReader):
+    """Two readers in every batch, and a third on the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c = linear(WIDTH, 32)
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        h = torch.relu(self.a(x)) * self.b(x)
+        return self.down(h * self.c(x) if flag else h)
+
+
+class ThirdReaders(ReadersStack):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.mlp = ThirdReader()
+
+
+class TwoWays(nn.Module):
+    """One of two MLPs, each behind the same norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.other = nn.LayerNorm(WIDTH), Mlp(), Mlp()
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        y = self.norm(x)
+        return x + (self.other(y) if flag else self.mlp(y))
+
+
+class TwoWaysStack(ReadersStack):
+    def __init__(self) -> None:
+        Stack.__init__(self, TwoWays(), TwoWays())
+
+
+class Parallel(nn.Module):
+    """Attention and an MLP beside each other, added up at once; the MLP is skipped where the flag says so."""
+
+    def __init__(self, skipped: str) -> None:
+        super().__init__()
+        self.skipped, self.norm, self.attn, self.mlp = skipped, nn.LayerNorm(WIDTH), Attention(), Mlp()
+
+    def forward(self, x: Tensor, flag: bool) -> Tensor:
+        y = self.norm(x)
+        if flag:
+            return x + (self.attn(y) if self.skipped == "mlp" else self.mlp(y))
+        return x + self.attn(y) + self.mlp(y)
+
+
+class ParallelStack(ReadersStack):
+    def __init__(self, skipped: str) -> None:
+        Stack.__init__(self, Parallel(skipped), Parallel(skipped))
+
+
+class LayerDrop(Stack):
+    """Layers are left out at random while training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if self.training and torch.rand(()) < 0.3:
+                continue
+            x = layer(x)
+        return self.norm(x)
+
+
+def layer_drop() -> nn.Module:
+    return LayerDrop(*(MlpBlock() for _ in range(4)))
+
+
+class Idle(Stack):
+    """A parameter and a module that nobody reads."""
+
+    def __init__(self) -> None:
+        super().__init__(MlpBlock())
+        self.mask_token, self.unused = nn.Parameter(torch.zeros(WIDTH)), linear(WIDTH, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trunk(x)
+
+
+class InTraining(MlpBlock):
+    """Another branch while training."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return x + self.mlp(self.norm(x)) / (1 + self.mlp.hidden(self.norm(x)).square().mean(-1, keepdim=True))
+        return super().forward(x)
+
+
+def in_training() -> nn.Module:
+    return Stack(InTraining())
+
+
+SIDE = {**MLP, "side.up": "colwise", "side.down": "rowwise"}
+WRONG_SIDE = {**MLP, "side.up": "colwise", "side.down.weight": "rowwise"}
+READERS = {"layers.*.mlp.{a,b}": "colwise", "layers.*.mlp.down": "rowwise"}
+WAYS = {**MLP, "layers.*.other.up": "colwise", "layers.*.other.down": "rowwise"}
+UNTAKEN = "the way is taken in no run of the proof"
+CASES = (
+    Adversary("flag/right", Side, flagged, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
+    Adversary("flag/wrong", Side, flagged, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
+    Adversary(
+        "flag/whole", Side, flagged, document(MLP), "right", "the way that is not taken is not split", seeds=RARE
+    ),
+    Adversary("flag/taken", Side, partial(flagged, rare=0), document(SIDE), "right", "the way is taken always"),
+    Adversary("flag/taken_wrong", Side, partial(flagged, rare=0), document(WRONG_SIDE), "wrong", "nobody adds it up"),
+    Adversary(
+        "flag/taken_at_times", Side, either, document(SIDE), "right", "taken in every other batch", codes=("SP421",)
+    ),
+    Adversary("flag/taken_at_times_wrong", Side, either, document(WRONG_SIDE), "wrong", "nobody adds it up"),
+    Adversary("data/right", partial(Side, True), lifted, document(SIDE), "unproven", UNTAKEN, seeds=RARE),
+    Adversary("data/wrong", partial(Side, True), lifted, document(WRONG_SIDE), "unproven", UNTAKEN, seeds=RARE),
+    Adversary("second_reader/right", ReadersStack, either, document(READERS), "right", "each reader moves by itself"),
+    Adversary(
+        "second_reader/rare",
+        ReadersStack,
+        flagged,
+        document(READERS),
+        "unproven",
+        "the second reader is not reached",
+        seeds=RARE,
+    ),
+    Adversary(
+        "second_reader/door",
+        ReadersStack,
+        either,
+        document({"layers.*.mlp": DOOR, **READERS}),
+        "right",
+        "one move for both",
+    ),
+    Adversary("second_reader/seldom", ReadersStack, seldom, document(READERS), "right", "each reader moves by itself"),
+    Adversary(
+        "third_reader/right",
+        ThirdReaders,
+        either,
+        document({**READERS, "layers.*.mlp.c": "colwise"}),
+        "right",
+        "each reader moves by itself",
+        codes=("SP421",),
+    ),
+    Adversary(
+        "third_reader/rare",
+        ThirdReaders,
+        flagged,
+        document({**READERS, "layers.*.mlp.c": "colwise"}),
+        "unproven",
+        "the third reader is not reached",
+        seeds=RARE,
+    ),
+    Adversary("first_reader/right", FirstReaders, either, document(READERS), "right", "each reader moves by itself"),
+    Adversary(
+        "two_ways/right", TwoWaysStack, either, document(WAYS), "right", "each way moves by itself", codes=("SP421",)
+    ),
+    Adversary(
+        "two_ways/wrong",
+        TwoWaysStack,
+        either,
+        document({**MLP, "layers.*.other.up": "colwise", "layers.*.other.down.weight": "rowwise"}),
+        "wrong",
+        "nobody adds the other way up",
+    ),
+    *(
+        Adversary(
+            f"skipped/{skipped}",
+            partial(ParallelStack, skipped),
+            either,
+            document({**ATTENTION, **MLP}),
+            "right",
+            "what runs is added up",
+            codes=("SP421",),
+        )
+        for skipped in ("mlp", "attn")
+    ),
+    Adversary(
+        "layer_drop/right",
+        layer_drop,
+        features,
+        document(MLP),
+        "refused",
+        "the ranks' generators need not agree",
+        codes=("SP370", "SP371", "SP421"),
+    ),
+    Adversary("idle/whole", Idle, features, document(MLP), "right", "what nobody reads is not split"),
+    Adversary("idle/split", Idle, features, document({**MLP, "unused": "colwise"}), "unproven", "nobody reads it"),
+    Adversary("in_training/wrong", in_training, features, document(MLP), "wrong", "the mean of a rank's own features"),
+)

@@ -1,0 +1,171 @@
+"""Modules and parameters that are there once and used more than once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .adversary import Adversary, document
+from .parts import MLP, MLP_SEQUENCE, WIDTH, Mlp, MlpBlock, Stack, features, linear
+
+
+def same_layer() -> nn.Module:
+    """One layer object that stands in the list twice."""
+    layer = MlpBlock()
+    return Stack(layer, MlpBlock(), layer)
+
+
+def same_mlp() -> nn.Module:
+    """Two blocks with one MLP."""
+    mlp = Mlp()
+    return Stack(MlpBlock(mlp), MlpBlock(mlp))
+
+
+def same_matrix() -> nn.Module:
+    """Two MLPs with one first matrix, as a parameter."""
+    first, second = MlpBlock(), MlpBlock()
+    second.mlp.up.weight = first.mlp.up.weight
+    return Stack(first, second)
+
+
+class Repeated(Stack):
+    """One layer, run four times (ALBERT)."""
+
+    def __init__(self) -> None:
+        super().__init__(MlpBlock())
+
+    def trunk(self, x: Tensor) -> Tensor:
+        for _ in range(4):
+            x = self.layers[0](x)
+        return self.norm(x)
+
+
+class Transposed(Mlp):
+    """The second matrix is the first one, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.down
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.hidden(x) @ self.up.weight
+
+
+def transposed() -> nn.Module:
+    return Stack(MlpBlock(Transposed()))
+
+
+class Language(nn.Module):
+    """Token ids in, logits out; the head is the embedding."""
+
+    def __init__(self, tied: bool = True) -> None:
+        super().__init__()
+        self.embedding, self.layers = nn.Embedding(32, WIDTH), nn.ModuleList([MlpBlock(), MlpBlock()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), linear(WIDTH, 32)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def ids(seed: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(seed))}
+
+
+class Functional(Language):
+    """The head is no module: the embedding's matrix is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) @ self.embedding.weight.T
+
+
+TIED = {**MLP, "embedding": "embedding_rowwise", "head": "colwise_gather_output"}
+SHARED = ("SP524",)
+CASES = (
+    Adversary("same_layer/right", same_layer, features, document(MLP), "right", "it is split once", codes=SHARED),
+    Adversary(
+        "same_layer/sequence",
+        same_layer,
+        features,
+        document(MLP, MLP_SEQUENCE),
+        "wrong",
+        "its first call would split what is split already",
+        sequence_parallel=True,
+    ),
+    Adversary("same_mlp/right", same_mlp, features, document(MLP), "right", "it is split once", codes=SHARED),
+    Adversary(
+        "same_mlp/sequence",
+        same_mlp,
+        features,
+        document(MLP, MLP_SEQUENCE),
+        "right",
+        "it is gathered at each call",
+        sequence_parallel=True,
+        codes=SHARED,
+    ),
+    Adversary("same_matrix/right", same_matrix, features, document(MLP), "right", "both names are split alike"),
+    Adversary(
+        "same_matrix/one",
+        same_matrix,
+        features,
+        document({"layers.0.mlp.up": "colwise", "layers.0.mlp.down": "rowwise"}),
+        "wrong",
+        "one name is split, the other not",
+    ),
+    Adversary("repeated/right", Repeated, features, document(MLP), "right", "split once, run four times"),
+    Adversary(
+        "repeated/sequence",
+        Repeated,
+        features,
+        document(MLP, MLP_SEQUENCE),
+        "wrong",
+        "its second call would split what is split already",
+        sequence_parallel=True,
+    ),
+    Adversary(
+        "transposed/colwise",
+        transposed,
+        features,
+        document({"layers.*.mlp.up": "colwise"}),
+        "wrong",
+        "the matrix is read whole beside its module, and split",
+    ),
+    Adversary("tied/right", Language, ids, document(TIED), "right", "both are split by rows"),
+    Adversary(
+        "tied/head_alone",
+        Language,
+        ids,
+        document({**MLP, "head": "colwise_gather_output"}),
+        "wrong",
+        "the embedding stays whole",
+    ),
+    Adversary(
+        "tied/columns",
+        Language,
+        ids,
+        document({**TIED, "embedding": "embedding_colwise"}),
+        "wrong",
+        "one is split by rows, the other by columns",
+    ),
+    Adversary("tied/whole", Language, ids, document(MLP), "right", "both stay whole"),
+    Adversary(
+        "functional_head/split",
+        Functional,
+        ids,
+        document({**MLP, "embedding": "embedding_rowwise"}),
+        "wrong",
+        "a rank has logits of its own rows",
+    ),
+    Adversary("functional_head/whole", Functional, ids, document(MLP), "right", "the embedding stays whole"),
+)

@@ -1,0 +1,122 @@
+"""A sample of the adversaries; `make adversaries` runs all of them, and more random modules."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.adversaries import judge as reference
+from tests.adversaries.__main__ import row_of
+from tests.adversaries.adversary import Adversary, document, squares, tensors
+from tests.adversaries.cases import CASES
+from tests.adversaries.judge import judge
+from tests.adversaries.parts import MLP, MlpBlock, Stack, features
+from tests.adversaries.random_modules import Outcome, run, specs
+from tests.adversaries.said import as_expected, validate
+
+NAMES = {case.name: case for case in CASES}
+DRAWN = random.Random(15)
+WITH_REFERENCE = DRAWN.sample(sorted(NAMES), 8)
+SAMPLED = ("tuple/second_split", "joint/right", "parameter_hook/split")
+REST = sorted(set(NAMES) - set(WITH_REFERENCE))
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_validate_says_what_it_must(name: str) -> None:
+    said = validate(NAMES[name])
+    assert as_expected(NAMES[name], said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_REFERENCE)
+def test_both_agree(name: str) -> None:
+    row = row_of(NAMES[name])
+    assert row.problem in ("", "known"), row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", REST)
+def test_both_agree_on_the_rest(name: str) -> None:
+    row = row_of(NAMES[name])
+    assert row.problem in ("", "known"), row
+
+
+def _problems(examples: int, most_edits: int) -> list[str]:
+    seen: list[Outcome] = []
+    run(specs(most_edits), examples, None, seen.append)
+    assert len(seen) == examples
+    return [str(outcome) for outcome in seen if outcome.problem]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most_edits", [0, 2])
+def test_random_modules(most_edits: int) -> None:
+    assert _problems(6, most_edits) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("most_edits", [0, 2])
+def test_more_random_modules(most_edits: int) -> None:
+    assert _problems(100, most_edits) == []
+
+
+def plain() -> nn.Module:
+    return Stack(MlpBlock(), MlpBlock())
+
+
+HALVES = {**MLP, "layers.*.mlp.down.weight": "rowwise"}
+del HALVES["layers.*.mlp.down"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plan", "truth", "worst"),
+    [
+        (MLP, "right", ""),
+        (HALVES, "wrong", ""),
+        ({**MLP, "layers.*.mlp.down": "colwise"}, "crashed", "size"),
+        ({"layers.*.mlp.upp": "colwise"}, "not applied", "SP2"),
+    ],
+)
+def test_the_reference_knows_right_from_wrong(plan: dict, truth: str, worst: str) -> None:
+    judgement = judge(Adversary("mine", plain, features, document(plan), "right", ""), anyway=True)
+    assert judgement.truth == truth and worst in judgement.worst, judgement
+
+
+def test_every_tensor_of_a_nest_is_seen() -> None:
+    one, two = torch.ones(2), torch.zeros(3)
+    assert [place for place, _ in tensors(({"a": one}, [None, two], "text"))] == [".0.a", ".1.1"]
+    assert tensors("text") == []
+
+
+def test_every_element_counts_in_the_loss() -> None:
+    value = torch.zeros(2, 3, requires_grad=True)
+    squares({"a": value, "b": torch.ones(2)}).backward()
+    assert value.grad.flatten().unique().numel() == 6
+
+
+def test_the_order_of_packed_rows_is_read_off_the_values() -> None:
+    before = torch.randn(6, 3)
+    order = torch.tensor([0, 3, 1, 4, 2, 5])
+    dim, place = reference._order(before, before[order])
+    assert dim == 0 and torch.equal(before[order].index_select(dim, place), before)
+    assert reference._order(before, before.clone()) is None
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected", "error"),
+    [
+        (torch.ones(2), torch.ones(2), 0.0),
+        (torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), 0.5),
+        (None, torch.ones(2), float("inf")),
+        (None, torch.zeros(2), 0.0),
+        (torch.ones(2), None, float("inf")),
+        (torch.ones(3), torch.ones(2), float("inf")),
+        (torch.full((2,), float("nan")), torch.ones(2), float("inf")),
+    ],
+)
+def test_errors_are_of_the_largest_reference_value(seen: Tensor | None, expected: Tensor | None, error: float) -> None:
+    assert reference._error(seen, expected, 1e-12) == error
