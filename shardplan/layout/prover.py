@@ -206,6 +206,8 @@ class Prover:
         tails = [n for n, kind in kinds.items() if kind == "tail"]
         if tails:
             return self._untangle(event, sources, tails[0], spread, output)
+        if spread.empty and not self.run.values[output].numel():
+            return Type("whole", spread)
         acting = self._acting(event, spread)
         if acting and (not spread.empty or spread.kind != "whole"):
             return self._hidden(event, acting, output)
@@ -227,9 +229,9 @@ class Prover:
     def _acting(self, event: Event, spread: Spread) -> list[int] | None:
         """The partial sums and slices that have a part in a result that seems whole, and the partial sums that have one in
         a result that seems split: nothing but a tolerance, or a gate that is shut, hides them. None where it is not known."""
-        if event.kind != "op" or spread.kind == "sum":
-            return []
-        hiding = ("P", "V") if spread.kind == "whole" else ("P",)
+        if event.kind != "op":
+            return None
+        hiding = {"whole": ("P", "V"), "split": ("P",), "sum": ()}[spread.kind]
         found = {
             position: number
             for position, number in enumerate(event.inputs)
@@ -410,10 +412,8 @@ class Prover:
         self.maker[event.outputs[position]] = boundary.name
 
     def _hand_over(self, event: Event) -> None:
-        """The model's results: callers get a loss and logits that every rank has whole, with complete gradients."""
-        named = dict(zip(event.names, event.outputs, strict=True))
-        results = {n: named[n] for n in ("logits", "loss") if n in named} or dict(list(named.items())[:1])
-        for name, number in results.items():
+        """The model's results: callers get each on every rank whole, with a complete gradient."""
+        for name, number in zip(event.names, event.outputs, strict=True):
             found = self.type_of(number)
             if self.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
                 ndim = self.run.values[number].ndim

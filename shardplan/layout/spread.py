@@ -152,10 +152,11 @@ def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tu
     """Which slices of the reference along `dim` the value consists of, in order."""
     if not reference.is_floating_point():
         value, reference = value.double(), reference.double()
-    rows = torch.nan_to_num(value.movedim(dim, 0).reshape(value.shape[dim], -1))
-    columns = torch.nan_to_num(reference.movedim(dim, 0).reshape(reference.shape[dim], -1))
-    if not rows.numel() or not columns.numel():
+    rows, columns = (torch.nan_to_num(x.movedim(dim, 0).unsqueeze(-1).flatten(1)) for x in (value, reference))
+    if not columns.numel():
         return None
+    if not rows.numel():
+        return ()
     pairs = rows.shape[0] * columns.shape[0]
     samples = min(64, max(4, PAIRED // pairs))  # enough elements to tell one slice from another
     step = max(1, rows.shape[1] // samples)

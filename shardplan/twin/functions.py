@@ -48,11 +48,13 @@ class Body:
 @contextmanager
 def functions_of(recorder: Calls) -> Iterator[None]:
     """While it lasts, calls of autograd.Function, torch.vmap and scripted functions are handed to the recorder."""
-    function, scripted, mapping = torch.autograd.Function, torch.jit.ScriptFunction, private("vmap_home")
-    apply, call, vmap = function.__dict__["apply"], scripted.__call__, mapping.vmap_impl
+    # Below Function.apply itself: code often keeps the bound method (`swiglu = SwiGLU.apply`).
+    function, scripted, mapping = private("FunctionBase"), torch.jit.ScriptFunction, private("vmap_home")
+    call, vmap = scripted.__call__, mapping.vmap_impl
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
-        return recorder.applied_function(cls.__name__, lambda *a, **k: apply.__func__(cls, *a, **k), args, kwargs)
+        apply = super(function, cls).apply
+        return recorder.applied_function(cls.__name__, apply, args, kwargs)
 
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         return recorder.scripted_function(self.name, lambda *a, **k: call(self, *a, **k), args, kwargs)
@@ -67,4 +69,5 @@ def functions_of(recorder: Calls) -> Iterator[None]:
     try:
         yield
     finally:
-        function.apply, scripted.__call__, mapping.vmap_impl = apply, call, vmap
+        del function.apply
+        scripted.__call__, mapping.vmap_impl = call, vmap
