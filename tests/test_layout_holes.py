@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from shardplan.layout import LayoutReport, Workbench
 from shardplan.layout.spread import Spread, spread_of
 from shardplan.models.tree import tree_of
-from tests.test_layout import SPLIT, checked, extended, own
+from shardplan.torchlib.outputs import on_first
+from shardplan.twin.nests import tensors_in
+from tests.test_layout import checked
 
 Inner = Callable[[nn.Module, Tensor], Tensor]
 
@@ -135,6 +137,43 @@ def test_every_result_is_looked_at(join: Callable) -> None:
     assert codes(wrong) == ["SP405"] and "a partial sum" in wrong.diagnostics[0].message
     split = of(lambda m, x, h: join(m.head(x), m.box(x)), {"box": "colwise"})
     assert codes(split) == ["SP405"]
+
+
+REDUCED = {"block.up": "colwise", "block.down.weight": "rowwise"}
+REDUCED |= {"block": {"style": "input_with_grad_allreduce", "output": "all_reduce"}}
+
+
+def boxed(join: Callable[[Tensor, Tensor], Any], rules: dict[str, Any], found: list[str]) -> None:
+    """A block whose rule reduces its result, of which `join` makes two: the sum and a whole one."""
+
+    class Boxed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(lambda m, x, h: join(m.down(h), m.head(x)))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.block(x)
+
+    model = Boxed()
+    bench = Workbench(model, {"x": torch.randn(2, 4, 8)}, tree_of(model))
+    assert codes(checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules})) == found
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict, Outcome])
+def test_a_rule_moves_the_first_tensor_of_a_result(kind: type) -> None:
+    def joined(one: Tensor, other: Tensor) -> Any:
+        return {"aux": one, "sample": other} if kind is dict else kind((one, other)) if kind in (tuple, list) else kind(one, other)
+
+    boxed(joined, REDUCED, [])
+    boxed(lambda partial, whole: joined(whole, partial), REDUCED, ["SP402", "SP405"])
+
+    moved = on_first(joined(torch.zeros(2), torch.zeros(2)), lambda x: x + 1)
+    assert type(moved) is kind
+    assert [bool(x.all()) for x in tensors_in(moved)] == [True, False]
+    behind = on_first(joined(None, torch.zeros(2)), lambda x: x + 1)
+    assert [bool(x.all()) for x in tensors_in(behind)] == [True]
+    with pytest.raises(ValueError, match="without a tensor"):
+        on_first(joined(None, None), lambda x: x + 1)
 
 
 # Bodies of functions.

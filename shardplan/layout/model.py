@@ -17,7 +17,7 @@ from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin, make_twin
 
-from .check import LayoutReport, check_layout
+from .check import LayoutReport, Search, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
 from .reads import SharedRead
@@ -35,6 +35,7 @@ class ModelLayouts:
 
     def __init__(self, found: FoundModel, tp: int):
         self.found, self.tp = found, tp
+        self._search: tuple[PlanFile, Search] | None = None  # the plan that was checked last, and what may be tried for it
 
     @cached_property
     def twin(self) -> Twin:
@@ -79,7 +80,9 @@ class ModelLayouts:
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
             return LayoutReport((_not_small(self.found.name, structure),))
-        report = self.check_copy(resolved, help=help)
+        if self._search is None or self._search[0] is not plan:
+            self._search = (plan, Search())
+        report = self.check_copy(resolved, help=help, search=self._search[1])
         return replace(
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
@@ -94,16 +97,19 @@ class ModelLayouts:
         )
 
     @outside_modes()
-    def check_copy(self, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
+    def check_copy(
+        self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None
+    ) -> LayoutReport:
         """As `check`, for a plan that is bound to the small copy's tree, and in its names.
 
         Args:
-            help: look for the changes that mend what is wrong.
+            help: look for the changes that fix what is wrong.
+            search: how much that may do; None: as much as for a plan of its own.
 
         Raises:
             PlanError: there is no small copy, or it does not run.
         """
-        return check_layout(resolved, self.benches, help=help)
+        return check_layout(resolved, self.benches, help=help, search=search)
 
     def _about_the_model(self, diagnostic: Diagnostic, small: ModuleTree) -> Diagnostic:
         """The finding with the model's modules in place of its small copy's."""
