@@ -11,12 +11,17 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from shardplan.layout import LayoutReport, Workbench
+from shardplan.bind import bind
+from shardplan.core.mesh import MeshSizes
+from shardplan.layout import LayoutReport, ModelLayouts, Workbench, check_layout
+from shardplan.layout.check import Search
 from shardplan.layout.spread import Spread, spread_of
+from shardplan.models import find_model
 from shardplan.models.tree import tree_of
+from shardplan.parse import parse_plan
 from shardplan.torchlib.outputs import on_first
 from shardplan.twin.nests import tensors_in
-from tests.test_layout import checked
+from tests.test_layout import bench_of, checked
 
 Inner = Callable[[nn.Module, Tensor], Tensor]
 
@@ -135,6 +140,8 @@ def test_every_result_is_looked_at(join: Callable) -> None:
     assert right.ok, right.diagnostics
     wrong = of(lambda m, x, h: join(m.head(x), m.down(h)), PARTIAL)
     assert codes(wrong) == ["SP405"] and "a partial sum" in wrong.diagnostics[0].message
+    name = wrong.diagnostics[0].modules[0]
+    assert name in ("1", "sample", "boxes.0", "sample.0"), name
     split = of(lambda m, x, h: join(m.head(x), m.box(x)), {"box": "colwise"})
     assert codes(split) == ["SP405"]
 
@@ -332,3 +339,41 @@ def test_slices_of_nothing() -> None:
     assert spread_of([torch.zeros(2, 0), torch.zeros(2, 0)], empty) == Spread("split", 0)
     assert spread_of([torch.zeros(0, 2), torch.zeros(4, 2)], torch.zeros(4, 2)) is not None
     assert spread_of([torch.zeros(0, 2), torch.ones(4, 2)], torch.zeros(4, 2)) is None
+
+
+# The search for changes is bounded.
+
+
+def wrong_norm(search: Search | None) -> LayoutReport:
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": {"model.layers.*.self_attn.q_norm": "none"}})
+    bench = bench_of("qwen3")
+    resolved, _ = bind(plan.plan, bench.tree, MeshSizes(tp=2), sequence_parallel=False)
+    return check_layout(resolved, bench, search=search)
+
+
+@pytest.mark.parametrize("left", [Search(tries=0), Search(seconds=0.0)], ids=["tries", "seconds"])
+def test_a_finding_is_reported_without_a_change_once_the_search_is_over(left: Search) -> None:
+    report = wrong_norm(left)
+    assert codes(report) == ["SP401"] and report.diagnostics[0].help is None
+    assert left.over
+
+
+def test_the_search_counts_what_it_tries() -> None:
+    search = Search()
+    before = search.tries
+    report = wrong_norm(search)
+    assert report.diagnostics[0].help and 0 < before - search.tries < 10
+    assert 0 < search.seconds < 10
+
+
+def test_both_variants_of_a_plan_share_one_search() -> None:
+    layouts = ModelLayouts(find_model("qwen3"), 2)
+    rules = {"model.layers.*.self_attn.q_norm": "none"}
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules}).plan
+    left = []
+    for sequence_parallel in (False, True):
+        layouts.check(plan, sequence_parallel=sequence_parallel)
+        left.append(layouts._search[1].tries)
+    assert left[1] < left[0]
+    layouts.check(parse_plan("qwen3").plan, sequence_parallel=False)
+    assert layouts._search[1] == Search()

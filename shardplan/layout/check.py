@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan.check import check as check_structure
@@ -42,10 +42,10 @@ class Search:
     def over(self) -> bool:
         return self.tries <= 0 or self.seconds <= 0
 
-    def attempt(self, plan: ResolvedPlan, bench: Workbench) -> Proof:
-        """Prove a plan that was changed."""
+    def attempt(self, plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool]) -> Proof:
+        """Prove a plan that was changed, up to a finding that says that the change is of no use."""
         start = time.process_time()
-        proof = prove(plan, bench)
+        proof = prove(plan, bench, stop)
         self.tries -= 1
         self.seconds -= time.process_time() - start
         return proof
@@ -231,6 +231,13 @@ def _mend(
     key, group = next(iter(groups.items()))
     best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
     last, tried = TRIALS, 0
+    crashed = any(known[0] == "crash" for known in groups)
+
+    def useless(finding: Finding) -> bool:
+        """It is still there, or it is a new one, which only what a crash had hidden may be."""
+        found = _key(finding)
+        return found == key or (not crashed and found not in groups)
+
     for repair in repairs(plan, group[0]):
         if tried >= last or search.over:
             break
@@ -238,7 +245,10 @@ def _mend(
         if any(d.is_error for d in check_structure(changed, seq_len=None)):
             continue
         tried += 1
-        left = grouped(search.attempt(changed, bench).findings)
+        proof = search.attempt(changed, bench, useless)
+        if proof.stopped:
+            continue
+        left = grouped(proof.findings)
         if key not in left and (best is None or len(left) < best[0]) and _better(groups, left):
             best = (len(left), repair, left)
             last = min(last, tried + AFTER)

@@ -16,7 +16,7 @@ has too. Nothing depends on which operation it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -55,6 +55,7 @@ class Proof:
         operations: how many operations were typed.
         doubts: operation -> the operands that would have to have no part in it for its result to be what it seems, of which
             that is not known.
+        stopped: at the last of the findings; what comes behind it was not looked at.
     """
 
     findings: tuple[Finding, ...]
@@ -63,6 +64,11 @@ class Proof:
     sums: tuple[SharedSum, ...]
     operations: int
     doubts: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
+    stopped: bool = False
+
+
+class _Stopped(Exception):
+    """A finding is the last that matters."""
 
 
 class Prover:
@@ -76,6 +82,7 @@ class Prover:
         gathers: what modules with an open gradient hand on; R where not said.
         units: modules whose parameters are gathered only while they run themselves.
         parts: operation -> operand -> whether it has a part in the result, where that was found out.
+        stop: whether nothing behind a finding matters.
     """
 
     def __init__(
@@ -87,9 +94,10 @@ class Prover:
         gathers: Mapping[str, Layout],
         units: Sequence[str] = (),
         parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
+        stop: Callable[[Finding], bool] = lambda finding: False,
     ):
         self.model, self.plan, self.spreads, self.origins, self.gathers = model, plan, spreads, origins, gathers
-        self.units, self.parts = units, parts
+        self.units, self.parts, self.stop = units, parts, stop
         self.doubts: dict[Place, tuple[int, ...]] = {}
         self.runs, self.run = spreads.runs, origins.run
         self.types: dict[int, Type] = {}
@@ -104,6 +112,16 @@ class Prover:
         self.reduced: list[tuple[int, str]] = []  # (value, module): what a module hands on of a partial sum
 
     def prove(self) -> Proof:
+        try:
+            self._type()
+        except _Stopped:
+            return Proof(tuple(self.findings), self.arrivals, (), (), self.operations, stopped=True)
+        taken = (name for name, boundary in self.plan.items() if boundary.moves)
+        reads = shared_reads(self.run, self.entering, taken)
+        sums = shared_sums(self.run, self.reduced)
+        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations, self.doubts)
+
+    def _type(self) -> None:
         self._parameters()
         for event in self.run.events:
             if event.kind == "enter":
@@ -114,10 +132,6 @@ class Prover:
         for run in self.runs[1:]:
             if run.crash is not None and self.run.crash is None:
                 self._crash(run.crash, other_rank=True)
-        taken = (name for name, boundary in self.plan.items() if boundary.moves)
-        reads = shared_reads(self.run, self.entering, taken)
-        sums = shared_sums(self.run, self.reduced)
-        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations, self.doubts)
 
     def _parameters(self) -> None:
         held = {full_name(b.name, p.name): p for b in self.plan.values() for p in b.parameters}
@@ -454,6 +468,8 @@ class Prover:
                 at=self.operations,
             )
         )
+        if self.stop(self.findings[-1]):
+            raise _Stopped
 
     def _operand(self, number: int) -> Operand:
         value = self.run.values[number]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardplan.twin.trace import Place
 
 from .boundaries import boundaries
 from .elsewhere import read_elsewhere
+from .finding import Finding
 from .origins import Origins
 from .prover import Proof, Prover
 from .ranks import run_rank
@@ -44,10 +45,15 @@ class Workbench:
         self.elsewhere = read_elsewhere(self.reference)
 
 
-def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
+def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
 
     A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings holds.
+
+    Args:
+        plan: the plan.
+        bench: the small model.
+        stop: whether nothing behind a finding matters to the caller.
     """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
@@ -61,8 +67,8 @@ def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
         best: Proof | None = None
         for layout in (R, I) if open_ones else (R,):
             gathers = dict.fromkeys(open_ones, layout)
-            proof = Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts).prove()
-            if best is None or len(proof.findings) < len(best.findings):
+            proof = Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
+            if best is None or (proof.stopped, len(proof.findings)) < (best.stopped, len(best.findings)):
                 best = proof
             if not best.findings:
                 break
