@@ -19,6 +19,7 @@ from shardplan.layout.spread import Spread, spread_of
 from shardplan.models import find_model
 from shardplan.models.tree import tree_of
 from shardplan.parse import parse_plan
+from shardplan.torchlib.modes import NothingEmpty
 from shardplan.torchlib.outputs import on_first
 from shardplan.twin.nests import tensors_in
 from tests.test_layout import bench_of, checked
@@ -318,6 +319,14 @@ def test_nothing_is_run_on_a_rank_without_heads() -> None:
     assert of(attention, {}).ok
     report = of(attention, {"up": "colwise"})
     assert any("empty tensor" in d.message for d in (*report.diagnostics, *report.secondary)), report.diagnostics
+
+
+def test_attention_without_heads_raises_in_a_mode() -> None:
+    heads = torch.zeros(2, 0, 4, 8)
+    with NothingEmpty(), pytest.raises(ValueError, match="empty"):
+        nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    with NothingEmpty():
+        nn.functional.scaled_dot_product_attention(*(torch.zeros(2, 1, 4, 8) for _ in range(3)))
 
 
 def test_code_that_meets_empty_tensors_unsharded_too_may_do_so_on_a_rank() -> None:

@@ -35,7 +35,7 @@ class Search:
         seconds: of processor time that they may take: the outer bound, for models that are slow.
     """
 
-    tries: int = 160
+    tries: int = 120
     seconds: float = 10.0
 
     @property
