@@ -1,7 +1,11 @@
 """Each case of the tree gives exactly its text, and each code has a case."""
 
+import math
+
 import pytest
 
+from shardplan.layout import model
+from shardplan.layout.check import Search
 from shardplan.render.catalog import catalog
 from tests.case_tree import ROOT, Case, cases, run_command
 
@@ -25,8 +29,11 @@ ELSEWHERE: dict[str, str] = {
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_case(case: Case):
+def test_case(case: Case, monkeypatch: pytest.MonkeyPatch):
+    searches: list[Search] = []
+    monkeypatch.setattr(model, "Search", lambda: searches.append(Search(seconds=math.inf)) or searches[-1])
     code, output = run_command(case.words)
+    assert not any(search.over for search in searches), "a search that ends early finds what the machine had time for"
     again = f"look at it, then run `python tests/update_cases.py {case.name}`"
     assert case.out.exists(), f"{case.name} has no expected text: {again}"
     assert output == case.out.read_text("utf-8"), f"the output of {case.name} has changed: {again}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan.check import check as check_structure
@@ -22,7 +23,33 @@ from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
 AFTER = 4  # more that are tried when one mends the finding, but leaves others
-ALL_TRIALS = 120  # for all mistakes of one plan; those that come later are reported without a change
+
+
+@dataclass(slots=True)
+class Search:
+    """How much the search for changes may still do for one plan, in all its variants and kinds of input. What is found once
+    it may do no more is reported without a change.
+
+    Args:
+        tries: how many changes may still be tried. This is the bound that plans meet: the same on every machine.
+        seconds: of processor time that they may take: the outer bound, for models that are slow.
+    """
+
+    tries: int = 120
+    seconds: float = 10.0
+
+    @property
+    def over(self) -> bool:
+        return self.tries <= 0 or self.seconds <= 0
+
+    def attempt(self, plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool]) -> Proof:
+        """Prove a plan that was changed, up to a finding that says that the change is of no use."""
+        start = time.process_time()
+        proof = prove(plan, bench, stop)
+        self.tries -= 1
+        self.seconds -= time.process_time() - start
+        return proof
+
 
 Key = tuple[str, ...]
 
@@ -56,20 +83,26 @@ class LayoutReport:
 
 
 def check_layout(
-    resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench], *, help: bool = True
+    resolved: ResolvedPlan,
+    twin: Twin | Workbench | Sequence[Workbench],
+    *,
+    help: bool = True,
+    search: Search | None = None,
 ) -> LayoutReport:
     """Prove that every activation and every gradient of a plan has the layout that its readers assume.
 
     Args:
         resolved: the plan bound to the small model's tree, with a tp size, free of structural errors.
         twin: the small model, or workbenches with its unsharded runs (they serve many plans).
-        help: look for the changes that mend what is wrong; each costs a run.
+        help: look for the changes that fix what is wrong; each costs a run.
+        search: how much that may do; None: as much as for a plan of its own.
     """
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
     benches = _benches(resolved, twin)
     if resolved.sizes.tp == 1:
         return LayoutReport()
+    search = (search or Search()) if help else Search(tries=0)
     diagnostics: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
@@ -78,7 +111,7 @@ def check_layout(
     sums: list[SharedSum] | None = None
     for bench in benches:
         proof = prove(resolved, bench)
-        first, mended, following = _explain(resolved, bench, proof, help)
+        first, mended, following = _explain(resolved, bench, proof, search)
         for one, change in zip(first, mended, strict=True):
             if one not in diagnostics:
                 diagnostics.append(one)
@@ -115,7 +148,7 @@ def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench
 
 
 def _explain(
-    resolved: ResolvedPlan, bench: Workbench, proof: Proof, help: bool
+    resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search
 ) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
     """What was found as diagnostics: one for each mistake, what mends each, and what follows from them."""
     groups = grouped(proof.findings)
@@ -123,11 +156,10 @@ def _explain(
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
     reported: set[Key] = set()
-    plan, trials = resolved, ALL_TRIALS
+    plan = resolved
     while groups:
         key, group = next(iter(groups.items()))
-        repair, left, tried = _mend(plan, bench, groups, min(trials, TRIALS)) if help else (None, {}, 0)
-        trials -= tried
+        repair, left = _mend(plan, bench, groups, search)
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         revised = _revised(changes, repair)
         if revised is not None:
@@ -193,27 +225,36 @@ def _key(f: Finding) -> Key:
 
 
 def _mend(
-    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], trials: int
-) -> tuple[Repair | None, dict[Key, list[Finding]], int]:
-    """The change after which the first finding is gone and the fewest are left, and those; and how many changes were
-    tried, at most `trials`."""
+    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
+) -> tuple[Repair | None, dict[Key, list[Finding]]]:
+    """The change after which the first finding is gone and the fewest are left, and those."""
     key, group = next(iter(groups.items()))
     best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
-    last, tried = trials, 0
+    last, tried = TRIALS, 0
+    crashed = any(known[0] == "crash" for known in groups)
+
+    def useless(finding: Finding) -> bool:
+        """It is still there, or it is a new one, which only what a crash had hidden may be."""
+        found = _key(finding)
+        return found == key or (not crashed and found not in groups)
+
     for repair in repairs(plan, group[0]):
-        if tried >= last:
+        if tried >= last or search.over:
             break
         changed = repair.apply(plan)
         if any(d.is_error for d in check_structure(changed, seq_len=None)):
             continue
         tried += 1
-        left = grouped(prove(changed, bench).findings)
+        proof = search.attempt(changed, bench, useless)
+        if proof.stopped:
+            continue
+        left = grouped(proof.findings)
         if key not in left and (best is None or len(left) < best[0]) and _better(groups, left):
             best = (len(left), repair, left)
             last = min(last, tried + AFTER)
         if best is not None and not best[0]:
             break
-    return (*best[1:], tried) if best is not None else (None, {}, tried)
+    return best[1:] if best is not None else (None, {})
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:

@@ -41,7 +41,9 @@ SUM = Code(
     title="an operation on a partial sum that does not add up",
     text="""A matrix whose input features are split gives every rank a summand. Only what is linear may be done to it
 before it is reduced: multiplying by a number, adding another partial sum. A nonlinear function of the summands, or a
-whole value added on every rank, does not add up to the right result. Reduce it first (`rowwise`, `all_reduce`).""",
+whole value added on every rank, does not add up to the right result. Reduce it first (`rowwise`, `all_reduce`).
+A small number or a gate that is zero hides nothing: where a result seems whole although a partial sum is among the operands,
+the operation is run again with that operand changed. If the result does not change (`0 * x`, a mask), nothing is wrong.""",
     bad="""tensor_parallel:
   model.layers.*.mlp.gate_proj: colwise
   model.layers.*.mlp.up_proj.weight: rowwise
@@ -70,8 +72,8 @@ what meets in the same way, say `packed`, or `divide`.""",
 OUTPUT = Code(
     code="SP405",
     title="the model's result is not what its callers get without a plan",
-    text="""Callers of the model read a loss, and logits of the whole vocabulary, that are equal on all ranks and whose
-gradient is complete. Here every rank hands on a slice, a partial sum, or a value whose gradient would be a partial sum.
+    text="""Callers of the model read its results - a loss, logits of the whole vocabulary, every other tensor in a tuple, a
+mapping or a dataclass - equal on all ranks and with a complete gradient. (Caches are a rank's own.) Here every rank hands on a slice, a partial sum, or a value whose gradient would be a partial sum.
 Gather at the output head (`colwise_gather_output`), or declare logits that stay split (`colwise_vocab`).""",
     bad=_LLAMA + "tensor_parallel:\n  lm_head: {style: colwise, override: true}\n",
     good=_LLAMA + "tensor_parallel:\n  lm_head: colwise_vocab\n",

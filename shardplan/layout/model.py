@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardplan.bind import bind
@@ -17,12 +17,21 @@ from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin, make_twin
 
-from .check import LayoutReport, check_layout
+from .check import LayoutReport, Search, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
 from .reads import SharedRead
 from .run import Workbench
 from .sums import SharedSum, in_every_block, moved
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What is known of a plan: what may still be tried for it, and the report of each variant."""
+
+    plan: PlanFile
+    search: Search = field(default_factory=Search)
+    reports: dict[bool, LayoutReport] = field(default_factory=dict)
 
 
 class ModelLayouts:
@@ -35,7 +44,7 @@ class ModelLayouts:
 
     def __init__(self, found: FoundModel, tp: int):
         self.found, self.tp = found, tp
-        self._reports: dict[tuple[int, bool], tuple[PlanFile, LayoutReport]] = {}
+        self._plans: dict[int, _Checked] = {}
 
     @cached_property
     def twin(self) -> Twin:
@@ -121,26 +130,30 @@ class ModelLayouts:
         Args:
             resolved: the variant, bound to the reduced model.
         """
-        known = self._reports.get((id(plan), sequence_parallel))
-        if known is None:
-            known = self._reports[id(plan), sequence_parallel] = (plan, self.check_copy(resolved, help=help))
-        return known[1]
+        checked = self._plans.setdefault(id(plan), _Checked(plan))
+        if sequence_parallel not in checked.reports:
+            report = self.check_copy(resolved, help=help, search=checked.search)
+            checked.reports[sequence_parallel] = report
+        return checked.reports[sequence_parallel]
 
     def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
         """The modules or parameters of the model that those of the reduced one stand for."""
         return modules_of(self.found.tree, self.tree, self.twin.layers, tuple(names))
 
     @outside_modes()
-    def check_copy(self, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
+    def check_copy(
+        self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None
+    ) -> LayoutReport:
         """As `check`, for a plan that is bound to the small copy's tree, and in its names.
 
         Args:
-            help: look for the changes that mend what is wrong.
+            help: look for the changes that fix what is wrong.
+            search: how much that may do; None: as much as for a plan of its own.
 
         Raises:
             PlanError: there is no small copy, or it does not run.
         """
-        return check_layout(resolved, self.benches, help=help)
+        return check_layout(resolved, self.benches, help=help, search=search)
 
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
         """The finding with the model's modules in place of its small copy's."""

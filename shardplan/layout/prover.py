@@ -16,8 +16,9 @@ has too. Nothing depends on which operation it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from shardplan.core.layout import I, Layout, P, R
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.torchlib.packing import packed_order
 from shardplan.twin.recorder import argument_names
-from shardplan.twin.trace import Event
+from shardplan.twin.trace import Event, Place
 
 from .boundaries import Boundary, is_mean
 from .elsewhere import below
@@ -52,6 +53,9 @@ class Proof:
         reads: values that several modules move I -> R, each on its own.
         sums: partial sums that are added to each other once each is reduced on its own.
         operations: how many operations were typed.
+        doubts: operation -> the operands that would have to have no part in it for its result to be what it seems, of which
+            that is not known.
+        stopped: at the last of the findings; what comes behind it was not looked at.
     """
 
     findings: tuple[Finding, ...]
@@ -59,6 +63,12 @@ class Proof:
     reads: tuple[SharedRead, ...]
     sums: tuple[SharedSum, ...]
     operations: int
+    doubts: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
+    stopped: bool = False
+
+
+class _Stopped(Exception):
+    """A finding is the last that matters."""
 
 
 class Prover:
@@ -71,6 +81,8 @@ class Prover:
         origins: of the first rank's run.
         gathers: what modules with an open gradient hand on; R where not said.
         units: modules whose parameters are gathered only while they run themselves.
+        parts: operation -> operand -> whether it has a part in the result, where that was found out.
+        stop: whether nothing behind a finding matters.
     """
 
     def __init__(
@@ -81,9 +93,12 @@ class Prover:
         origins: Origins,
         gathers: Mapping[str, Layout],
         units: Sequence[str] = (),
+        parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
+        stop: Callable[[Finding], bool] = lambda finding: False,
     ):
         self.model, self.plan, self.spreads, self.origins, self.gathers = model, plan, spreads, origins, gathers
-        self.units = units
+        self.units, self.parts, self.stop = units, parts, stop
+        self.doubts: dict[Place, tuple[int, ...]] = {}
         self.runs, self.run = spreads.runs, origins.run
         self.types: dict[int, Type] = {}
         self.maker: dict[int, str] = {}
@@ -97,6 +112,16 @@ class Prover:
         self.reduced: list[tuple[int, str]] = []  # (value, module): what a module hands on of a partial sum
 
     def prove(self) -> Proof:
+        try:
+            self._type()
+        except _Stopped:
+            return Proof(tuple(self.findings), self.arrivals, (), (), self.operations, stopped=True)
+        taken = (name for name, boundary in self.plan.items() if boundary.moves)
+        reads = shared_reads(self.run, self.entering, taken)
+        sums = shared_sums(self.run, self.reduced)
+        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations, self.doubts)
+
+    def _type(self) -> None:
         self._parameters()
         for event in self.run.events:
             if event.kind == "enter":
@@ -107,10 +132,6 @@ class Prover:
         for run in self.runs[1:]:
             if run.crash is not None and self.run.crash is None:
                 self._crash(run.crash, other_rank=True)
-        taken = (name for name, boundary in self.plan.items() if boundary.moves)
-        reads = shared_reads(self.run, self.entering, taken)
-        sums = shared_sums(self.run, self.reduced)
-        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations)
 
     def _parameters(self) -> None:
         held = {full_name(b.name, p.name): p for b in self.plan.values() for p in b.parameters}
@@ -199,20 +220,51 @@ class Prover:
         tails = [n for n, kind in kinds.items() if kind == "tail"]
         if tails:
             return self._untangle(event, sources, tails[0], spread, output)
+        if spread.empty and not self.run.values[output].numel():
+            return Type("whole", spread)
+        acting = self._acting(event, spread)
+        if acting and (not spread.empty or spread.kind != "whole"):
+            return self._hidden(event, acting, output)
         if spread.kind != "whole":
             for number, kind in kinds.items():
                 if kind == "I":
                     self._found_partial(event, number)
             return Type(LAYOUTS[spread.kind], spread)
-        if spread.empty and "P" in kinds.values():
+        if spread.empty and (acting or (acting is None and "P" in kinds.values())):
             return Type("P", SUM)
-        if spread.empty and "V" in kinds.values():
+        if spread.empty and acting is None and "V" in kinds.values():
             return FREE
         complete = [n for n, kind in kinds.items() if kind == "I"]
         partial = [n for n, kind in kinds.items() if kind == "R"]
         if complete and partial:
             return self._meeting(event, complete, partial, output)
         return Type("I") if complete else Type("R") if partial else FREE
+
+    def _acting(self, event: Event, spread: Spread) -> list[int] | None:
+        """The partial sums and slices that have a part in a result that seems whole, and the partial sums that have one in
+        a result that seems split: nothing but a tolerance, or a gate that is shut, hides them. None where it is not known."""
+        if event.kind != "op":
+            return None
+        hiding = {"whole": ("P", "V"), "split": ("P",), "sum": ()}[spread.kind]
+        found = {
+            position: number
+            for position, number in enumerate(event.inputs)
+            if (kind := self.type_of(number).kind) in hiding
+            and (self.run.requires_grad[number] or kind == "P")
+            and self.run.values[number].is_floating_point()
+        }
+        known = self.parts.get(event.place, {})
+        unknown = tuple(position for position in found if position not in known)
+        if unknown:
+            self.doubts[event.place] = tuple(found)
+            return None
+        return [number for position, number in found.items() if known[position]]
+
+    def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
+        partial = any(self.type_of(number).kind == "P" for number in acting)
+        self._find("sum" if partial else "slices", event, event.module, event.inputs)
+        self.doubtful.add(output)
+        return Type("P", SUM) if partial else FREE
 
     def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
         """A whole result of operands of both types: if one side is parameters only, these are wrong."""
@@ -374,10 +426,8 @@ class Prover:
         self.maker[event.outputs[position]] = boundary.name
 
     def _hand_over(self, event: Event) -> None:
-        """The model's results: callers get a loss and logits that every rank has whole, with complete gradients."""
-        named = dict(zip(event.names, event.outputs, strict=True))
-        results = {n: named[n] for n in ("logits", "loss") if n in named} or dict(list(named.items())[:1])
-        for name, number in results.items():
+        """The model's results: callers get each on every rank whole, with a complete gradient."""
+        for name, number in zip(event.names, event.outputs, strict=True):
             found = self.type_of(number)
             if self.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
                 ndim = self.run.values[number].ndim
@@ -418,6 +468,8 @@ class Prover:
                 at=self.operations,
             )
         )
+        if self.stop(self.findings[-1]):
+            raise _Stopped
 
     def _operand(self, number: int) -> Operand:
         value = self.run.values[number]

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class RankRecorder(Recorder):
         reference: the unsharded run.
         ranks: the size of the axis.
         rank: this rank.
+        probes: see Recorder.
     """
 
     def __init__(
@@ -45,8 +47,9 @@ class RankRecorder(Recorder):
         reference: Trace,
         ranks: int,
         rank: int,
+        probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
     ):
-        super().__init__(model, atoms)
+        super().__init__(model, atoms, probes)
         self.plan, self.reference, self.ranks, self.rank = plan, reference, ranks, rank
 
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
@@ -86,6 +89,14 @@ class RankRecorder(Recorder):
                     moved[0] = new
         return moved
 
+    def before_operation(self, name: str, operands: list[Tensor]) -> None:
+        """A rank that is left without heads or features is refused before a kernel is called on nothing: some divide by
+        its number, which ends the process. Code that meets empty tensors unsharded too (experts without tokens) does not
+        count."""
+        empty = next((t for t in operands if not t.numel()), None)
+        if empty is not None and self._scopes[-1][0] not in self.reference.empty:
+            raise ValueError(f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: nothing is left for it")
+
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among
         values that are the unsharded run's, it takes the unsharded run's choice, so that both go on alike. So it does with a
@@ -103,7 +114,7 @@ class RankRecorder(Recorder):
         if [t.shape for t in chosen] != [t.shape for t in whole]:
             return
         if any(not torch.equal(t, w) for t, w in zip(chosen, whole, strict=True)) and all(
-            same(t, values[i]) for t, i in zip(operands, event.inputs, strict=True)
+            same(t, values[i], self.reference.rounding[i]) for t, i in zip(operands, event.inputs, strict=True)
         ):
             for t, w in zip(chosen, whole, strict=True):
                 t.copy_(w)
@@ -195,8 +206,9 @@ def run_rank(
     reference: Trace,
     ranks: int,
     rank: int,
+    probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
 ) -> Trace:
     """Run one rank and record it."""
-    recorder = RankRecorder(rank_model(model, plan, ranks, rank), atoms, plan, reference, ranks, rank)
+    recorder = RankRecorder(rank_model(model, plan, ranks, rank), atoms, plan, reference, ranks, rank, probes)
     recorder.run(inputs)
     return recorder.trace

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -12,9 +13,11 @@ from shardplan.core.layout import I, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.twin.recorder import record
+from shardplan.twin.trace import Place
 
 from .boundaries import boundaries
 from .elsewhere import read_elsewhere
+from .finding import Finding
 from .origins import Origins
 from .prover import Proof, Prover
 from .ranks import run_rank
@@ -42,25 +45,40 @@ class Workbench:
         self.elsewhere = read_elsewhere(self.reference)
 
 
-def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
+def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
 
     A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings holds.
+
+    Args:
+        plan: the plan.
+        bench: the small model.
+        stop: whether nothing behind a finding matters to the caller.
     """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
-    runs = [
-        run_rank(bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks, rank) for rank in range(ranks)
-    ]
+    run = partial(run_rank, bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks)
+    runs = [run(rank) for rank in range(ranks)]
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
     spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
     open_ones = [name for name, boundary in bound.items() if boundary.open_gradient]
-    best: Proof | None = None
-    for layout in (R, I) if open_ones else (R,):
-        gathers = dict.fromkeys(open_ones, layout)
-        proof = Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units).prove()
-        if best is None or len(proof.findings) < len(best.findings):
-            best = proof
-        if not best.findings:
-            break
-    return best
+    parts: dict[Place, dict[int, bool]] = {}
+    while True:
+        best: Proof | None = None
+        for layout in (R, I) if open_ones else (R,):
+            gathers = dict.fromkeys(open_ones, layout)
+            proof = Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
+            if best is None or (proof.stopped, len(proof.findings)) < (best.stopped, len(best.findings)):
+                best = proof
+            if not best.findings:
+                break
+        if best.findings or not best.doubts:
+            return best
+        # Nothing is wrong but for what may hide in a tolerance, or behind a zero: the same runs once more, in which the
+        # operations in doubt are run on changed operands too.
+        for place, positions in best.doubts.items():
+            found = parts.setdefault(place, {})
+            found.update(dict.fromkeys(positions, False))
+        for rank in range(ranks):
+            for place, answers in run(rank, best.doubts).parts.items():
+                parts[place].update((position, True) for position, acts in answers.items() if acts)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 # In float32, of the largest reference value: above the noise of sums in another order, far below any wrong value.
 TOLERANCE = 1e-4
+HALF = (torch.bfloat16, torch.float16)
 HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
 
 
@@ -54,10 +55,10 @@ def close(value: Tensor, reference: Tensor, tolerance: float) -> bool:
     return torch.allclose(value, reference.to(value.dtype), rtol=TOLERANCE, atol=tolerance, equal_nan=True)
 
 
-def same(value: Tensor, reference: Tensor) -> bool:
+def same(value: Tensor, reference: Tensor, rounding: float = 0.0) -> bool:
     """Whether a rank's tensor is the unsharded model's, up to noise."""
     alike = value.shape == reference.shape and value.dtype == reference.dtype
-    return alike and close(value, reference, _tolerance(reference, 0.0))
+    return alike and close(value, reference, _tolerance(reference, 0.0, rounding))
 
 
 PAIRED = 2**24  # elements that are compared pair by pair to find out which slices a value consists of
@@ -70,47 +71,55 @@ def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(length, size - start)
 
 
-def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0) -> Spread | None:
+def spread_of(
+    locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, rounding: float = 0.0
+) -> Spread | None:
     """How the ranks' tensors make up the reference; None where they do not.
 
     Args:
         locals_: the tensor of each rank.
         reference: the unsharded model's.
         noise: the largest operand, of which rounding leaves something in the result.
+        rounding: of the operations that the value comes from, relative to it, where these are in half precision.
     """
     if any(x.ndim != reference.ndim or x.dtype != reference.dtype for x in locals_):
         return None
     if all(x.shape == reference.shape for x in locals_):
-        return _unsplit(locals_, reference, noise)
+        return _unsplit(locals_, reference, _tolerance(reference, noise, rounding))
     differing = {d for x in locals_ for d in range(x.ndim) if x.shape[d] != reference.shape[d]}
     if len(differing) != 1:
         return None
     dim = differing.pop()
     if sum(x.shape[dim] for x in locals_) != reference.shape[dim]:
         return None
-    return _split(locals_, reference, dim, noise)
+    return _split(locals_, reference, dim, _tolerance(reference, noise, rounding))
 
 
-def _tolerance(reference: Tensor, noise: float) -> float:
-    return TOLERANCE * scale(reference) + 1e-6 * noise
+def _tolerance(reference: Tensor, noise: float, rounding: float) -> float:
+    """As an absolute difference. Half precision rounds the ranks' values otherwise than the whole one, some times."""
+    return max(TOLERANCE, 8 * rounding) * scale(reference) + max(1e-6, 8 * rounding) * noise
 
 
-def _unsplit(locals_: Sequence[Tensor], reference: Tensor, noise: float) -> Spread | None:
+def _unsplit(locals_: Sequence[Tensor], reference: Tensor, tolerance: float) -> Spread | None:
     if not reference.numel():
         return Spread("whole", empty=True)
     if all(torch.equal(x, reference) for x in locals_):
         return Spread("whole", empty=reference.is_floating_point() and not bool(reference.any()))
-    tolerance = _tolerance(reference, noise)
     if all(close(x, reference, tolerance) for x in locals_):
         return Spread("whole", empty=scale(reference) == 0.0)
-    if reference.is_floating_point() and close(sum(locals_[1:], locals_[0]), reference, tolerance):
+    if reference.is_floating_point() and close(_sum(locals_), reference, tolerance):
         return SUM
     return None
 
 
-def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, noise: float) -> Spread | None:
+def _sum(locals_: Sequence[Tensor]) -> Tensor:
+    if locals_[0].dtype in HALF:
+        return sum((x.float() for x in locals_[1:]), locals_[0].float()).to(locals_[0].dtype)
+    return sum(locals_[1:], locals_[0])
+
+
+def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: float) -> Spread | None:
     ranks, size = len(locals_), reference.shape[dim]
-    tolerance = _tolerance(reference, noise)
     chunks = [chunk(size, ranks, rank) for rank in range(ranks)]
     if all(x.shape[dim] == length for x, (_, length) in zip(locals_, chunks, strict=True)) and all(
         close(x, reference.narrow(dim, start, length), tolerance)
@@ -143,10 +152,11 @@ def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tu
     """Which slices of the reference along `dim` the value consists of, in order."""
     if not reference.is_floating_point():
         value, reference = value.double(), reference.double()
-    rows = torch.nan_to_num(value.movedim(dim, 0).reshape(value.shape[dim], -1))
-    columns = torch.nan_to_num(reference.movedim(dim, 0).reshape(reference.shape[dim], -1))
-    if not rows.shape[1]:
+    rows, columns = (torch.nan_to_num(x.movedim(dim, 0).unsqueeze(-1).flatten(1)) for x in (value, reference))
+    if not columns.numel():
         return None
+    if not rows.numel():
+        return ()
     pairs = rows.shape[0] * columns.shape[0]
     samples = min(64, max(4, PAIRED // pairs))  # enough elements to tell one slice from another
     step = max(1, rows.shape[1] // samples)

@@ -40,10 +40,11 @@ class Spreads:
         if key not in self._known:
             whole = self._unsharded(event, numbers[0], index)
             locals_ = [run.values[n[index]] for run, n in zip(self.runs, numbers[1:], strict=True)]
-            found = spread_of(locals_, whole)
+            rounding = self.reference.rounding[numbers[0][index]]
+            found = spread_of(locals_, whole, rounding=rounding)
             if found is None:
                 noise = max((scale(self.reference.values[i]) for i in others[0].inputs), default=0.0)
-                found = spread_of(locals_, whole, noise)
+                found = spread_of(locals_, whole, noise, rounding)
             self._known[key] = found
         return self._known[key]
 

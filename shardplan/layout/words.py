@@ -44,6 +44,13 @@ def _partial(f: Finding) -> str:
     return f"the gradient of {handed} would be a partial sum, and is taken as complete"
 
 
+def _result(name: str) -> str:
+    """The name of one of the model's results: a key, or where it stands (`result[1]`)."""
+    if not name[0].isdigit():
+        return name
+    return "result" if name == "0" else f"result[{name}]"
+
+
 def _crash(f: Finding) -> str:
     reason = f.message.split("\n")[0]
     return f"{starred(f.module) or 'the model'} raises when it is split: {reason[:160].rstrip('. ')}"
@@ -91,7 +98,7 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "output": (
         codes.OUTPUT,
         lambda f: (
-            f"the model's {f.subject if not f.subject.isdigit() else 'result'} would be {layout_words(f.arrived)}; "
+            f"the model's {_result(f.subject)} would be {layout_words(f.arrived)}; "
             f"callers read it {layout_words(f.wanted)}"
         ),
     ),

@@ -19,6 +19,7 @@ from shardplan.apply.state import packed_parameters
 from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
+from shardplan.torchlib.modes import NothingEmpty
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
@@ -38,7 +39,7 @@ def simulated_mesh(tp: int) -> Iterator[DeviceMesh]:
     private("fake_pg")
     dist.init_process_group("fake", rank=0, world_size=tp)
     try:
-        with private("LocalTensorMode")(tp), _ListsOfNumbers():
+        with private("LocalTensorMode")(tp), _ListsOfNumbers(), NothingEmpty():
             yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
     finally:
         dist.destroy_process_group()

@@ -1,11 +1,13 @@
-"""Running something apart from whatever dispatch mode the caller is in."""
+"""Modes of torch: apart from those that the caller is in; and one that keeps kernels from ending the process."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from .private import private
 
@@ -18,3 +20,20 @@ def outside_modes() -> Iterator[None]:
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     with private("disable_modes")(), on_cpu:
         yield
+
+
+class NothingEmpty(TorchFunctionMode):
+    """While it lasts, torch's attention raises on a tensor without elements. (Its kernels divide by the number of heads, which
+    ends the process on a rank that has none.)
+
+    Raises:
+        ValueError: where attention is called so.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            empty = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.numel()), None)
+            if empty is not None:
+                raise ValueError(f"attention gets an empty tensor {list(empty.shape)}: nothing is left for this rank")
+        return func(*args, **kwargs)

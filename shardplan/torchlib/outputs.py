@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,10 +18,47 @@ from .moves import move
 
 
 def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a change to the output, or to its first element if it is a tuple."""
-    if isinstance(output, tuple):
+    """Apply a change to the output; where it is no tensor, to the first tensor in it (tuples, lists, mappings and
+    dataclasses, in order), which is the one that the layout check takes for the module's result.
+
+    Raises:
+        ValueError: there is no tensor in it.
+    """
+    if isinstance(output, Tensor):
+        return change(output)
+    if type(output) is tuple and output and isinstance(output[0], Tensor):  # nearly always
         return (change(output[0]), *output[1:])
-    return change(output)
+    found, changed = _on_first(output, change)
+    if not found:
+        raise ValueError(f"a module returned {type(output).__name__} without a tensor, and its rule moves its result")
+    return changed
+
+
+def _on_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[bool, Any]:
+    """Whether there is a tensor in it, and the value with the first one changed."""
+    if isinstance(value, Tensor):
+        return True, change(value)
+    if isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            found, new = _on_first(item, change)
+            if found:
+                items = [*value[:i], new, *value[i + 1 :]]
+                return True, type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            found, new = _on_first(item, change)
+            if found:
+                value = copy.copy(value)
+                value[key] = new
+                return True, value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            found, new = _on_first(getattr(value, field.name, None), change)
+            if found:
+                value = copy.copy(value)
+                object.__setattr__(value, field.name, new)  # of a frozen one too
+                return True, value
+    return False, value
 
 
 def move_tail(x: Tensor, tail: int, mesh: DeviceMesh) -> Tensor:

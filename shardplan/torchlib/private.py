@@ -66,6 +66,10 @@ NAMES: dict[str, Private] = {
     "is_functorch_wrapped": Private(
         (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
     ),
+    "FunctionBase": Private(
+        (("torch.autograd.function", "_SingleLevelFunction"),), "recording a call of an autograd.Function, bound early too"
+    ),
+    "vmap_home": Private((("torch._functorch.apis", ""),), "recording a call of torch.vmap as one operation"),
     "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
     "foreach_mul_": Private((("torch", "_foreach_mul_"),), "scaling many gradients at once"),
     "CustomGraphPass": Private(

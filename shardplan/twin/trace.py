@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import linecache
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -67,14 +68,18 @@ class Event:
         return self.place[0]
 
 
-@dataclass(slots=True)
+@dataclass
 class Trace:
     """A recorded run.
 
     Args:
         events: in order.
         values: the values, by number; copies, as later in-place operations must not change them.
-        requires_grad: of each value.
+        requires_grad: of each value. In the body of an autograd.Function, which runs without gradients: whether one of the
+            operands has one.
+        rounding: of each value, the rounding of the operations that it comes from where these are in half precision (2^-8
+            in bfloat16), relative to the value; else 0.
+        parts: operation -> operand -> whether the operand has a part in the result, of those that were asked for.
         parameters: value -> full name, of those that are parameters.
         at: place -> event.
     """
@@ -82,6 +87,8 @@ class Trace:
     events: list[Event] = field(default_factory=list)
     values: list[Tensor] = field(default_factory=list)
     requires_grad: list[bool] = field(default_factory=list)
+    rounding: list[float] = field(default_factory=list)
+    parts: dict[Place, dict[int, bool]] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
     at: dict[Place, Event] = field(default_factory=dict)
 
@@ -110,6 +117,12 @@ class Trace:
         """Whether all that the model returned is finite."""
         results = (self.values[number] for event in self.events[-1:] for number in event.inputs)
         return all(bool(value.isfinite().all()) for value in results if value.is_floating_point())
+
+    @cached_property
+    def empty(self) -> frozenset[str]:
+        """The modules in whose code an operation reads or gives a tensor without elements."""
+        nothing = {number for number, value in enumerate(self.values) if not value.numel()}
+        return frozenset(e.module for e in self.events if nothing and not nothing.isdisjoint((*e.inputs, *e.outputs)))
 
     @property
     def crash(self) -> Event | None:

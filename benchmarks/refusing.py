@@ -1,0 +1,85 @@
+"""What it takes to refuse a plan: `python -m benchmarks.refusing [--slowest N] [case ...]`.
+
+Each case of tests/cases/err whose layouts are checked is validated in this process, and the slowest are printed: processor
+seconds after imports, of which the search for a change that would fix the plan, and how many changes it tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+
+warnings.filterwarnings("ignore")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch  # noqa: E402
+
+from shardplan.layout import check  # noqa: E402
+from tests.case_tree import cases, run_command  # noqa: E402
+
+SECTION = """## Refusing
+
+`python -m benchmarks.refusing`: processor seconds of `validate` after imports for the slowest {slowest} of the {count} wrong
+plans in tests/cases whose layouts are checked, of which the search for a change that fixes the plan, and how many it tried
+(at most {tries} and {seconds:.0f} s). The median over all is {median:.1f} s.
+"""
+
+
+class Counted(check.Search):
+    """Notes every search of a case."""
+
+    made: list[check.Search] = []  # noqa: RUF012
+
+    def __init__(self, **given: int) -> None:
+        super().__init__(**given)
+        if not given:
+            self.made.append(self)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--slowest", type=int, default=10)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    whole = check.Search()
+    rows = []
+    with_counting()
+    for case in cases():
+        if case.code is None or (args.cases and case.plan.stem not in args.cases) or "validate" not in case.words:
+            continue
+        Counted.made.clear()
+        start = time.process_time()
+        run_command(case.words)
+        seconds = time.process_time() - start
+        if Counted.made or args.cases:
+            tried = sum(whole.tries - one.tries for one in Counted.made)
+            searching = sum(whole.seconds - one.seconds for one in Counted.made)
+            rows.append((seconds, searching, tried, case.plan.stem))
+    rows.sort(reverse=True)
+    median = rows[len(rows) // 2][0] if rows else 0.0
+    print(
+        SECTION.format(
+            slowest=min(args.slowest, len(rows)),
+            count=len(rows),
+            tries=whole.tries,
+            seconds=whole.seconds,
+            median=median,
+        )
+    )
+    print("| case | s | searching | tried |\n|---|---|---|---|")
+    for seconds, searching, tried, name in rows[: args.slowest]:
+        print(f"| {name} | {seconds:.1f} | {searching:.1f} | {tried} |", flush=True)
+
+
+def with_counting() -> None:
+    """Count the searches of every check that follows."""
+    from shardplan.layout import model
+
+    check.Search, model.Search = Counted, Counted  # noqa: F811
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""Calls that torch's function modes do not see whole: autograd.Function, torch.vmap, scripted functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from shardplan.torchlib.private import private
+
+Call = Callable[..., Any]
+
+
+class Calls(Protocol):
+    """Who records such calls. Each gets the name, the call, its positional arguments and its keyword arguments."""
+
+    def applied_function(self, name: str, call: Call, args: tuple, kwargs: dict) -> Any: ...
+
+    def mapped_function(self, name: str, call: Call, args: tuple, kwargs: dict) -> Any: ...
+
+    def scripted_function(self, name: str, call: Call, args: tuple, kwargs: dict) -> Any: ...
+
+
+@dataclass(slots=True)
+class Body:
+    """The body of an autograd.Function that runs now. It is recorded, and forgotten where it is an operation of its own.
+
+    Args:
+        scope: the module whose code calls it, and the number of its call.
+        label: the position of the call in that code.
+        start: how many positions there were.
+        given: the values that the function gets.
+        known: how many values there were.
+        opened: it runs modules of the model, or reads values that it was not given: what it does stays recorded.
+    """
+
+    scope: tuple[str, int]
+    label: int | str
+    start: int
+    given: frozenset[int]
+    known: int
+    opened: bool = False
+
+
+@contextmanager
+def functions_of(recorder: Calls) -> Iterator[None]:
+    """While it lasts, calls of autograd.Function, torch.vmap and scripted functions are handed to the recorder."""
+    # Below Function.apply itself: code often keeps the bound method (`swiglu = SwiGLU.apply`).
+    function, scripted, mapping = private("FunctionBase"), torch.jit.ScriptFunction, private("vmap_home")
+    call, vmap = scripted.__call__, mapping.vmap_impl
+
+    def applied(cls: type, *args: Any, **kwargs: Any) -> Any:
+        apply = super(function, cls).apply
+        return recorder.applied_function(cls.__name__, apply, args, kwargs)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return recorder.scripted_function(self.name, lambda *a, **k: call(self, *a, **k), args, kwargs)
+
+    def mapped(func: Call, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kw: Any) -> Any:
+        def run(*a: Any, **k: Any) -> Any:
+            return vmap(func, in_dims, out_dims, randomness, chunk_size, *a, **k)
+
+        return recorder.mapped_function("vmap", run, args, kw)
+
+    function.apply, scripted.__call__, mapping.vmap_impl = classmethod(applied), called, mapped
+    try:
+        yield
+    finally:
+        del function.apply
+        scripted.__call__, mapping.vmap_impl = call, vmap

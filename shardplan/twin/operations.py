@@ -1,0 +1,323 @@
+"""Recording the operations of a forward run: a torch function mode."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardplan.torchlib.private import private
+
+from .functions import Body
+from .lines import model_line, raising_line
+from .nests import replaced, tensors_in
+from .probing import parts_of
+from .trace import Event, Place, Trace
+
+# Tensors whose content is whatever was in memory.
+UNFILLED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
+# Questions about a tensor; nothing that they return is a value of the model.
+QUIET = frozenset(
+    "__get__ __set__ __len__ __repr__ __bool__ __int__ __float__ __index__ __format__ __hash__ __contains__ __array__ "
+    "dim size numel nelement ndimension stride storage_offset is_floating_point is_complex is_contiguous data_ptr "
+    "element_size item tolist numpy get_device requires_grad_ retain_grad register_hook untyped_storage storage "
+    "is_same_size equal allclose backward __delitem__ dtype finfo is_tensor is_storage broadcast_shapes".split()
+)
+
+# Of operations in half precision, relative to the result.
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class OperationRecorder(TorchFunctionMode):
+    """Records the operations of a run.
+
+    Args:
+        model: the model that runs.
+        atoms: modules that are one event; what they do inside, and what is inside them, is not recorded.
+        probes: operation -> the operands of which `Trace.parts` is to say whether they have a part in its result.
+    """
+
+    def __init__(
+        self, model: nn.Module, atoms: Iterable[str] = (), probes: Mapping[Place, Iterable[int]] = MappingProxyType({})
+    ):
+        super().__init__()
+        self.trace = Trace()
+        self.probes = probes
+        self.model = model
+        self.atoms = frozenset(atoms)
+        self._is_wrapped = private("is_functorch_wrapped")
+        self._names: dict[int, str] = {id(m): n for n, m in model.named_modules()}
+        self._parameters: dict[str, tuple[str, ...]] = {
+            n: tuple(name for name, _ in m.named_parameters(remove_duplicate=False))
+            if n in self.atoms
+            else tuple(m._parameters)
+            for n, m in model.named_modules()
+        }
+        self._numbers: dict[int, tuple[int, int]] = {}  # id of a tensor -> (version, value)
+        self._alive: list[Tensor] = []  # a number is good as long as no other tensor can get the same id
+        self._writes: dict[int, list[int]] = {}  # id of a base -> values that were written into it
+        self._scopes: list[tuple[str, int]] = [("", 0)]
+        self._calls: Counter[str] = Counter()
+        self._positions: Counter[tuple[str, int]] = Counter()
+        self._inside = 0  # atoms and operations that run now
+        self._entered: list[tuple[int, ...]] = []
+        self._bodies: list[Body] = []  # of autograd.Functions that run now
+        self._mapped: dict[int, None] | None = None  # in torch.vmap, the values that its function reads beside its arguments
+        self._failed: tuple[Exception, Event] | None = None
+
+    def runs_inside(self, module: str) -> bool:
+        """Whether a forward of a module runs now."""
+        return any(name == module for name, _ in self._scopes)
+
+    # What a subclass changes.
+
+    def before_operation(self, name: str, operands: list[Tensor]) -> None:
+        """Called before each operation that is recorded; may raise what the model's code is to raise there."""
+
+    def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
+        """What an operation chose by floating-point values (indices, a mask), or cannot know alone, to be changed in place."""
+
+    # Values.
+
+    def number(self, tensor: Tensor, reading: str | None = None) -> int:
+        """The number of a tensor as it is now; a new one where it was not seen, or was changed in place."""
+        known = self._numbers.get(id(tensor))
+        version = _version(tensor)
+        if known is not None and known[0] == version:
+            return known[1]
+        before = () if known is None else (known[1],)
+        written = tuple(self._writes.get(_base(tensor), ()))
+        new = self._new(tensor, (*before, *written))
+        if reading is not None:
+            module, call = self._scopes[-1]
+            self._add(Event("read", "", (module, call, f"{self._position()}.{reading}"), before + written, (new,)))
+        return new
+
+    def _new(self, tensor: Tensor, made_from: Iterable[int] = (), *, copy: bool = True, computed: bool = False) -> int:
+        """A number for a tensor.
+
+        Args:
+            made_from: values that it was made from.
+            copy: keep a copy of what is in it; else what it is at the end.
+            computed: by an operation, which rounds.
+        """
+        number = len(self.trace.values)
+        self.trace.values.append(tensor.detach().clone() if copy else tensor.detach())
+        inside = bool(self._bodies) and tensor.is_floating_point()
+        self.trace.requires_grad.append(
+            tensor.requires_grad or (inside and any(self.trace.requires_grad[i] for i in made_from))
+        )
+        before = max((self.trace.rounding[i] for i in made_from), default=0.0)
+        self.trace.rounding.append(max(before, ROUNDING.get(tensor.dtype, 0.0)) if computed else before)
+        self._numbers[id(tensor)] = (_version(tensor), number)
+        self._alive.append(tensor)
+        return number
+
+    def _add(self, event: Event) -> None:
+        self.trace.events.append(event)
+        self.trace.at[event.place] = event
+
+    def _position(self) -> int | str:
+        """Where the code of the module that runs now is; in the body of a function, where in that."""
+        scope = self._scopes[-1]
+        body = self._bodies[-1] if self._bodies else None
+        here = self._positions[scope]
+        return f"{body.label}/{here - body.start}" if body is not None and body.scope == scope else here
+
+    # Operations.
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", str(func))
+        if self._inside or (name in QUIET and name != "__get__"):
+            return self._guarded(func, args, kwargs, name)
+        if name == "__get__":
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result
+            if any(result is t for t in args):
+                return result
+            name = getattr(getattr(func, "__self__", None), "__name__", name)
+            if name in ("_base", "grad"):
+                return result
+        return self._record(func, name, args, kwargs)
+
+    def _guarded(self, func: Any, args: tuple, kwargs: dict, name: str) -> Any:
+        if self._mapped is not None:
+            known = (self._numbers.get(id(t), (0, -1))[1] for t in (*tensors_in(args), *tensors_in(kwargs)))
+            self._mapped.update((i, None) for i in known if i >= 0 and self.trace.requires_grad[i])
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self._fail(name, self._entered[-1] if self._entered else (), error)
+            raise
+
+    def _record(self, func: Callable[..., Any], name: str, args: tuple, kwargs: dict) -> Any:
+        operands = [*tensors_in(args), *tensors_in(kwargs)]
+        if any(map(self._is_wrapped, operands)):
+            return func(*args, **kwargs)  # inside torch.vmap
+        with self._paused():
+            inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
+            self._note_captured(inputs)
+            versions = [_version(t) for t in operands]
+            try:
+                self.before_operation(name, operands)
+                self._probe(func, args, kwargs, operands)
+                result = func(*args, **kwargs)
+            except Exception as error:
+                self._fail(name, inputs, error)
+                raise
+            self._add_operation(name, operands, inputs, versions, result)
+            return result
+
+    def _add_operation(
+        self, name: str, operands: list[Tensor], inputs: tuple[int, ...], versions: list[int], result: Any
+    ) -> None:
+        written = [t for t, version in zip(operands, versions, strict=True) if _version(t) != version]
+        results = [*tensors_in(result)] or written
+        if name in UNFILLED:
+            for t in results:
+                t.zero_()  # what was in memory would be equal on all ranks, or not, by chance
+        if not results:
+            return
+        for t in written:
+            into = self._writes.setdefault(_base(t), [])
+            into += [i for i in inputs if i not in into]
+        place = (*self._scopes[-1], self._position())
+        self._positions[self._scopes[-1]] += 1
+        untouched = {id(t) for t in operands} - {id(t) for t in written}
+        if not written and any(t.is_floating_point() for t in operands):
+            self.settle_choice(place, name, operands, [t for t in results if id(t) not in untouched])
+        outputs = tuple(
+            self._numbers[id(t)][1] if id(t) in untouched else self._new(t, inputs, computed=True) for t in results
+        )
+        self._add(Event("op", name, place, inputs, outputs, source=model_line(), writes=bool(written)))
+
+    def _probe(self, func: Callable[..., Any], args: tuple, kwargs: dict, operands: list[Tensor]) -> None:
+        """Run the operation that comes next on changed operands, where it is to be told which of them have a part."""
+        place = (*self._scopes[-1], self._position())
+        if place not in self.probes:
+            return
+
+        def again(changed: Sequence[Tensor]) -> list[Tensor]:
+            new = {id(old): t for old, t in zip(operands, changed, strict=True)}
+            args_, kwargs_ = replaced(args, new), {name: replaced(value, new) for name, value in kwargs.items()}
+            result = func(*args_, **kwargs_)
+            return [*tensors_in(result)] or list(changed)
+
+        self.trace.parts[place] = parts_of(again, operands, self.probes[place])
+
+    def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> None:
+        if self._failed is None or self._failed[0] is not error:  # the model may have caught an earlier one
+            module, call = self._scopes[-1]
+            text = f"{type(error).__name__}: {error}"
+            event = Event("crash", name, (module, call, "crash"), inputs, source=raising_line(error), message=text)
+            self._failed = (error, event)
+
+    # Functions that the mode does not see whole.
+
+    def scripted_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """A scripted function is one operation."""
+        return call(*args, **kwargs) if self._inside else self._record(call, name, args, kwargs)
+
+    def mapped_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """A call of torch.vmap is one operation of its arguments and of what its function reads beside them."""
+        if self._inside:
+            return call(*args, **kwargs)
+        operands = [*tensors_in(args), *tensors_in(kwargs)]
+        with self._paused():
+            inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
+            self._mapped, versions = {}, [_version(t) for t in operands]
+            try:
+                result = call(*args, **kwargs)
+            except Exception as error:
+                self._fail(name, inputs, error)
+                raise
+            finally:
+                captured, self._mapped = self._mapped, None
+            self._add_operation(name, operands, tuple(dict.fromkeys((*inputs, *captured))), versions, result)
+            return result
+
+    def applied_function(self, name: str, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """An autograd.Function is one operation of what it is given. Where its body runs modules of the model, or reads
+        other values of it, it is what it does: recorded as if it stood in the code around it, and as if its backward were
+        that of its operations."""
+        if self._inside:
+            return call(*args, **kwargs)
+        operands = [*tensors_in(args), *tensors_in(kwargs)]
+        with self._paused():
+            inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
+            self._probe(call, args, kwargs, operands)
+        self._note_captured(inputs)
+        trace, scope = self.trace, self._scopes[-1]
+        start, label, versions = self._positions[scope], self._position(), [_version(t) for t in operands]
+        kept = (len(trace.events), len(trace.values), len(self._alive), dict(self._numbers))
+        writes = {base: list(into) for base, into in self._writes.items()}
+        body = Body(scope, label, start, frozenset(inputs), len(trace.values))
+        self._bodies.append(body)
+        try:
+            result = call(*args, **kwargs)
+        except Exception as error:
+            self._fail(name, inputs, error)
+            raise
+        finally:
+            self._bodies.pop()
+        with self._paused():
+            self._positions[scope] = start
+            if body.opened:
+                self._close(name, inputs, result)
+            else:
+                self._forget(*kept)
+                self._writes = writes
+                self._add_operation(name, operands, inputs, versions, result)
+        return result
+
+    def _close(self, name: str, inputs: tuple[int, ...], result: Any) -> None:
+        """After a body that stays recorded: a result that is another tensor than the body's (a view) has a number too."""
+        place = (*self._scopes[-1], self._position())
+        self._positions[self._scopes[-1]] += 1
+        results = [*tensors_in(result)]
+        if any(self._numbers.get(id(t), (-1,))[0] != _version(t) for t in results):
+            outputs = tuple(self._new(t, inputs, computed=True) for t in results)
+            self._add(Event("op", name, place, inputs, outputs, source=model_line()))
+
+    def _forget(self, events: int, values: int, alive: int, numbers: dict[int, tuple[int, int]]) -> None:
+        """What was recorded since."""
+        trace = self.trace
+        for event in trace.events[events:]:
+            del trace.at[event.place]
+        del trace.events[events:], trace.values[values:], trace.requires_grad[values:], trace.rounding[values:]
+        del self._alive[alive:]
+        self._numbers = numbers
+
+    def _note_captured(self, inputs: Iterable[int]) -> None:
+        """A body that reads values of the model that it was not given is opened, and so are those around it."""
+        for body in self._bodies:
+            if any(i < body.known and i not in body.given and self.trace.requires_grad[i] for i in inputs):
+                body.opened = True
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        """While it lasts, nothing is recorded."""
+        self._inside += 1
+        try:
+            yield
+        finally:
+            self._inside -= 1
+
+
+def _version(tensor: Tensor) -> int:
+    try:
+        return tensor._version
+    except RuntimeError:  # an inference tensor has none
+        return 0
+
+
+def _base(tensor: Tensor) -> int:
+    return id(tensor if tensor._base is None else tensor._base)

@@ -1,0 +1,80 @@
+"""Whether an operand has a part in an operation's result: the operation is run again with the operand changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+FACTOR = 1e4  # what a value hides behind in a tolerance is far above it once it is multiplied by this
+
+Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the operation, from its operands to its results
+
+
+def parts_of(run: Run, operands: Sequence[Tensor], positions: Iterable[int]) -> dict[int, bool]:
+    """Whether the operands at these positions change what an operation gives.
+
+    Each is multiplied by 1e4, and replaced by random values of its size and of the results' size. Where the result is zero
+    everywhere, operands that are zero everywhere (a gate that is shut) are replaced too: they may be opened.
+
+    Args:
+        run: the operation. It gets copies, so it may write into them.
+        operands: what it reads.
+        positions: among the operands; those of numbers that are no floats have no part.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        before = _run(run, operands)
+        size = max((_size(t) for t in before or ()), default=0.0)
+        gates = [] if size else [i for i, t in enumerate(operands) if t.is_floating_point() and not bool(t.any())]
+        return {
+            position: operands[position].is_floating_point()
+            and any(
+                _differ(before, _run(run, changed))
+                for changed in _changes(operands, position, gates, max(size, 1.0), generator)
+            )
+            for position in positions
+        }
+
+
+def _changes(
+    operands: Sequence[Tensor], position: int, gates: Sequence[int], size: float, generator: torch.Generator
+) -> Iterable[list[Tensor]]:
+    operand = operands[position]
+    for new in (
+        operand * FACTOR,
+        _random(operand, max(size, _size(operand)), generator),
+        _random(operand, FACTOR * max(size, _size(operand)), generator),
+    ):
+        opened = [_random(t, 1.0, generator) if i in gates and i != position else t for i, t in enumerate(operands)]
+        opened[position] = new
+        yield opened
+
+
+def _random(like: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    return (torch.randn(like.shape, generator=generator) * size).to(like.dtype)
+
+
+def _size(value: Tensor) -> float:
+    if not value.is_floating_point() or not value.numel():
+        return 0.0
+    return float(torch.nan_to_num(value.detach().float(), nan=0.0, posinf=0.0, neginf=0.0).abs().max())
+
+
+def _run(run: Run, operands: Sequence[Tensor]) -> list[Tensor] | None:
+    """The results; None where it raises (as on indices that do not fit)."""
+    try:
+        return list(run([t.detach().clone() for t in operands]))
+    except Exception:  # whatever the operation raises on other numbers
+        return None
+
+
+def _differ(before: Sequence[Tensor] | None, after: Sequence[Tensor] | None) -> bool:
+    if before is None or after is None or len(before) != len(after):
+        return True
+    return any(
+        a.shape != b.shape or not torch.allclose(a.float(), b.float(), rtol=0.0, atol=0.0, equal_nan=True)
+        for a, b in zip(before, after, strict=True)
+        if a.is_floating_point()
+    )

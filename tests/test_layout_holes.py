@@ -1,0 +1,388 @@
+"""What hid from the layout check: values behind a tolerance or a gate, results that nobody looked at, bodies of functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from shardplan.bind import bind
+from shardplan.core.mesh import MeshSizes
+from shardplan.layout import LayoutReport, ModelLayouts, Workbench, check_layout
+from shardplan.layout.check import Search
+from shardplan.layout.spread import Spread, spread_of
+from shardplan.models import find_model
+from shardplan.models.tree import tree_of
+from shardplan.parse import parse_plan
+from shardplan.torchlib.modes import NothingEmpty
+from shardplan.torchlib.outputs import on_first
+from shardplan.twin.nests import tensors_in
+from tests.test_layout import bench_of, checked
+
+Inner = Callable[[nn.Module, Tensor], Tensor]
+
+
+def codes(report: LayoutReport) -> list[str]:
+    return [d.code for d in report.diagnostics]
+
+
+class Block(nn.Module):
+    """An MLP whose code is given: (model, what is split) -> what the model returns."""
+
+    def __init__(self, code: Callable[[Block, Tensor, Tensor], Any]):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.head = nn.Linear(8, 16), nn.Linear(16, 8, bias=False), nn.Linear(8, 8)
+        self.norm, self.box = nn.LayerNorm(8), nn.Linear(8, 4)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.register_buffer("gate", torch.zeros(1))
+        self.code = code
+
+    def forward(self, x: Tensor) -> Any:
+        return self.code(self, x, torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """One block."""
+
+    def __init__(self, code: Callable[[Block, Tensor, Tensor], Any]):
+        super().__init__()
+        self.block = Block(code)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x)
+
+
+PLAIN = {"up": "colwise", "down": "rowwise"}
+PARTIAL = {"up": "colwise", "down.weight": "rowwise"}  # what `down` gives stays a partial sum
+
+
+def of(code: Callable[[Block, Tensor, Tensor], Any], rules: dict[str, Any] = PLAIN, **given: Any) -> LayoutReport:
+    model = Model(code)
+    generator = torch.Generator().manual_seed(1)
+    bench = Workbench(model, {"x": torch.randn(2, 4, 8, generator=generator)}, tree_of(model))
+    rules = {f"block.{name}": style for name, style in rules.items()}
+    return checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}, **given)
+
+
+# A partial sum, or a slice, that has a part in a whole result.
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (lambda m, x, h: m.head(x) + 1e-5 * m.down(h), "SP403"),
+        (lambda m, x, h: torch.add(m.head(x), m.down(h), alpha=1e-6), "SP403"),
+        (lambda m, x, h: m.head(x) + 1e-9 * m.down(h), "SP403"),
+        (lambda m, x, h: m.head(x) + m.gate * m.down(h), "SP403"),
+        (lambda m, x, h: m.head(x) * (1 + 1e-6 * m.down(h)), "SP403"),
+        (lambda m, x, h: m.head(x).add_(m.down(h), alpha=1e-6), "SP403"),
+        (lambda m, x, h: m.head(x) + 1e-6 * h.sum(-1, keepdim=True), "SP403"),
+        (lambda m, x, h: m.head(x) + 1e-6 * h[..., :8].tanh(), "SP404"),
+        (lambda m, x, h: m.head(x) + torch.nn.functional.normalize(m.down(h), dim=-1) * 1e-7, "SP403"),
+        (lambda m, x, h: m.head(x) + 1e-6 * m.down(h).detach(), "SP403"),
+    ],
+    ids=["scaled", "alpha", "invisible", "gate", "product", "in place", "sum of slices", "slices", "norm", "detached"],
+)
+def test_what_hides_in_a_tolerance_or_behind_a_gate_is_found(code: Callable, found: str) -> None:
+    assert codes(of(code, PARTIAL))[:1] == [found]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        lambda m, x, h: m.head(x) + 0.0 * m.down(h).sum(),
+        lambda m, x, h: m.head(x) + 0 * m.up.weight.sum(),
+        lambda m, x, h: torch.where(torch.ones(8, dtype=torch.bool), m.head(x), m.down(h)),
+        lambda m, x, h: m.down(h).masked_fill(torch.ones(8, dtype=torch.bool), 0.0) + m.head(x),
+        lambda m, x, h: m.head(x) + h.new_zeros(8),
+        lambda m, x, h: m.head(x) * m.down(h).size(-1),
+    ],
+    ids=["times zero", "parameters times zero", "where", "masked", "like it", "its size"],
+)
+def test_what_has_no_part_in_a_result_does_not_matter(code: Callable) -> None:
+    report = of(code, PARTIAL)
+    assert report.ok, report.diagnostics
+
+
+def test_a_scaled_branch_that_is_reduced_passes() -> None:
+    report = of(lambda m, x, h: m.head(x) + 1e-5 * m.down(h) + m.gate * m.down(h))
+    assert report.ok, report.diagnostics
+
+
+# Every result of the model.
+
+
+@dataclass
+class Outcome:
+    aux: Tensor
+    sample: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda a, b: (a, b),
+        lambda a, b: [a, b],
+        lambda a, b: {"aux": a, "sample": b},
+        lambda a, b: Outcome(a, b),
+        lambda a, b: {"logits": a, "boxes": {"box": [b]}},
+        lambda a, b: Outcome(a, (None, Outcome(b))),
+    ],
+    ids=["tuple", "list", "dict", "dataclass", "nest", "nested dataclass"],
+)
+def test_every_result_is_looked_at(join: Callable) -> None:
+    right = of(lambda m, x, h: join(m.head(x), m.box(m.down(h))))
+    assert right.ok, right.diagnostics
+    wrong = of(lambda m, x, h: join(m.head(x), m.down(h)), PARTIAL)
+    assert codes(wrong) == ["SP405"] and "a partial sum" in wrong.diagnostics[0].message
+    name = wrong.diagnostics[0].modules[0]
+    assert name in ("1", "sample", "boxes.0", "sample.0"), name
+    split = of(lambda m, x, h: join(m.head(x), m.box(x)), {"box": "colwise"})
+    assert codes(split) == ["SP405"]
+
+
+REDUCED = {"block.up": "colwise", "block.down.weight": "rowwise"}
+REDUCED |= {"block": {"style": "input_with_grad_allreduce", "output": "all_reduce"}}
+
+
+def boxed(join: Callable[[Tensor, Tensor], Any], rules: dict[str, Any], found: list[str]) -> None:
+    """A block whose rule reduces its result, of which `join` makes two: the sum and a whole one."""
+
+    class Boxed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block(lambda m, x, h: join(m.down(h), m.head(x)))
+
+        def forward(self, x: Tensor) -> Any:
+            return self.block(x)
+
+    model = Boxed()
+    bench = Workbench(model, {"x": torch.randn(2, 4, 8)}, tree_of(model))
+    assert codes(checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules})) == found
+
+
+@pytest.mark.parametrize("kind", [tuple, list, dict, Outcome])
+def test_a_rule_moves_the_first_tensor_of_a_result(kind: type) -> None:
+    def joined(one: Tensor, other: Tensor) -> Any:
+        return {"aux": one, "sample": other} if kind is dict else kind((one, other)) if kind in (tuple, list) else kind(one, other)
+
+    boxed(joined, REDUCED, [])
+    boxed(lambda partial, whole: joined(whole, partial), REDUCED, ["SP402", "SP405"])
+
+    moved = on_first(joined(torch.zeros(2), torch.zeros(2)), lambda x: x + 1)
+    assert type(moved) is kind
+    assert [bool(x.all()) for x in tensors_in(moved)] == [True, False]
+    behind = on_first(joined(None, torch.zeros(2)), lambda x: x + 1)
+    assert [bool(x.all()) for x in tensors_in(behind)] == [True]
+    with pytest.raises(ValueError, match="without a tensor"):
+        on_first(joined(None, None), lambda x: x + 1)
+
+
+# Bodies of functions.
+
+
+class Run(torch.autograd.Function):
+    """Runs any code without gradients, as re-entrant checkpointing does, and once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, code: Callable, x: Tensor) -> Tensor:
+        ctx.code = code
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return code(x.detach())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.code(x), gradient)
+        return None, x.grad
+
+
+def _checkpointed(code: Callable, x: Tensor) -> Tensor:
+    return torch.utils.checkpoint.checkpoint(code, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("run", [Run.apply, _checkpointed], ids=["function", "checkpoint"])
+def test_what_the_body_of_a_function_does_is_looked_at(run: Callable) -> None:
+    def mlp(m: Block, x: Tensor) -> Tensor:
+        return m.down(torch.relu(m.up(x)))
+
+    right = of(lambda m, x, h: m.head(run(lambda y: mlp(m, y), m.norm(x))))
+    assert right.ok, right.diagnostics
+    inner = of(lambda m, x, h: m.head(run(lambda y: m.down(torch.relu(m.up(y)) * m.scale[0]), m.norm(x))))
+    assert codes(inner)[:1] == ["SP401"] and inner.diagnostics[0].modules == ("block.scale",)
+    misfit = of(lambda m, x, h: m.head(run(lambda y: mlp(m, y), m.norm(x))), {"up": "colwise", "down": "colwise"})
+    assert codes(misfit)[:1] == ["SP402"]
+    hidden = of(lambda m, x, h: m.head(run(lambda y: mlp(m, y), m.norm(x))), {"up": "colwise", "down.weight": "rowwise"})
+    assert codes(hidden)[:1] == ["SP403"]
+
+
+class Scaled(torch.autograd.Function):
+    """Multiplies by a parameter that it was not given."""
+
+    @staticmethod
+    def forward(ctx: Any, model: Block, x: Tensor) -> Tensor:
+        ctx.model = model
+        return x * model.scale[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient * ctx.model.scale[0]
+
+
+def test_a_parameter_that_a_function_captures_is_one_of_its_operands() -> None:
+    assert codes(of(lambda m, x, h: m.head(x) + m.down(Scaled.apply(m, h))))[:1] == ["SP401"]
+    report = of(lambda m, x, h: m.head(Scaled.apply(m, x)) + m.down(h))
+    assert report.ok, report.diagnostics
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_function_of_what_it_is_given_is_one_operation(wrong: bool) -> None:
+    """Whatever it does inside: here its ranks do something else each, and come to the same."""
+
+    class Summed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            parts = [part.clone() for part in (x.split(2, -1) if x.shape[-1] == 8 else x.split(1, -1))]
+            return torch.cat(parts, -1) if not wrong else torch.cat(parts, -1).cumsum(-1)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    report = of(lambda m, x, h: m.head(x) + m.down(Summed.apply(h)))
+    assert codes(report)[:1] == (["SP404"] if wrong else [])
+
+
+# Calls that torch's function modes do not see.
+
+
+def _gelu(x: Tensor, slope: float) -> Tensor:
+    return x * torch.sigmoid(slope * x)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return x / (1e-3 + x.norm(2.0, dim=-1, keepdim=True))
+
+
+scripted, scripted_norm = torch.jit.script(_gelu), torch.jit.script(_norm)
+
+
+def test_scripted_functions() -> None:
+    report = of(lambda m, x, h: m.head(x) + m.down(scripted(h, 1.5)))
+    assert report.ok, report.diagnostics
+    assert codes(of(lambda m, x, h: m.head(x) + m.down(scripted_norm(h))))[:1] == ["SP404"]
+
+
+def test_mapped_functions() -> None:
+    report = of(lambda m, x, h: m.head(x) + m.down(torch.vmap(lambda row: row.sigmoid() * row)(h)))
+    assert report.ok, report.diagnostics
+    assert codes(of(lambda m, x, h: m.head(x) + m.down(torch.vmap(_norm)(h))))[:1] == ["SP404"]
+    captured = of(lambda m, x, h: m.head(x) + m.down(torch.vmap(lambda row: row * m.scale[0])(h)))
+    assert codes(captured)[:1] == ["SP401"]
+
+
+def test_half_precision_in_a_forward() -> None:
+    def cast(m: Block, x: Tensor, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m.head(x + m.down(torch.relu(m.up(x)))).float()
+
+    report = of(cast)
+    assert report.ok, report.diagnostics
+    assert codes(of(cast, PARTIAL))[:1] == ["SP403"]
+    assert codes(of(cast, {"up": "colwise", "down": "colwise"}))[:1] == ["SP402"]
+
+    def wrong(m: Block, x: Tensor, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return m.down(torch.relu(m.up(x)) * m.scale[0]).float()
+
+    assert codes(of(wrong))[:1] == ["SP401"]
+
+
+# Ranks that are left without anything.
+
+
+def test_nothing_is_run_on_a_rank_without_heads() -> None:
+    """Torch's attention divides by the number of heads, which ends the process."""
+
+    def attention(m: Block, x: Tensor, h: Tensor) -> Tensor:
+        heads = h[..., 8:].unflatten(-1, (-1, 8)).transpose(1, 2)  # one head of 8; on a rank none
+        return m.head(x + nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).flatten(2))
+
+    assert of(attention, {}).ok
+    report = of(attention, {"up": "colwise"})
+    assert any("empty tensor" in d.message for d in (*report.diagnostics, *report.secondary)), report.diagnostics
+
+
+def test_attention_without_heads_raises_in_a_mode() -> None:
+    heads = torch.zeros(2, 0, 4, 8)
+    with NothingEmpty(), pytest.raises(ValueError, match="empty"):
+        nn.functional.scaled_dot_product_attention(heads, heads, heads)
+    with NothingEmpty():
+        nn.functional.scaled_dot_product_attention(*(torch.zeros(2, 1, 4, 8) for _ in range(3)))
+
+
+def test_code_that_meets_empty_tensors_unsharded_too_may_do_so_on_a_rank() -> None:
+    """A loop over experts, of which some get no tokens."""
+
+    def experts(m: Block, x: Tensor, h: Tensor) -> Tensor:
+        result = m.head(x)
+        for chosen in (h.new_zeros(2, 4) > 0, h.new_zeros(2, 4) == 0):
+            result = result.clone()
+            result[chosen] += m.down(h[chosen])
+        return result
+
+    report = of(experts)
+    assert report.ok, report.diagnostics
+
+
+def test_slices_of_nothing() -> None:
+    empty = torch.zeros(4, 0)
+    assert spread_of([torch.zeros(2, 0), torch.zeros(2, 0)], empty) == Spread("split", 0)
+    assert spread_of([torch.zeros(0, 2), torch.zeros(4, 2)], torch.zeros(4, 2)) is not None
+    assert spread_of([torch.zeros(0, 2), torch.ones(4, 2)], torch.zeros(4, 2)) is None
+
+
+# The search for changes is bounded.
+
+
+def wrong_norm(search: Search | None) -> LayoutReport:
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": {"model.layers.*.self_attn.q_norm": "none"}})
+    bench = bench_of("qwen3")
+    resolved, _ = bind(plan.plan, bench.tree, MeshSizes(tp=2), sequence_parallel=False)
+    return check_layout(resolved, bench, search=search)
+
+
+@pytest.mark.parametrize("left", [Search(tries=0), Search(seconds=0.0)], ids=["tries", "seconds"])
+def test_a_finding_is_reported_without_a_change_once_the_search_is_over(left: Search) -> None:
+    report = wrong_norm(left)
+    assert codes(report) == ["SP401"] and report.diagnostics[0].help is None
+    assert left.over
+
+
+def test_the_search_counts_what_it_tries() -> None:
+    search = Search()
+    before = search.tries
+    report = wrong_norm(search)
+    assert report.diagnostics[0].help and 0 < before - search.tries < 10
+    assert 0 < search.seconds < 10
+
+
+def test_both_variants_of_a_plan_share_one_search() -> None:
+    layouts = ModelLayouts(find_model("qwen3"), 2)
+    rules = {"model.layers.*.self_attn.q_norm": "none"}
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules}).plan
+    left = []
+    for sequence_parallel in (False, True):
+        layouts.check(plan, sequence_parallel=sequence_parallel)
+        left.append(layouts._search[1].tries)
+    assert left[1] < left[0]
+    layouts.check(parse_plan("qwen3").plan, sequence_parallel=False)
+    assert layouts._search[1] == Search()
