@@ -267,6 +267,14 @@ def test_a_plan_is_proven_where_a_process_group_exists() -> None:
         assert codes(validate(Clipped("hook"))) == ["SP420"]
 
 
+def test_a_mesh_like_the_simulated_one_does_not_get_into_its_way() -> None:
+    """torch keeps what it knows of a mesh of this size and these names."""
+    with fake_mesh(2) as mesh:
+        assert applied_on(mesh, Model(), prove=False)
+        assert validate(TwoOutputs("tuple"), BOX).proven
+        assert shardplan.verify("llama", "llama", tp=2, sequence_parallel=False).ok
+
+
 def applied_on(mesh: Any, model: nn.Module, **options: Any) -> str:
     shardplan.apply_plan(model, mesh, PLAN, inputs=features, **options)
     return shardplan.applied(model).proof

@@ -111,3 +111,6 @@ class PlanError(ValueError):
     def __init__(self, diagnostics: tuple[Diagnostic, ...], text: str = ""):
         self.diagnostics = tuple(diagnostics)
         super().__init__(text or "\n".join(f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics))
+
+    def __reduce__(self) -> tuple[type, tuple]:
+        return type(self), (self.diagnostics, str(self))

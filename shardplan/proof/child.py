@@ -81,6 +81,12 @@ def _portable(error: Exception) -> Exception:
 _kept: list[Any] = []  # what is let go would be shut down
 
 
+def axis_name() -> str:
+    """What a simulated tp axis is called. In a forked copy it has a name that no mesh of the parent has: torch keeps what it
+    knows of meshes by their names and sizes, with groups that are not there in the copy."""
+    return f"tp of process {os.getpid()}" if _kept else "tp"
+
+
 def _forget_process_groups() -> None:
     world = private("process_groups")
     tables = (

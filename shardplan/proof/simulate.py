@@ -23,6 +23,7 @@ from shardplan.torchlib.modes import NothingEmpty
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
+from .child import axis_name
 from .compare import Ranked, compare_steps
 from .steps import Batch, Steps, run_steps
 
@@ -40,7 +41,7 @@ def simulated_mesh(tp: int) -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=tp)
     try:
         with private("LocalTensorMode")(tp), _ListsOfNumbers(), NothingEmpty():
-            yield init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
+            yield init_device_mesh("cpu", (tp,), mesh_dim_names=(axis_name(),))
     finally:
         dist.destroy_process_group()
 
@@ -93,7 +94,7 @@ def simulate(
     tp = program.resolved.sizes.tp
     batches = [{name: on_every_rank(value, tp) for name, value in batch.items()} for batch in batches]
     with simulated_mesh(tp) as mesh:
-        apply_program(model, read_mesh(mesh), program, src_data_rank=0)
+        apply_program(model, read_mesh(mesh, {"tp": axis_name()}), program, src_data_rank=0)
         _own_buffers(model, tp)
         given = iter(reference.directions)
         outputs = run_steps(model, batches, lambda results: next(given))
