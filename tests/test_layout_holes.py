@@ -170,7 +170,9 @@ def boxed(join: Callable[[Tensor, Tensor], Any], rules: dict[str, Any], found: l
 @pytest.mark.parametrize("kind", [tuple, list, dict, Outcome])
 def test_a_rule_moves_the_first_tensor_of_a_result(kind: type) -> None:
     def joined(one: Tensor, other: Tensor) -> Any:
-        return {"aux": one, "sample": other} if kind is dict else kind((one, other)) if kind in (tuple, list) else kind(one, other)
+        if kind is dict:
+            return {"aux": one, "sample": other}
+        return kind(one, other) if kind is Outcome else kind((one, other))
 
     boxed(joined, REDUCED, [])
     boxed(lambda partial, whole: joined(whole, partial), REDUCED, ["SP402", "SP405"])
@@ -354,7 +356,8 @@ def test_slices_of_nothing() -> None:
 
 
 def wrong_norm(search: Search | None) -> LayoutReport:
-    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": {"model.layers.*.self_attn.q_norm": "none"}})
+    rules = {"model.layers.*.self_attn.q_norm": "none"}
+    plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
     bench = bench_of("qwen3")
     resolved, _ = bind(plan.plan, bench.tree, MeshSizes(tp=2), sequence_parallel=False)
     return check_layout(resolved, bench, search=search)

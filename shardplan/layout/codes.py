@@ -73,7 +73,8 @@ OUTPUT = Code(
     code="SP405",
     title="the model's result is not what its callers get without a plan",
     text="""Callers of the model read its results - a loss, logits of the whole vocabulary, every other tensor in a tuple, a
-mapping or a dataclass - equal on all ranks and with a complete gradient. (Caches are a rank's own.) Here every rank hands on a slice, a partial sum, or a value whose gradient would be a partial sum.
+mapping or a dataclass - equal on all ranks and with a complete gradient. (A cache object is a rank's own.) Here every
+rank hands on a slice, a partial sum, or a value whose gradient would be a partial sum.
 Gather at the output head (`colwise_gather_output`), or declare logits that stay split (`colwise_vocab`).""",
     bad=_LLAMA + "tensor_parallel:\n  lm_head: {style: colwise, override: true}\n",
     good=_LLAMA + "tensor_parallel:\n  lm_head: colwise_vocab\n",
