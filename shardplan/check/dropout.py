@@ -17,7 +17,8 @@ DROPOUT = Code(
 (without sequence parallelism), and the random numbers of the ranks follow one seed that knows nothing of
 either. Until they are managed, dropout above 0 is refused wherever it stands in the model, also in parts that
 the plan leaves whole: there, ranks with different seeds would silently compute different values that are
-taken for equal. Most models are trained without dropout; set it to 0 in the configuration.""",
+taken for equal. It is refused for a model in evaluation mode too: plans are proven for training, and `from_pretrained`
+gives models in evaluation mode. Most models are trained without dropout; set it to 0 in the configuration.""",
     bad="""# shardplan validate gpt2.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -40,7 +41,7 @@ CODES = (DROPOUT,)
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for the model."""
     tree = facts.resolved.tree
-    if facts.tp in (None, 1) or not tree.trains:
+    if facts.tp in (None, 1):
         return
     active = {name: found for name, m in tree.modules.items() if (found := _probabilities(m.kind, m.numbers))}
     if not active:

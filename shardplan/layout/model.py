@@ -17,6 +17,7 @@ from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin, make_twin
 
+from . import randomness
 from .check import LayoutReport, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
@@ -63,6 +64,16 @@ class ModelLayouts:
                     raise ArithmeticError("its result is not finite")
         return benches
 
+    @property
+    def random(self) -> Diagnostic | None:
+        """SP371: the model's code draws random numbers, with which no plan is right; in the reduced model's names.
+
+        Raises:
+            PlanError: there is no reduced model, or it does not run.
+        """
+        sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
+        return randomness.finding(self.found.name, sites, self.tp) if sites else None
+
     @outside_modes()
     def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
@@ -75,6 +86,8 @@ class ModelLayouts:
         except PlanError as error:
             return LayoutReport(tuple(_unproven(d) for d in error.diagnostics))
         tree = benches[0].tree
+        if self.random is not None:
+            return LayoutReport((self._about_the_model(self.random, tree),))
         resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), sequence_parallel=sequence_parallel)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
