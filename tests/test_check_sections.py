@@ -267,6 +267,7 @@ def test_dropout_is_no_matter_without_tp():
     [
         ("attention_dropout", 0.1, True),
         ("layerdrop", 1.0, True),
+        ("router_jitter_noise", 0.01, True),
         ("attention_dropout", 0.0, False),
         ("drop_tokens", True, False),
         ("num_dropped", 1, False),
