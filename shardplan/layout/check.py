@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
@@ -13,6 +14,7 @@ from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.twin import Twin
 
 from .finding import Finding
+from .fused import advice, fused_repairs
 from .prover import Proof
 from .reads import SharedRead
 from .repairs import OURS, Repair, repairs, together
@@ -129,6 +131,8 @@ def _explain(
         repair, left, tried = _mend(plan, bench, groups, min(trials, TRIALS)) if help else (None, {}, 0)
         trials -= tried
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
+        if repair is None and help:
+            found = replace(found, help=advice(plan, group[0]))
         revised = _revised(changes, repair)
         if revised is not None:
             changes[revised] = replace(repair, old=changes[revised].old)
@@ -200,7 +204,7 @@ def _mend(
     key, group = next(iter(groups.items()))
     best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
     last, tried = trials, 0
-    for repair in repairs(plan, group[0]):
+    for repair in chain(fused_repairs(plan, group[0]), repairs(plan, group[0])):
         if tried >= last:
             break
         changed = repair.apply(plan)
@@ -220,10 +224,15 @@ def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequenc
     """Whether a change mends something: what is left was there before, or a crash had hidden it, behind which it is, or which
     is no more."""
     new = [group[0] for key, group in after.items() if key not in before]
-    crashes = [group[0].at for key, group in before.items() if key[0] == "crash"]
+    crashes = [_reached(group[0]) for key, group in before.items() if key[0] == "crash"]
     if not crashes:
         return not new
-    return all(finding.at > max(crashes) for finding in new) or not any(key[0] == "crash" for key in after)
+    return all(_reached(finding) > max(crashes) for finding in new) or not any(key[0] == "crash" for key in after)
+
+
+def _reached(finding: Finding) -> tuple[int, bool]:
+    """How far the run got: a crash in an operation is behind one between the same operations."""
+    return (finding.at, finding.kind == "crash" and bool(finding.operation))
 
 
 def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:

@@ -176,6 +176,8 @@ def tied_to(board: Board, head: str) -> tuple[str, ...]:
 def with_doors(board: Board, draft: Draft) -> Draft:
     """With one door around the readers of each value that several move on their own."""
     report = board.report(draft)
+    if report is None:  # no rule, so that there is no plan to look at
+        return draft
     doors: dict[str, Options] = {}
     for read in report.reads:
         pattern = board.tree.pattern(read.module)
