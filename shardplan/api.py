@@ -20,7 +20,7 @@ from shardplan.compiler.variants import (
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan, PlanFile
-from shardplan.core.report import Report, VerifyReport, as_errors, ordered, variant_name
+from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered, variant_name
 from shardplan.core.sources import SourceMap
 
 if TYPE_CHECKING:
@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits, Override
     from shardplan.core.coverage import Coverage
     from shardplan.core.estimate import Device, Estimate, OptimizerName, Precision, Sweep
+    from shardplan.layout import ModelLayouts
     from shardplan.lower import Program
     from shardplan.models import FoundModel
+    from shardplan.proof.stage import Question
     from shardplan.synth.foreign.sources import Form
     from shardplan.synth.new import NewPlan
 
@@ -75,12 +77,16 @@ def validate(
     seq_len: int | None = None,
     strict: bool = False,
     layouts: bool = True,
+    proof: bool = True,
     quick: bool = False,
+    allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Check a plan against a model, without touching it; every finding at once.
+    """Check a plan against a model, without touching it; every finding at once. The last stage proves it: two training steps
+    of the reduced model on simulated ranks, against the same steps unsharded.
 
     What can be told without torch is told first: errors in the plan itself, and for a checkpoint's folder what its names and
     sizes alone decide. Where there are such errors, torch is not imported and the model not built (`Report.stages`).
@@ -94,14 +100,18 @@ def validate(
         sequence_parallel: check the plan with, or without, its overlay; None checks both.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
-        layouts: prove the layouts of activations and gradients too, where the structure is right; without it the check
-            is done sooner and says less.
+        layouts: check the layouts of activations and gradients too, where the structure is right; without it, and so
+            without the proof, the check is done sooner and says less.
+        proof: prove the plan numerically, where the layouts are right; without it the report says "not proven".
         quick: stop behind what the files of a checkpoint's folder tell, for which neither torch nor the model's code is
             needed. What they do not decide for certain is a warning that says so.
+        allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
+            warning; else it is an error.
         inputs: what to call a module of your own with, for the layouts: a function from a seed to keyword arguments of
             its `forward`, or `module:callable`. Without it token ids are tried.
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
+        progress: is told what is being done.
 
     Raises:
         ValueError: a mesh size that is not a positive integer; `quick` for what is no checkpoint's folder
@@ -112,7 +122,8 @@ def validate(
     source = ModelSource(model, settings or {}, trust_remote_code, inputs)
     report = look_early(source, plan, sizes, sequence_parallel, quick=quick)
     if report.ok and not quick:
-        report = _look(report, source, plan, sequence_parallel, seq_len, layouts)
+        last = "proof" if layouts and proof else "layouts" if layouts else "structure"
+        report = _look(report, source, plan, sequence_parallel, seq_len, last, allow_unproven, progress)
     findings = ordered(report.diagnostics, report.sources)
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
 
@@ -123,9 +134,13 @@ def _look(
     plan: AnyPlan,
     sequence_parallel: bool | None,
     seq_len: int | None,
-    layouts: bool,
+    last: Stage,
+    allow_unproven: bool,
+    progress: Callable[[str], None],
 ) -> Report:
-    """Look at the model itself; `report` is of what was looked at before."""
+    """Look at the model itself, up to the stage `last`; `report` is of what was looked at before."""
+    from shardplan.layout import ModelLayouts
+
     found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
     findings = [*about_model, *about_plan]
@@ -133,9 +148,18 @@ def _look(
     if found is not None and read is not None:
         report, variants = _check(report, read, found, sequence_parallel, seq_len)
         report = replace(report, stages=(*report.stages, "structure"))
-        if layouts and not variants.any_error:
-            variants = prove_layouts(variants, read, found)
+        if last != "structure" and not variants.any_error:
+            progress("checking layouts")
+            small = ModelLayouts(found, report.checked_tp or 1)
+            variants = prove_layouts(variants, read, small, allow_unproven=allow_unproven)
             report = replace(report, stages=(*report.stages, *(["layouts"] if variants.layouts else [])))
+            if last == "proof" and variants.layouts and small.runs and not variants.any_error:
+                from shardplan.proof.stage import Question, prove_stage
+
+                asked = Question(small, source, read, allow_unproven=allow_unproven)
+                proven, about = prove_stage(asked, tuple(variants.resolved), progress)
+                variants = variants.with_findings(about)
+                report = replace(report, stages=(*report.stages, "proof"), proof=proven)
         findings += variants.together
         report = replace(report, secondary=ordered(variants.secondary, sources))
     return replace(report, diagnostics=tuple(findings))
@@ -214,8 +238,9 @@ def init_plan(
             (SP531).
         ValueError: a tp size below 2.
     """
+    from shardplan.layout import ModelLayouts
     from shardplan.parse import parse_plan
-    from shardplan.proof.prove import prove
+    from shardplan.proof.stage import Question, prove_stage
     from shardplan.synth.new import new_plan
 
     if tp < 2:
@@ -232,13 +257,16 @@ def init_plan(
     variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
     about_rules = [d for d in variants.together if d.primary is not None]
     _raise_errors(about_rules, parsed.sources, strict=False)
-    layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, found)
+    small = ModelLayouts(found, tp)
+    layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, small)
     _raise_errors(layouts.together, parsed.sources, strict=False)
-    proof = prove(source, parsed.plan, sizes, wanted, logits="plan", processes=False, progress=progress)
-    assert proof.ok, f"the plan that was found is refuted:\n{made.text}"
+    asked = Question(small, source, parsed.plan, allow_unproven=True)  # what no run reaches is said, and stays whole
+    proof, about_proof = prove_stage(asked, wanted, progress)
+    assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
+    found_late = layouts.with_findings(about_proof).together
     # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
     about_model = [replace(d, severity=Severity.WARNING) for d in variants.together if d.primary is None]
-    return replace(made, diagnostics=(*made.diagnostics, *about_model))
+    return replace(made, diagnostics=(*made.diagnostics, *about_model, *found_late))
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,11 +365,13 @@ def compile_plan(
     regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
+    allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Program:
-    """Compile a plan for a model, without touching it. Deterministic, and equal on all ranks.
+    """Compile a plan for a model, without touching it. Deterministic, and equal on all ranks. Its layouts are checked;
+    `validate` and `apply_plan` prove it numerically too.
 
     Args:
         model, plan: as for `validate`.
@@ -355,10 +385,10 @@ def compile_plan(
             the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
-        inputs, settings, trust_remote_code: as for `validate`.
+        allow_unproven, inputs, settings, trust_remote_code: as for `validate`.
 
     Raises:
-        PlanError: all that `validate` can tell.
+        PlanError: all that `validate` can tell before its last stage.
         TypeError, ValueError: a wrong argument.
     """
     return _compile(
@@ -375,7 +405,8 @@ def compile_plan(
         regather=regather,
         seq_len=seq_len,
         strict=strict,
-    )[0]
+        allow_unproven=allow_unproven,
+    ).program
 
 
 def apply_plan(
@@ -391,6 +422,8 @@ def apply_plan(
     regather: bool | None = None,
     seq_len: int | None = None,
     strict: bool = False,
+    prove: bool = True,
+    allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
     axes: Mapping[str, str] | None = None,
     check_inputs: bool = False,
@@ -407,8 +440,10 @@ def apply_plan(
         model: on the meta device, the CPU or a CUDA device, not sharded yet.
         mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
             understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
-        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict, inputs:
-            as for `compile_plan`.
+        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
+        allow_unproven, inputs: as for `compile_plan`.
+        prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
+            it before (`validate`). Without it, `applied(model)` says "not proven".
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
@@ -426,11 +461,12 @@ def apply_plan(
     from shardplan.apply.autocast import read_dtype
     from shardplan.apply.mesh import read_mesh
     from shardplan.models.packed import patch_is_packed_sequence as patch_packed
+    from shardplan.proof.stage import prove_on_first_rank
 
     refuse_used(model)
     plan_mesh = read_mesh(mesh, axes)
     with same_on_all_ranks(mesh) as say:
-        program, warnings = _compile(
+        compiled = _compile(
             ModelSource(model, inputs=inputs),
             plan_mesh.sizes,
             plan,
@@ -444,12 +480,21 @@ def apply_plan(
             regather=regather,
             seq_len=seq_len,
             strict=strict,
+            allow_unproven=allow_unproven,
         )
+        program, warnings = compiled.program, compiled.warnings
         plan_mesh.check_sections(program.resolved)
         autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
         say(f"{intention(program)}\nautocast {autocast}")
+    proof = "not proven: nothing is split" if plan_mesh.sizes.tp == 1 else "not proven: it cannot be (allow_unproven)"
+    if not prove:
+        proof = "not proven: prove=False"
+    elif compiled.asked is not None:
+        found, how = prove_on_first_rank(compiled.asked, program.sequence_parallel, mesh)
+        _raise_errors(found, compiled.sources, strict=strict)
+        warnings, proof = (*warnings, *found), f"proven {how}, on a reduced model"
     result = apply_program(
-        model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings
+        model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings, proof=proof
     )
     if patch_is_packed_sequence:
         patch_packed()
@@ -468,13 +513,14 @@ def verify(
     sequence_parallel: bool | None = None,
     logits: Logits = "plan",
     processes: bool = False,
+    allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> VerifyReport:
-    """Prove a plan numerically: a small copy of the model, sharded, against the same copy unsharded - the loss, the
-    logits and every parameter's gradient on every rank.
+    """Prove a plan numerically: two training steps of a reduced model, sharded, against the same steps unsharded - every
+    output, every gradient and every buffer, on every rank.
 
     Args:
         model, plan: as for `validate`.
@@ -482,13 +528,14 @@ def verify(
         sequence_parallel: with or without the overlay; None proves both where the plan has one.
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
             above 1.
-        inputs, settings, trust_remote_code: as for `validate`.
+        allow_unproven, inputs, settings, trust_remote_code: as for `validate`.
         progress: is told what is being done.
 
     Raises:
-        PlanError: the plan has errors.
+        PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
         ValueError: data parallelism without `processes`, or a process group exists already.
     """
+    from shardplan.layout import ModelLayouts
     from shardplan.proof.prove import prove
 
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
@@ -501,7 +548,8 @@ def verify(
     wanted = wanted_variants(read, sequence_parallel)
     variants = check_variants(bind_variants(read, found.tree, sizes, wanted))
     _raise_errors((*about_model, *about_plan, *variants.together), sources, strict=False)
-    return prove(source, read, sizes, wanted, logits=logits, processes=processes, progress=progress)
+    options = {"logits": logits, "processes": processes, "allow_unproven": allow_unproven, "progress": progress}
+    return prove(ModelLayouts(found, tp), source, read, sizes, wanted, **options).report
 
 
 def estimate(
@@ -659,9 +707,8 @@ def _estimates(
             if sizes.tp not in programs:
                 progress(f"compiling for tp {sizes.tp}")
                 options = {"sequence_parallel": sequence_parallel, "logits": logits, "regather": regather}
-                programs[sizes.tp], _ = _compile(
-                    source, sizes, plan, **options, sections=sections, seq_len=seq_len, strict=False
-                )
+                made_of = {"sections": sections, "seq_len": seq_len, "strict": False, "allow_unproven": True}
+                programs[sizes.tp] = _compile(source, sizes, plan, **options, **made_of).program
             resolved = replace(programs[sizes.tp].resolved, sizes=sizes)
             _raise_errors(check(resolved, seq_len=seq_len), SourceMap(), strict=False)
             found = found or source.find()
@@ -682,6 +729,17 @@ def applied(model: nn.Module) -> Applied:
     return lookup(model)
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """A program, with the warnings met on the way, and what its proof needs; None where there is nothing to prove, or nothing
+    to prove it on."""
+
+    program: Program
+    warnings: tuple[Diagnostic, ...]
+    asked: Question | None
+    sources: SourceMap
+
+
 def _compile(
     source: ModelSource,
     sizes: MeshSizes,
@@ -693,11 +751,13 @@ def _compile(
     regather: bool | None,
     seq_len: int | None,
     strict: bool,
-) -> tuple[Program, tuple[Diagnostic, ...]]:
-    """The program, and the warnings met on the way."""
+    allow_unproven: bool = False,
+) -> Compiled:
     from shardplan.compiler.overrides import overriding_document, with_parent
     from shardplan.compiler.program import program_of
+    from shardplan.layout import ModelLayouts
     from shardplan.parse import parse_plan
+    from shardplan.proof.stage import Question
 
     found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
@@ -711,10 +771,14 @@ def _compile(
     overlay = sequence_parallel and sizes.tp != 1
     variants = check_variants(bind_variants(read, found.tree, sizes, {False, overlay}), seq_len=seq_len)
     _raise_errors([*findings, *variants.findings[overlay]], sources, strict=strict)
-    variants = prove_layouts(variants, read, found)
+    small = ModelLayouts(found, sizes.tp or 1)
+    variants = prove_layouts(variants, read, small, allow_unproven=allow_unproven)
     findings += variants.findings[overlay]
     _raise_errors(findings, sources, strict=strict)
-    return program_of(variants, overlay, logits=logits, regather=regather, sections=sections), tuple(findings)
+    program = program_of(variants, overlay, logits=logits, regather=regather, sections=sections)
+    provable = bool(variants.layouts) and small.runs
+    asked = Question(small, source, read, logits, allow_unproven) if provable else None
+    return Compiled(program, tuple(findings), asked, sources)
 
 
 def _raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool) -> None:

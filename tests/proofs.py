@@ -167,7 +167,7 @@ def sharded(model: nn.Module, inputs: dict[str, Any], plan: Any, tp: int, call: 
 def compare_results(reference: Results, result: Results) -> tuple[Comparison, ...]:
     """By the one definition of equal. A gradient that only one of the two has differs."""
     assert reference.values.keys() == result.values.keys()
-    rows = [compare(n, "logits", result.values[n], reference.values[n]) for n in reference.values]
+    rows = [compare(n, "output", result.values[n], reference.values[n]) for n in reference.values]
     floor = NEGLIGIBLE * max((magnitude(g) for g in reference.gradients.values()), default=0.0)
     for name in sorted(reference.gradients.keys() | result.gradients.keys()):
         if name in reference.gradients and name in result.gradients:

@@ -12,8 +12,8 @@ def gradient(name: str, error: float = 1e-7, verdict: str = "equal", dtype: str 
 
 
 ROWS = (
-    Comparison("loss", "loss", 1.25e-8, "rank 0", "equal"),
-    Comparison("logits", "logits", 3e-7, "rank 1", "equal"),
+    Comparison("loss", "output", 1.25e-8, "rank 0", "equal"),
+    Comparison("logits", "output", 3e-7, "rank 1", "equal"),
     gradient("model.layers.0.mlp.up_proj.weight", 2e-7),
     gradient("model.layers.1.mlp.up_proj.weight", 4e-7),
     gradient("model.layers.0.self_attn.q_norm.weight", 0.5, "differs", "float64"),

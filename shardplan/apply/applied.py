@@ -39,6 +39,7 @@ class Applied:
         shared: the switches of the tensor-parallel styles; None where tp is 1.
         mesh: what the plan was applied on.
         fused: what asynchronous tensor parallelism came to; None without it.
+        proof: how the plan is known to be right, in words, or why it is not proven.
     """
 
     program: Program
@@ -48,11 +49,13 @@ class Applied:
     shared: Shared | None
     mesh: PlanMesh
     fused: Fused | None = None
+    proof: str = "not proven"
 
     def __str__(self) -> str:
         plan = self.program.resolved.plan
         lines = [f"plan {plan.name} on tp={self.tp}: {', '.join(self.steps)}"]
         if self.tp > 1:
+            lines.append(f"  {self.proof}")
             lines += [f"  {when}: {_counted(c)}" for when, c in self.collectives.items()]
         lines += [f"  {d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
         return "\n".join(lines)

@@ -163,11 +163,13 @@ def apply_program(
     src_data_rank: int | None,
     autocast: torch.dtype | None = None,
     diagnostics: tuple[Diagnostic, ...] = (),
+    proof: str = "not proven",
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
     Args:
         autocast: the dtype in which the forward runs under torch.autocast.
+        proof: how the program is known to be right, in words.
 
     Raises:
         RuntimeError: a step failed; names it and the module. The model is then marked unusable.
@@ -188,6 +190,6 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
-    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused)
+    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused, proof)
     remember(record, model)
     return result

@@ -104,6 +104,9 @@ def _validate(parser: Parser) -> None:
         action="store_true",
         help="stop behind what the names and sizes in a checkpoint's folder tell, without torch and the model's code",
     )
+    text = "leave out the numeric proof, for editors; the report says so"
+    parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
+    _allow_unproven(parser)
     parser.add_argument("--verbose", action="store_true", help="also what follows from the findings")
     _findings_output(parser)
 
@@ -157,6 +160,7 @@ def _verify(parser: Parser) -> None:
         "--processes", action="store_true", help="real gloo processes instead of a simulation in one process"
     )
     _model_options(parser)
+    _allow_unproven(parser)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -266,6 +270,11 @@ def _model_options(parser: Parser) -> None:
         metavar="MODULE:CALLABLE",
         help="what to call a module of your own with: a function from a seed to keyword arguments of its forward",
     )
+
+
+def _allow_unproven(parser: Parser) -> None:
+    text = "what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a warning"
+    parser.add_argument("--allow-unproven", action="store_true", help=text)
 
 
 def _findings_output(parser: Parser) -> None:

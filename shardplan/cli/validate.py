@@ -31,7 +31,9 @@ def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
     progress(f"reading {args.model}")
     try:
         with redirect_stdout(sys.stderr):
-            return api.validate(args.model, args.plan, layouts=layouts, settings=dict(args.settings), **options)
+            return api.validate(
+                args.model, args.plan, layouts=layouts, settings=dict(args.settings), progress=progress, **options
+            )
     finally:
         progress("")
 
@@ -47,4 +49,6 @@ OPTIONS = (
     "trust_remote_code",
     "inputs",
     "quick",
+    "proof",
+    "allow_unproven",
 )

@@ -36,6 +36,7 @@ def run(args: argparse.Namespace) -> int:
                 dp_shard=args.dp_shard,
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
+                allow_unproven=args.allow_unproven,
                 settings=dict(args.settings),
                 inputs=args.inputs,
                 trust_remote_code=args.trust_remote_code,

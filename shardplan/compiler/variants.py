@@ -13,8 +13,7 @@ from shardplan.core.report import of_both_variants
 from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
-    from shardplan.layout import LayoutReport
-    from shardplan.models import FoundModel
+    from shardplan.layout import LayoutReport, ModelLayouts
 
 On = bool  # with the overlay
 
@@ -47,6 +46,10 @@ class Variants:
         """The findings of all variants, what both say once."""
         return _together(list(self.findings.values()))
 
+    def with_findings(self, more: Mapping[On, tuple[Diagnostic, ...]]) -> Variants:
+        """The same with further findings."""
+        return replace(self, findings={on: (*old, *more.get(on, ())) for on, old in self.findings.items()})
+
     def at(self, tp: int | None) -> Variants:
         """The same at another size of the tp axis."""
         moved = {on: replace(one, sizes=replace(one.sizes, tp=tp)) for on, one in self.resolved.items()}
@@ -76,24 +79,26 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
     return Variants(variants.resolved, found)
 
 
-def prove_layouts(variants: Variants, plan: PlanFile, found: FoundModel) -> Variants:
+def prove_layouts(
+    variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False
+) -> Variants:
     """Add what the layout check finds, without a tp size above 1 nothing, and what keeps the sequence from being split over
-    a cp axis. It is for plans without structural errors."""
+    a cp axis. It is for plans without structural errors.
+
+    Args:
+        model: the model at the size of tp that is checked.
+        allow_unproven: what keeps a plan from being proven is a warning, and else an error.
+    """
     sizes = next(iter(variants.resolved.values())).sizes
     if sizes.cp > 1:
         from shardplan.layout.context import context_findings
 
-        about = context_findings(found)
-        variants = replace(variants, findings={on: (*old, *about) for on, old in variants.findings.items()})
-    tp = sizes.tp or 1
-    if tp == 1:
+        about = context_findings(model.found)
+        variants = variants.with_findings(dict.fromkeys(variants.findings, about))
+    if (sizes.tp or 1) == 1:
         return variants
-    from shardplan.layout import ModelLayouts
-
-    model = ModelLayouts(found, tp)
-    reports = {on: model.check(plan, sequence_parallel=on) for on in variants.resolved}
-    findings = {on: (*about, *reports[on].diagnostics) for on, about in variants.findings.items()}
-    return Variants(variants.resolved, findings, reports)
+    reports = {on: model.check(plan, sequence_parallel=on, allow_unproven=allow_unproven) for on in variants.resolved}
+    return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 
 def _together(found: Sequence[tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:

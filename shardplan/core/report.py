@@ -12,7 +12,8 @@ from .mesh import MeshSizes
 from .sources import SourceMap
 
 Variant = Literal["tensor_parallel", "sequence_parallel"]
-Stage = Literal["plan", "names", "structure", "layouts"]
+Stage = Literal["plan", "names", "structure", "layouts", "proof"]
+Compared = Literal["output", "gradient", "buffer"]
 
 
 def variant_name(sequence_parallel: bool) -> Variant:
@@ -91,7 +92,8 @@ class Report:
         allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
             computed.
         stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
-            layouts of its small copy. Where a stage finds errors, the later ones are not reached.
+            layouts of its reduced model; its numbers. Where a stage finds errors, the later ones are not reached.
+        proof: the numeric proof, where that stage was reached.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -104,6 +106,12 @@ class Report:
     variants: tuple[Variant, ...] = ()
     allowed_tp: tuple[int, ...] | None = None
     stages: tuple[Stage, ...] = ("plan",)
+    proof: VerifyReport | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Whether every variant that was checked is proven numerically."""
+        return self.ok and self.proof is not None and self.proof.ok
 
     @property
     def ok(self) -> bool:
@@ -131,7 +139,8 @@ class Comparison:
     """One tensor of the sharded model against the same tensor of the unsharded one.
 
     Args:
-        name: "loss", "logits" or a parameter's full name.
+        name: of an output its path in what the model returns ("loss", "logits", "0"), of a gradient or a buffer the full
+            name.
         kind: what the tensor is.
         error: the largest difference over the largest reference value, the worst over all ranks; without a
             unit.
@@ -141,7 +150,7 @@ class Comparison:
     """
 
     name: str
-    kind: Literal["loss", "logits", "gradient"]
+    kind: Compared
     error: float
     where: str
     verdict: Literal["equal", "differs", "unproven"]
@@ -154,15 +163,19 @@ class VariantProof:
 
     Args:
         variant: which one.
-        rows: what was compared: the loss, the logits, every gradient.
+        rows: what was compared: every output, every gradient, every buffer.
         parameters: the number of parameters (elements) of the model that was compared.
         sharded: how many of them are split over tp.
+        unreached: parameters and modules that no run reached, which the plan does not touch: of the model, by full name.
+        unproven: those that no run reached, and that the plan splits, or that lie in a block that it moves values in.
     """
 
     variant: Variant
     rows: tuple[Comparison, ...]
     parameters: int
     sharded: int
+    unreached: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()
 
     @property
     def sharded_share(self) -> float:
@@ -176,9 +189,9 @@ class VariantProof:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, and something was proven."""
+        """Nothing differs, something was proven, and nothing that the plan touches was not."""
         verdicts = {row.verdict for row in self.rows}
-        return "differs" not in verdicts and "equal" in verdicts
+        return "differs" not in verdicts and "equal" in verdicts and not self.unproven
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardplan.apply.mesh import PlanMesh
 from shardplan.core.diagnostics import PlanError
 from shardplan.models.findings import reason, refuse
-from shardplan.twin.outcome import outcome
+from shardplan.twin.outcome import loss_of
 
 from .codes import NOT_TRACED
 from .ledger import Ledger, category_of, moments_of
@@ -90,7 +90,7 @@ def _step(
     places = meter.places
     places.enter("forward")
     batch = inputs()
-    loss = outcome(model(**batch))[0]
+    loss = loss_of(model(**batch))
     meter.end_forward()
     places.enter("backward")
     loss.backward()

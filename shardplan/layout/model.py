@@ -36,6 +36,7 @@ class ModelLayouts:
 
     def __init__(self, found: FoundModel, tp: int):
         self.found, self.tp = found, tp
+        self._reports: dict[tuple[int, bool], tuple[PlanFile, LayoutReport]] = {}
 
     @cached_property
     def twin(self) -> Twin:
@@ -74,25 +75,44 @@ class ModelLayouts:
         sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
         return randomness.finding(self.found.name, sites, self.tp) if sites else None
 
+    @property
+    def tree(self) -> ModuleTree:
+        """The reduced model's."""
+        return self.benches[0].tree
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a reduced model, and it runs unsharded."""
+        try:
+            return bool(self.benches)
+        except PlanError:
+            return False
+
     @outside_modes()
-    def check(self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> LayoutReport:
+    def check(
+        self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True, allow_unproven: bool = False
+    ) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 
-        The arrivals and reads are those of the model's modules. What keeps the check from running at all is a warning: a
-        plan is not wrong because its model cannot be copied.
+        The arrivals and reads are those of the model's modules.
+
+        Args:
+            help: look for the changes that fix what is wrong.
+            allow_unproven: what keeps the check from running is a warning, and else an error: what was not proven is not
+                taken for right.
         """
         try:
             benches = self.benches
         except PlanError as error:
-            return LayoutReport(tuple(_unproven(d) for d in error.diagnostics))
+            return LayoutReport(tuple(_unproven(d, allow_unproven) for d in error.diagnostics))
         tree = benches[0].tree
         if self.random is not None:
             return LayoutReport((self._about_the_model(self.random, tree),))
         resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), sequence_parallel=sequence_parallel)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
-            return LayoutReport((_not_small(self.found.name, structure),))
-        report = self.check_copy(resolved, help=help)
+            return LayoutReport((_not_small(self.found.name, structure, allow_unproven),))
+        report = self.layouts_of(plan, sequence_parallel, resolved, help=help)
         return replace(
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
@@ -100,11 +120,28 @@ class ModelLayouts:
             reads=tuple(reads_of(self.found.tree, report.reads)),
             sums=tuple(sums_of(self.found.tree, tree, report.sums)),
             diagnostics=(
-                *(self._about_the_model(d, tree) for d in report.diagnostics),
+                *map(self._about_the_model, report.diagnostics),
                 *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
             ),
-            secondary=tuple(self._about_the_model(d, tree) for d in report.secondary),
+            secondary=tuple(map(self._about_the_model, report.secondary)),
         )
+
+    def layouts_of(
+        self, plan: PlanFile, sequence_parallel: bool, resolved: ResolvedPlan, *, help: bool = False
+    ) -> LayoutReport:
+        """The layouts of a variant of a plan on the reduced model, in its names; each is checked once.
+
+        Args:
+            resolved: the variant, bound to the reduced model.
+        """
+        known = self._reports.get((id(plan), sequence_parallel))
+        if known is None:
+            known = self._reports[id(plan), sequence_parallel] = (plan, self.check_copy(resolved, help=help))
+        return known[1]
+
+    def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The modules or parameters of the model that those of the reduced one stand for."""
+        return modules_of(self.found.tree, self.tree, self.twin.layers, tuple(names))
 
     @outside_modes()
     def check_copy(self, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
@@ -118,9 +155,9 @@ class ModelLayouts:
         """
         return check_layout(resolved, self.benches, help=help)
 
-    def _about_the_model(self, diagnostic: Diagnostic, small: ModuleTree) -> Diagnostic:
+    def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
         """The finding with the model's modules in place of its small copy's."""
-        return replace(diagnostic, modules=modules_of(self.found.tree, small, self.twin.layers, diagnostic.modules))
+        return replace(diagnostic, modules=self.names_in_model(diagnostic.modules))
 
 
 def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str, Layout]:
@@ -178,11 +215,16 @@ def sums_of(tree: ModuleTree, small: ModuleTree, sums: Sequence[SharedSum]) -> I
         yield from (one for one in everywhere if all(name in tree.modules for name in one.members))
 
 
-def _unproven(diagnostic: Diagnostic) -> Diagnostic:
+UNPROVEN_HELP = "give what is missing, or accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"
+
+
+def _unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
+    """What keeps a plan from being proven, as an error or, where that is accepted, a warning."""
     return replace(
         diagnostic,
-        severity=Severity.WARNING,
-        message=f"{diagnostic.message}: the layouts of this plan are not proven",
+        severity=Severity.WARNING if allowed else Severity.ERROR,
+        message=f"{diagnostic.message}: this plan is not proven",
+        help=diagnostic.help if allowed else "\n".join(filter(None, (diagnostic.help, UNPROVEN_HELP))),
     )
 
 
@@ -195,10 +237,11 @@ def _unseen(name: str, why: str) -> Diagnostic:
     )
 
 
-def _not_small(name: str, findings: list[Diagnostic]) -> Diagnostic:
-    return Diagnostic(
+def _not_small(name: str, findings: list[Diagnostic], allowed: bool) -> Diagnostic:
+    found = Diagnostic(
         code=UNTYPED.code,
-        severity=Severity.WARNING,
-        message=f"the plan fits {name}, but not the small copy on which layouts are proven: they are not proven",
+        severity=Severity.ERROR,
+        message=f"the plan fits {name}, but not the reduced model on which it would be proven",
         notes=tuple(d.message for d in findings),
     )
+    return _unproven(found, allowed)

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from shardplan.core.report import Comparison
+from shardplan.core.report import Comparison, Compared
 
-from .steps import Step
+from .steps import Steps
 
 # Per tensor, the largest difference over the largest reference value. In float32 at most this is equal; above it the
 # case runs again in float64, where at most the other is.
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 NEGLIGIBLE = 1e-12  # of the model's largest gradient: a reference below it everywhere proves nothing
+HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
 
 Ranked = Iterable[tuple[str, Tensor]]  # (the rank in words, the tensor that it has, whole)
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """The largest difference over the largest reference value; infinite for another shape or a value that is not
-    finite."""
-    if value.shape != reference.shape or not torch.isfinite(value).all():
+    """The largest difference over the largest reference value; infinite for another shape, for a value that is not a
+    number, and for one that is beyond `HUGE` where the reference is something else."""
+    if value.shape != reference.shape or torch.isnan(value).any():
         return float("inf")
-    difference = magnitude(value.double() - reference.double())
-    scale = magnitude(reference)
+    value, reference = value.double(), reference.double()
+    huge = (reference.abs() >= HUGE) | (value.abs() >= HUGE)
+    if huge.any():
+        if not torch.equal(value[huge].sign(), reference[huge].sign()) or (reference[huge].abs() < HUGE).any():
+            return float("inf")
+        value, reference = value[~huge], reference[~huge]
+    difference, scale = magnitude(value - reference), magnitude(reference)
     return difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
 
 
@@ -34,33 +40,65 @@ def magnitude(tensor: Tensor) -> float:
     return tensor.detach().abs().max().item() if tensor.numel() else 0.0
 
 
-def compare(name: str, kind: str, values: Ranked, reference: Tensor, floor: float = 0.0) -> Comparison:
+def compare(name: str, kind: Compared, values: Ranked, reference: Tensor, floor: float = 0.0) -> Comparison:
     """Compare what each rank has with the reference.
 
     Args:
-        floor: a reference whose largest value is at most this proves nothing, unless the value is wrong all the same.
+        floor: a reference whose largest value is at most this proves nothing, where the values are no larger either than
+            rounding could make them.
     """
     dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
+    values = list(values)
     where, error = max(((rank, relative_error(value, reference)) for rank, value in values), key=lambda e: e[1])
     verdict = "equal" if error <= TOLERANCE[dtype] else "differs"
-    if magnitude(reference) <= floor:
-        verdict = "unproven"
+    if floor and magnitude(reference) <= floor:
+        rounding = floor / NEGLIGIBLE * TOLERANCE[dtype]
+        small = all(value.shape == reference.shape and magnitude(value) <= rounding for _, value in values)
+        verdict = "unproven" if small else "differs"
     return Comparison(name, kind, error, where, verdict, str(dtype).removeprefix("torch."))
 
 
-def compare_step(
-    reference: Step, loss: Ranked, logits: Ranked, gradients: Mapping[str, Ranked]
+def compare_steps(
+    reference: Steps,
+    outputs: Sequence[Mapping[str, Ranked]],
+    gradients: Mapping[str, Ranked],
+    buffers: Mapping[str, Ranked],
 ) -> tuple[Comparison, ...]:
-    """Compare a sharded step with the unsharded one: the loss, the logits, every gradient.
+    """Compare sharded steps with the unsharded ones: every output of each, every gradient, every buffer.
 
-    A gradient that the unsharded model has and the sharded one has not, or the other way round, differs.
+    What the unsharded model has and the sharded one has not, or the other way round, differs.
     """
     floor = NEGLIGIBLE * max((magnitude(g) for g in reference.gradients.values()), default=0.0)
-    rows = [compare("loss", "loss", loss, reference.loss), compare("logits", "logits", logits, reference.logits)]
-    for name, expected in reference.gradients.items():
-        if name in gradients:
-            rows.append(compare(name, "gradient", gradients[name], expected, floor))
-    dtype = str(reference.loss.dtype).removeprefix("torch.")
-    for name in sorted(reference.gradients.keys() ^ gradients.keys()):
-        rows.append(Comparison(name, "gradient", float("inf"), "every rank", "differs", dtype))
-    return tuple(rows)
+    rows: list[Comparison] = []
+    for expected, found in zip(reference.outputs, outputs, strict=True):
+        rows += _all("output", expected, found)
+    rows += _all("gradient", reference.gradients, gradients, floor)
+    rows += _all("buffer", reference.buffers, buffers)
+    return worst_of(rows)
+
+
+def _all(
+    kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, Ranked], floor: float = 0.0
+) -> list[Comparison]:
+    rows = [compare(name, kind, found[name], value, floor) for name, value in expected.items() if name in found]
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in expected.values()}
+    dtype = "float64" if "float64" in dtypes else "float32"
+    rows += [
+        Comparison(name, kind, float("inf"), "every rank", "differs", dtype)
+        for name in sorted(expected.keys() ^ found.keys())
+    ]
+    return rows
+
+
+def worst_of(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Of rows about the same tensor the worst."""
+    found: dict[tuple[str, str], Comparison] = {}
+    for row in rows:
+        known = found.get((row.kind, row.name))
+        if known is None or _weight(row) > _weight(known):
+            found[row.kind, row.name] = row
+    return tuple(found.values())
+
+
+def _weight(row: Comparison) -> tuple[int, float]:
+    return (("unproven", "equal", "differs").index(row.verdict), row.error)

@@ -27,11 +27,9 @@ from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
-from shardplan.twin.outcome import outcome
 
-from .compare import compare_step
-from .exact import in_precision_of
-from .steps import Step, cast, reference_step
+from .compare import compare_steps
+from .steps import STEPS, Steps, cast, reference_steps, run_steps
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
@@ -100,33 +98,42 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     shape = tuple(getattr(case.sizes, axis) for axis in AXES)
     mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=AXES))
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
-    reference, own = _combined_reference(case, index, replicas)
+    reference = _combined_reference(case, index, replicas)
     model = case.build().to(case.dtype)
     apply_program(model, mesh, case.program, src_data_rank=0)
-    with in_precision_of(model):
-        loss, logits = outcome(model(**cast(case.inputs(index), case.dtype)))
-        loss.backward()
+    given = iter(reference.directions)
+    outputs = run_steps(model, _batches(case, index, replicas), lambda results: next(given))
     packed = packed_parameters(case.program)
     gradients = {
         name: [("", _whole(parameter.grad, packed.get(name), case.sizes.tp))]
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
-    reference = Step(own.loss, own.logits, reference)
-    return compare_step(reference, [("", loss.detach())], [("", logits.detach())], gradients)
+    buffers = {name: [("", buffer.detach())] for name, buffer in model.named_buffers(remove_duplicate=False)}
+    found = [
+        {name: [("", x.full_tensor() if isinstance(x, DTensor) else x)] for name, x in step.items()} for step in outputs
+    ]
+    return compare_steps(reference, found, gradients, buffers)
+
+
+def _batches(case: Case, index: int, replicas: int) -> list[dict[str, Any]]:
+    """The batches of one data-parallel rank."""
+    return [cast(case.inputs(step * replicas + index), case.dtype) for step in range(STEPS)]
 
 
 def _data_parallel_rank(mesh: Any) -> int:
     return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
 
 
-def _combined_reference(case: Case, index: int, replicas: int) -> tuple[dict[str, torch.Tensor], Step]:
-    """The unsharded gradients on the batches of all data-parallel ranks, averaged as FSDP2 does, and the step on this
-    rank's own batch."""
-    steps = [reference_step(case.build().to(case.dtype), cast(case.inputs(i), case.dtype)) for i in range(replicas)]
-    names = steps[0].gradients.keys()
-    return {name: sum(step.gradients[name] for step in steps) / replicas for name in names}, steps[index]
+def _combined_reference(case: Case, index: int, replicas: int) -> Steps:
+    """The unsharded steps on this rank's own batches, with the gradients of the batches of all data-parallel ranks,
+    averaged as FSDP2 does."""
+    runs = [reference_steps(case.build().to(case.dtype), _batches(case, i, replicas)) for i in range(replicas)]
+    names = {name for run in runs for name in run.gradients}
+    gradients = {
+        name: sum(run.gradients[name] for run in runs if name in run.gradients) / replicas for name in sorted(names)
+    }
+    return replace(runs[index], gradients=gradients)
 
 
 def _whole(gradient: torch.Tensor, packed: ParameterProgram | None, tp: int) -> torch.Tensor:

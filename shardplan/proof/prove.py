@@ -1,12 +1,12 @@
-"""The numeric proof of a plan: a small copy of the model, sharded, against the same copy unsharded."""
+"""The numeric proof of a plan: a reduced model, sharded, against the same model unsharded."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,16 +25,36 @@ from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
 from shardplan.twin import Twin
 
+from .compare import worst_of
+from .failure import sharded_run
 from .processes import Case, run_processes
+from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
-from .steps import cast, reference_step
+from .steps import STEPS, Steps, cast, reference_steps
+
+
+@dataclass(frozen=True)
+class Proven:
+    """What `prove` returns.
+
+    Args:
+        report: what was compared.
+        variants: the plan bound to the reduced model, whose names the report's rows have.
+        programs: of each variant, for the reduced model.
+        missing: of each variant, what no run reached, in the names of the reduced model.
+    """
+
+    report: VerifyReport
+    variants: Variants
+    programs: Mapping[On, Program]
+    missing: Mapping[On, tuple[str, ...]]
 
 
 def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[On]) -> Variants:
-    """The variants of a plan for a small copy: compiled as for the model itself, whatever its layouts are said to be.
+    """The variants of a plan for a reduced model: compiled as for the model itself, whatever its layouts are said to be.
 
     Raises:
-        PlanError: the plan, which fits the model itself, has errors on the copy; or the copy does not run.
+        PlanError: the plan, which fits the model itself, has errors on the reduced one; or that does not run.
     """
     variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {False, *wanted}))
     for on in wanted:
@@ -42,41 +62,53 @@ def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: I
             raise PlanError(variants.findings[on])
     if sizes.tp == 1:
         return variants
-    return replace(variants, layouts={on: small.check_copy(one) for on, one in variants.resolved.items()})
+    return replace(variants, layouts={on: small.layouts_of(plan, on, one) for on, one in variants.resolved.items()})
 
 
 def prove(
+    small: ModelLayouts,
     source: ModelSource,
     plan: PlanFile,
     sizes: MeshSizes,
-    variants: Sequence[bool],
+    variants: Sequence[On],
     *,
-    logits: Logits,
-    processes: bool,
-    progress: Callable[[str], None],
-) -> VerifyReport:
+    logits: Logits = "plan",
+    processes: bool = False,
+    allow_unproven: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Proven:
     """Prove a plan without errors.
 
     Args:
+        small: of the model that `source` names, at the size of tp.
         variants: with the overlay (True) or without (False), or both.
+        allow_unproven: what the plan touches and no run reached does not keep it from being proven.
 
     Raises:
-        PlanError: no small copy of the model can be made, or the sharded one does not run.
+        PlanError: no reduced model can be made, or the sharded one does not run.
         ValueError: a process group exists already, and the simulation needs its own.
     """
     start = time.monotonic()
-    progress("building a small copy of the model")
-    small = ModelLayouts(source.find(), sizes.tp)
+    progress("building a reduced model")
     compiled = compile_for(small, plan, sizes, variants)
-    proofs = []
+    reference = references(small.twin)
+    programs, missing, proofs = {}, {}, []
     for on in variants:
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
-        program = program_of(compiled, on, logits=logits)
+        programs[on] = program = program_of(compiled, on, logits=logits)
         case = TwinCase(source, program, sizes) if processes else None
-        with _running(compiled, on):
-            rows = _settle(lambda dtype, case=case, program=program: _run(case, program, small.twin, dtype))
-        proofs.append(VariantProof(variant_name(on), rows, *_counts(small.benches[0].model, program.modules)))
-    return VerifyReport(
+        layouts = compiled.layouts.get(on)
+        with sharded_run(layouts.diagnostics if layouts is not None else ()):
+            rows = _settle(partial(_run, case, program, small.twin, reference))
+        missing[on] = (
+            *unreached_parameters(small, [reference(kind, torch.float32)[1] for kind in small.twin.kinds]),
+            *unreached_modules(small, program),
+        )
+        unproven = tuple(touched(missing[on], program, small)) if not allow_unproven else ()
+        names = (small.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
+        counts = _counts(small.benches[0].model, program.modules)
+        proofs.append(VariantProof(variant_name(on), rows, *counts, *names))
+    report = VerifyReport(
         model=source.name,
         plan=plan.name,
         sizes=sizes,
@@ -84,22 +116,22 @@ def prove(
         processes=processes,
         seconds=time.monotonic() - start,
     )
+    return Proven(report, compiled, programs, missing)
 
 
-@contextmanager
-def _running(compiled: Variants, on: On) -> Iterator[None]:
-    """Around the sharded run: what the layout check said of a plan that does not run is why.
+References = Callable[[str, torch.dtype], tuple[list[Mapping[str, Any]], Steps]]
 
-    Raises:
-        PlanError: the model's code raised, and the layout check has findings.
-    """
-    try:
-        yield
-    except Exception as error:
-        report = compiled.layouts.get(on)
-        if report is None or report.ok or isinstance(error, PlanError):
-            raise
-        raise PlanError(report.diagnostics) from error
+
+def references(twin: Twin) -> References:
+    """The batches of each kind of input and the unsharded steps on them, in a dtype; each is run once for all variants."""
+
+    @cache
+    def of(kind: str, dtype: torch.dtype) -> tuple[list[Mapping[str, Any]], Steps]:
+        with twin.running():
+            batches = [cast(twin.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
+            return batches, reference_steps(twin.build().to(dtype), batches)
+
+    return of
 
 
 @dataclass(frozen=True)
@@ -111,34 +143,22 @@ class TwinCase:
     sizes: MeshSizes
 
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
-        """The same for `run_processes`, for each kind of input: each process makes the small copy anew."""
+        """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
         twin = ModelLayouts(self.source.find(), self.sizes.tp).twin
         for kind in twin.kinds:
             yield Case(twin.build, partial(twin.inputs, kind=kind), self.program, self.sizes, dtype)
 
 
-def _run(case: TwinCase | None, program: Program, twin: Twin, dtype: torch.dtype) -> tuple[Comparison, ...]:
+def _run(
+    case: TwinCase | None, program: Program, twin: Twin, reference: References, dtype: torch.dtype
+) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them. Without a case, by simulation."""
-    runs = (
-        [_simulated(program, twin, kind, dtype) for kind in twin.kinds] if case is None else run_processes(case, dtype)
-    )
-    rows: dict[str, Comparison] = {}
-    for row in (row for run in runs for row in run):
-        known = rows.get(row.name)
-        if known is None or _weight(row) > _weight(known):
-            rows[row.name] = row
-    return tuple(rows.values())
-
-
-def _simulated(program: Program, twin: Twin, kind: str, dtype: torch.dtype) -> tuple[Comparison, ...]:
-    inputs = cast(twin.inputs(kind=kind), dtype)
-    with twin.running():
-        reference = reference_step(twin.build().to(dtype), inputs)
-    return simulate(twin.build().to(dtype), inputs, program, reference)
-
-
-def _weight(row: Comparison) -> tuple[int, float]:
-    return (("unproven", "equal", "differs").index(row.verdict), row.error)
+    if case is not None:
+        runs = run_processes(case, dtype)
+    else:
+        made = (reference(kind, dtype) for kind in twin.kinds)
+        runs = [simulate(twin.build().to(dtype), batches, program, steps) for batches, steps in made]
+    return worst_of(row for run in runs for row in run)
 
 
 def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Comparison, ...]:
@@ -146,8 +166,8 @@ def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Compa
     rows = run(torch.float32)
     if all(row.verdict != "differs" for row in rows):
         return rows
-    exact = {row.name: row for row in run(torch.float64)}
-    return tuple(exact.get(row.name, row) if row.verdict == "differs" else row for row in rows)
+    exact = {(row.kind, row.name): row for row in run(torch.float64)}
+    return tuple(exact.get((row.kind, row.name), row) if row.verdict == "differs" else row for row in rows)
 
 
 def _counts(model: nn.Module, modules: Mapping[str, ModuleProgram]) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,11 +21,9 @@ from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
-from shardplan.twin.outcome import outcome
 
-from .compare import Ranked, compare_step
-from .exact import in_precision_of
-from .steps import Step
+from .compare import Ranked, compare_steps
+from .steps import Batch, Steps, run_steps
 
 
 @contextmanager
@@ -83,27 +81,35 @@ def whole_values(value: Tensor, packed: ParameterProgram | None = None) -> Ranke
     return [("all ranks", whole)]
 
 
-def simulate(model: nn.Module, inputs: Mapping[str, Any], program: Program, reference: Step) -> tuple[Comparison, ...]:
-    """Apply a program to a model on the CPU, run a step on every rank, and compare it with the unsharded one.
+def simulate(
+    model: nn.Module, batches: Sequence[Batch], program: Program, reference: Steps
+) -> tuple[Comparison, ...]:
+    """Apply a program to a model on the CPU, run the steps on every rank, and compare them with the unsharded ones.
 
     Args:
         model: with the weights of the reference; it is used up.
     """
-    return simulate_step(model, inputs, program, lambda *results: compare_step(reference, *results))
-
-
-def simulate_step(model: nn.Module, inputs: Mapping[str, Any], program: Program, then: Callable[..., Any]) -> Any:
-    """As `simulate`, handing (loss, logits, gradients) of all ranks to `then`."""
     tp = program.resolved.sizes.tp
+    batches = [{name: on_every_rank(value, tp) for name, value in batch.items()} for batch in batches]
     with simulated_mesh(tp) as mesh:
         apply_program(model, read_mesh(mesh), program, src_data_rank=0)
-        with in_precision_of(model):
-            loss, logits = outcome(model(**{name: on_every_rank(value, tp) for name, value in inputs.items()}))
-            loss.backward()
+        _own_buffers(model, tp)
+        given = iter(reference.directions)
+        outputs = run_steps(model, batches, lambda results: next(given))
     packed = packed_parameters(program)
     gradients = {
         name: whole_values(parameter.grad, packed.get(name))
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    return then(whole_values(loss), whole_values(logits), gradients)
+    buffers = {name: whole_values(buffer) for name, buffer in model.named_buffers(remove_duplicate=False)}
+    found = [{name: whole_values(value) for name, value in step.items()} for step in outputs]
+    return compare_steps(reference, found, gradients, buffers)
+
+
+def _own_buffers(model: nn.Module, tp: int) -> None:
+    """Give each rank its own copy of every buffer, which its forward may change."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = on_every_rank(buffer, tp)

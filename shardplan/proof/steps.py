@@ -1,35 +1,49 @@
-"""One training step of the unsharded model: what the sharded one is held against."""
+"""Two training steps on two batches, and all that they leave behind: what a sharded model and the unsharded one are
+compared by."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from shardplan.twin.outcome import outcome
+from shardplan.twin.outcome import results_of
 
 from .exact import in_precision_of
 
+STEPS = 2  # a buffer that the first forward changes is read by the second
+
+Batch = Mapping[str, Any]
+# What the gradient of each output is, by the output's name; fixed numbers, so that the objective is linear in the outputs.
+Directions = Mapping[str, Tensor]
+
 
 @dataclass(frozen=True)
-class Step:
-    """The results of one forward and backward.
+class Steps:
+    """The results of the steps.
 
     Args:
-        loss: scalar.
-        logits: [batch, sequence, vocabulary].
-        gradients: by full parameter name, tied parameters under each name; every parameter that got a gradient.
+        outputs: of each step: every floating-point tensor that the model returned, by path.
+        directions: of each step: with which the outputs were multiplied for backward.
+        gradients: the sum over the steps, by full parameter name, tied parameters under each name; every parameter that
+            got a gradient.
+        buffers: by full name, after the last step.
+        unreached: the trained parameters that no step reached: without a gradient, or with one that is exactly zero.
     """
 
-    loss: Tensor
-    logits: Tensor
+    outputs: Sequence[Mapping[str, Tensor]]
+    directions: Sequence[Directions]
     gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    unreached: frozenset[str] = frozenset()
 
 
-def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
     """The inputs with their floating-point tensors in another dtype."""
     return {
         name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -37,14 +51,69 @@ def cast(inputs: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def reference_step(model: nn.Module, inputs: Mapping[str, Any]) -> Step:
-    """Run the unsharded model forward and backward."""
-    with in_precision_of(model):
-        loss, logits = outcome(model(**inputs))
-        loss.backward()
+def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
+    """Run the unsharded model."""
+    made: list[Directions] = []
+
+    def directions(results: Mapping[str, Tensor]) -> Directions:
+        made.append({name: _direction(name, result, len(made)) for name, result in results.items()})
+        return made[-1]
+
+    outputs = run_steps(model, batches, directions)
     gradients = {
         name: parameter.grad.detach()
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    return Step(loss.detach(), logits.detach(), gradients)
+    unreached = frozenset(
+        name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and (name not in gradients or not gradients[name].any())
+    )
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    return Steps(outputs, made, gradients, buffers, unreached)
+
+
+def run_steps(
+    model: nn.Module, batches: Sequence[Batch], directions: Callable[[Mapping[str, Tensor]], Directions]
+) -> list[Mapping[str, Tensor]]:
+    """Forward and backward for each batch; gradients accumulate. Returns the outputs of each, detached.
+
+    The first step goes back from the model's own loss, where it has one; every other from all outputs that are
+    differentiable, each by its direction: callers may read any of them.
+
+    Args:
+        directions: of a step's outputs.
+    """
+    outputs = []
+    for i, batch in enumerate(batches):
+        with in_precision_of(model):
+            results = results_of(model(**batch))
+            given = directions(results)
+            if i or "loss" not in results:
+                _objective(results, given).backward()
+            else:
+                results["loss"].backward()
+        outputs.append({name: result.detach() for name, result in results.items()})
+    return outputs
+
+
+def _objective(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
+    terms = []
+    for name, result in results.items():
+        direction = directions.get(name)
+        whole = result.full_tensor() if isinstance(result, DTensor) else result
+        # What has another name or shape than in the unsharded model differs anyway.
+        if result.requires_grad and direction is not None and direction.shape == whole.shape:
+            terms.append((whole * direction.to(whole.dtype)).sum())
+    if not terms:
+        raise ValueError("nothing that the model returns is differentiable: it cannot be trained")
+    return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
+
+
+def _direction(name: str, result: Tensor, step: int) -> Tensor:
+    """Random numbers that depend on an output's name and shape alone, of a size at which the sum over the output is about
+    one."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))
+    drawn = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+    return drawn / max(1, result.numel()) ** 0.5

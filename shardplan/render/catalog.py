@@ -28,9 +28,9 @@ LANGUAGES = {
 @cache
 def catalog() -> dict[str, Code]:
     """The page of each code, in the order of the codes. A code that two rooms claim is a bug."""
-    from shardplan import bind, check, costs, layout, models, parse, synth, twin
+    from shardplan import bind, check, costs, layout, models, parse, proof, synth, twin
 
-    pages = [page for room in (parse, bind, check, layout, models, synth, twin, costs) for page in room.CODES]
+    pages = [page for room in (parse, bind, check, layout, proof, models, synth, twin, costs) for page in room.CODES]
     by_code = {page.code: page for page in pages}
     assert len(by_code) == len(pages), "a diagnostic code is defined twice"
     return dict(sorted(by_code.items()))

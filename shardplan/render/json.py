@@ -42,6 +42,7 @@ def json_text(data: Any) -> str:
 
 
 def _findings(report: Report) -> FindingsReport:
+    proofs = report.proof.variants if report.proof is not None else ()
     return FindingsReport(
         kind="findings",
         version=VERSION,
@@ -53,6 +54,8 @@ def _findings(report: Report) -> FindingsReport:
         variants=report.variants,
         allowed_tp=report.allowed_tp,
         stages=report.stages,
+        proven=report.proven,
+        unreached=tuple(dict.fromkeys(name for proof in proofs for name in proof.unreached)),
         count=Count(len(report.errors), len(report.warnings)),
         findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
         secondary=tuple(_finding(d, report.sources) for d in report.secondary),
@@ -105,7 +108,9 @@ def _verification(report: VerifyReport) -> VerificationReport:
 
 
 def _proof(proof: VariantProof) -> ProofRecord:
-    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, tuple(map(_comparison, proof.rows)))
+    missed = (proof.unreached, proof.unproven)
+    rows = tuple(map(_comparison, proof.rows))
+    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, rows)
 
 
 def _comparison(row: Comparison) -> ComparisonRecord:

@@ -12,6 +12,7 @@ from shardplan.core.report import Comparison, VariantProof, VerifyReport
 
 from .color import Paint, Role
 from .names import fold_names
+from .text import named_few
 from .width import printable
 
 VERDICTS: dict[str, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
@@ -53,12 +54,17 @@ def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: 
     counts = Counter(row.verdict for row in proof.rows)
     total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     worst = f", worst {proof.worst.error:.1e} at {printable(proof.worst.name)}" if proof.worst else ""
+    missed = {
+        "not reached, and not split": proof.unreached,
+        "not reached, and so not proven (--allow-unproven)": proof.unproven,
+    }
     return "\n".join(
         [
             paint("strong", title),
             *_table(rows, paint),
             f"{len(proof.rows)} compared: {total}{worst}",
             f"{proof.parameters:,} parameters, {proof.sharded_share:.1%} of them split over tp",
+            *(f"{what}: {named_few(names)} ({len(names)} in all)" for what, names in missed.items() if names),
         ]
     )
 
@@ -83,4 +89,6 @@ def _verdict(report: VerifyReport, paint: Paint) -> str:
         return paint("good", f"proven: {report.plan} computes what {report.model} computes")
     if any(row.verdict == "differs" for row in report.rows):
         return paint("error", f"refuted: {report.plan} does not compute what {report.model} computes")
+    if any(proof.unproven for proof in report.variants):
+        return paint("error", f"not proven: no run reaches all that {report.plan} splits of {report.model}")
     return paint("error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared")

@@ -69,9 +69,11 @@ class FindingsReport:
     variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
     allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that the model allows with this plan"]
     stages: Annotated[
-        tuple[Literal["plan", "names", "structure", "layouts"], ...],
-        "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts",
+        tuple[Literal["plan", "names", "structure", "layouts", "proof"], ...],
+        "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts, numbers",
     ]
+    proven: Annotated[bool, "whether two steps of every variant that was checked are proven equal to the unsharded model's"]
+    unreached: Annotated[tuple[str, ...], "what no run of the proof reached, and the plan does not touch"]
     count: Count
     findings: tuple[Finding, ...]
     secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` tells of"]
@@ -81,8 +83,8 @@ class FindingsReport:
 class ComparisonRecord:
     """One tensor of the sharded model against the unsharded one's."""
 
-    name: Annotated[str, "loss, logits or a parameter's name"]
-    kind: Literal["loss", "logits", "gradient"]
+    name: Annotated[str, "the path of an output in what the model returns (loss, 0, aux.1), or a parameter's or buffer's name"]
+    kind: Literal["output", "gradient", "buffer"]
     error: Annotated[
         float | None, "largest difference over largest reference value, the worst rank's; null: not a number"
     ]
@@ -99,6 +101,8 @@ class ProofRecord:
     ok: bool
     parameters: Annotated[int, "the number of parameters of the model that was compared"]
     sharded: Annotated[int, "how many of them are split over tp"]
+    unreached: Annotated[tuple[str, ...], "what no run reached, and the plan does not touch"]
+    unproven: Annotated[tuple[str, ...], "what no run reached, and the plan splits or moves values around"]
     comparisons: tuple[ComparisonRecord, ...]
 
 

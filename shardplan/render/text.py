@@ -18,7 +18,7 @@ MOST_NAMES = 4  # folded module names printed with a finding; JSON has all
 
 
 def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
-    """The findings, then the count, and for a plan against a model the tp sizes that it allows.
+    """The findings, then the count, and for a plan against a model the tp sizes that it allows and what is proven.
 
     Args:
         verbose: also what follows from the findings, which else is counted.
@@ -36,9 +36,31 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     body = "\n\n".join(part for part in parts if part)
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}"
+    body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.stages[-1] == "names":
         body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
     return body
+
+
+def proof_lines(report: Report) -> list[str]:
+    """What is proven, and what was not reached, of a report whose layouts were checked and have no errors."""
+    if "layouts" not in report.stages or not report.ok:
+        return []
+    if report.proof is None:
+        return ["not proven: the numeric proof was not run"]
+    equal = min(sum(row.verdict == "equal" for row in proof.rows) for proof in report.proof.variants)
+    lines = [f"proven at tp={report.proof.sizes.tp}: {equal} tensors are the unsharded model's"]
+    missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
+    if missed:
+        names = [name for name in report.proof.variants[0].unreached if name in missed]
+        lines.append(f"not reached, and not split: {named_few(names)} ({len(names)} in all)")
+    return lines
+
+
+def named_few(names: Iterable[str]) -> str:
+    """The names, folded over layers, the first few of them."""
+    folded = brace_names(fold_names(names))
+    return ", ".join((*folded[:MOST_NAMES], *(["..."] if len(folded) > MOST_NAMES else [])))
 
 
 def text(diagnostics: Iterable[Diagnostic], sources: SourceMap, *, color: bool) -> str:
@@ -133,9 +155,5 @@ def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
     said = (diagnostic.message, *diagnostic.notes)
     if not diagnostic.modules or (len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)):
         return ()
-    folded = brace_names(fold_names(diagnostic.modules))
-    names = ", ".join(folded[:MOST_NAMES])
-    if len(folded) > MOST_NAMES:
-        names += ", ..."
     count = f" ({len(diagnostic.modules)} in all)" if len(diagnostic.modules) > 1 else ""
-    return (f"where: {names}{count}",)
+    return (f"where: {named_few(diagnostic.modules)}{count}",)

@@ -40,6 +40,9 @@ NAMES: dict[str, Private] = {
         ((_COLLECTIVES, "reduce_scatter_single"), (_COLLECTIVES, "reduce_scatter_tensor")),
         "collectives that torch.compile can trace",
     ),
+    "process_groups": Private(
+        (("torch.distributed.distributed_c10d", "_world"),), "a forked process that has none of its parent's groups"
+    ),
     "disable_modes": Private(
         (("torch.utils._python_dispatch", "_disable_current_modes"),), "small copies that are real inside a fake mode"
     ),

@@ -1,33 +1,60 @@
-"""The loss and the logits among what a model returns."""
+"""What a model's forward returned, as named tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.tree import full_name
 
-def outcome(output: Any) -> tuple[Tensor, Tensor]:
-    """The loss and the logits of what a model's forward returned.
+ALONE = "output"  # the name of a result that is a tensor by itself
 
-    Without a loss of its own (a module that returns a tensor, a model without a head) the mean of the squares of the
-    first tensor takes its place: every element of the output then has a gradient.
+
+def results_of(output: Any) -> dict[str, Tensor]:
+    """Every floating-point tensor in what a forward returned, by its path: `loss`, `0`, `aux.1`.
+
+    Tuples, lists, mappings and dataclasses are looked into, as deep as they are nested. Other objects are not: the caches
+    of decoding belong to the rank that made them.
 
     Raises:
         ValueError: there is no floating-point tensor in it.
     """
-    loss, logits = getattr(output, "loss", None), getattr(output, "logits", None)
-    if logits is None:
-        parts = output.values() if isinstance(output, Mapping) else output
-        parts = [parts] if isinstance(parts, Tensor) else parts if isinstance(parts, Iterable) else []
-        logits = next((part for part in parts if isinstance(part, Tensor) and part.is_floating_point()), None)
-    if logits is None:
+    found = {path or ALONE: tensor for path, tensor in _walk(output, "")}
+    if not found:
         raise ValueError(
             f"the model returned {type(output).__name__} without a floating-point tensor: nothing to compare"
         )
-    if loss is None:
-        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
-        loss = whole.square().mean()
-    return loss, logits
+    return found
+
+
+def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _walk(item, full_name(path, str(key)))
+    elif isinstance(value, (tuple, list)):
+        names = getattr(value, "_fields", range(len(value)))
+        for name, item in zip(names, value, strict=True):
+            yield from _walk(item, full_name(path, str(name)))
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _walk(getattr(value, field.name), full_name(path, field.name))
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss of what a forward returned; without one of the model's own, the mean of the squares of the first tensor.
+
+    Raises:
+        ValueError: as `results_of`.
+    """
+    results = results_of(output)
+    if "loss" in results:
+        return results["loss"]
+    first = next(iter(results.values()))
+    return (first.full_tensor() if isinstance(first, DTensor) else first).square().mean()

@@ -1,0 +1,58 @@
+"""A sharded run that raises: a finding, unless the exception is a mistake of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from traceback import walk_tb
+
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.models.findings import reason
+from shardplan.twin.lines import raising_line
+
+from .child import ChildEnded
+from .codes import RAISES
+
+PACKAGE = str(Path(__file__).parent.parent)
+
+
+@contextmanager
+def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
+    """Around the sharded run of a reduced model whose unsharded run was fine.
+
+    Args:
+        known: what the layout check found; it says more than the exception does.
+
+    Raises:
+        PlanError: the run raised (SP422), and the layout check had no findings, which else are raised.
+        AssertionError: ours.
+    """
+    try:
+        yield
+    except PlanError:
+        raise
+    except Exception as error:
+        if isinstance(error, AssertionError) and _is_ours(error):
+            raise
+        raise PlanError(tuple(known) or (raised(error),)) from error
+
+
+def raised(error: Exception) -> Diagnostic:
+    """The finding about an exception of the sharded run."""
+    cause = error
+    while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+        cause = cause.__cause__
+    line = raising_line(cause)
+    where = (f"{line.short}: `{line.text}`",) if line is not None and not isinstance(error, ChildEnded) else ()
+    return Diagnostic(
+        code=RAISES.code,
+        severity=Severity.ERROR,
+        message=f"the sharded reduced model raises {reason(cause)}",
+        notes=where,
+    )
+
+
+def _is_ours(error: Exception) -> bool:
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code.co_filename.startswith(PACKAGE)

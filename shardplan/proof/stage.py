@@ -1,0 +1,110 @@
+"""The proof as the last stage of `validate`, and before `apply_plan` touches a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.compiler.inputs import ModelSource
+from shardplan.compiler.overrides import Logits
+from shardplan.compiler.program import program_of
+from shardplan.compiler.variants import On
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.core.report import VerifyReport
+from shardplan.layout import ModelLayouts
+
+from .child import ChildEnded, in_child
+from .failure import raised
+from .findings import findings_of
+from .known import digest_of, known, remember
+from .prove import compile_for, prove
+
+Findings = Mapping[On, tuple[Diagnostic, ...]]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be proven.
+
+    Args:
+        small: the reduced model, at the size of tp.
+        source: the model that it stands for.
+        plan: without findings of the stages before.
+        logits: as for `compile_plan`.
+        allow_unproven: as for `validate`.
+    """
+
+    small: ModelLayouts
+    source: ModelSource
+    plan: PlanFile
+    logits: Logits = "plan"
+    allow_unproven: bool = False
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(tp=self.small.tp)
+
+
+def prove_stage(
+    asked: Question, wanted: Sequence[On], progress: Callable[[str], None] = lambda text: None
+) -> tuple[VerifyReport | None, Findings]:
+    """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
+
+    What is found is kept by digest. Where this process has a process group, the proof is made in a forked copy: the
+    simulation needs a group of its own.
+    """
+
+    def run() -> tuple[VerifyReport, Findings, Mapping[On, str]]:
+        options = {"logits": asked.logits, "allow_unproven": asked.allow_unproven, "progress": progress}
+        proven = prove(asked.small, asked.source, asked.plan, asked.sizes, wanted, **options)
+        found = findings_of(proven, asked.small, allow_unproven=asked.allow_unproven)
+        return proven.report, found, {on: digest_of(asked.small, one) for on, one in proven.programs.items()}
+
+    try:
+        report, found, digests = in_child(run) if dist.is_initialized() else run()
+    except PlanError as error:
+        return None, dict.fromkeys(wanted, error.diagnostics)
+    except ChildEnded as error:
+        return None, dict.fromkeys(wanted, (raised(error),))
+    for on, digest in digests.items():
+        remember(digest, found[on])
+    return report, found
+
+
+def prove_on_first_rank(asked: Question, on: On, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
+    """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
+    and tells the others."""
+
+    def answer() -> tuple[tuple[Diagnostic, ...], str]:
+        compiled = compile_for(asked.small, asked.plan, asked.sizes, {on})
+        digest = digest_of(asked.small, program_of(compiled, on, logits=asked.logits))
+        found = known(digest)
+        if found is not None:
+            return found, "by an earlier proof in this process"
+        return prove_stage(asked, (on,))[1][on], "before it was applied"
+
+    mine: Any = None
+    if all(place == 0 for place in mesh.get_coordinate() or ()):
+        try:
+            mine = (True, answer())
+        except Exception as error:
+            mine = (False, error)
+    fine, said = _from_first(mine, mesh)
+    if not fine:
+        raise said
+    return said
+
+
+def _from_first(value: Any, mesh: DeviceMesh) -> Any:
+    """What the mesh's first rank has, on every rank: along one axis after the other."""
+    box = [value]
+    for axis in range(mesh.ndim):
+        group = mesh.get_group(axis)
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    return box[0]

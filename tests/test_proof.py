@@ -1,0 +1,309 @@
+"""The numeric proof as the last stage of `validate`: what it compares, what it does not let pass, what it says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from proofs import fake_mesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardplan
+from shardplan.proof.child import ChildEnded, in_child
+from shardplan.proof.compare import relative_error
+from shardplan.render import report_text
+from shardplan.twin.outcome import results_of
+
+PLAN = {"version": "1", "name": "mlp", "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
+# The second matrix is split, and its summands are never reduced.
+UNREDUCED = {**PLAN, "tensor_parallel": {**PLAN["tensor_parallel"], "box.up": "colwise", "box.down.weight": "rowwise"}}
+BOX = {**PLAN, "tensor_parallel": {**PLAN["tensor_parallel"], "box.up": "colwise", "box.down": "rowwise"}}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Model(nn.Module):
+    """Two blocks, and what a test adds to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def features(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+def validate(model: nn.Module, plan: Any = PLAN, **options: Any) -> shardplan.Report:
+    return shardplan.validate(model, plan, tp=2, **{"inputs": features, **options})
+
+
+def codes(report: shardplan.Report) -> list[str]:
+    return [d.code for d in report.errors]
+
+
+def test_a_right_plan_is_proven() -> None:
+    report = validate(Model())
+    assert report.proven and report.stages[-1] == "proof"
+    assert "proven at tp=2: 5 tensors are the unsharded model's" in report_text(report, color=False)
+
+
+def test_without_the_proof_the_report_says_so() -> None:
+    report = validate(Model(), proof=False)
+    assert report.ok and not report.proven and report.proof is None
+    assert "not proven" in report_text(report, color=False)
+
+
+@dataclasses.dataclass
+class Result:
+    aux: Tensor
+    sample: Tensor
+
+
+NESTS = {
+    "tuple": lambda a, b: (a, b),
+    "dict": lambda a, b: {"aux": a, "sample": b},
+    "dataclass": lambda a, b: Result(a, b),
+    "nested": lambda a, b: [a, {"more": (b, 3, None)}],
+}
+
+
+class TwoOutputs(Model):
+    def __init__(self, nest: str) -> None:
+        super().__init__()
+        self.nest, self.box = nest, Block()
+
+    def forward(self, x: Tensor) -> Any:
+        x = super().forward(x)
+        return NESTS[self.nest](x, self.box(x))
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_every_output_of_any_structure_is_compared(nest: str) -> None:
+    right, wrong = validate(TwoOutputs(nest), BOX), validate(TwoOutputs(nest), UNREDUCED)
+    assert right.proven and sum(row.kind == "output" for row in right.proof.rows) == 2
+    assert codes(wrong) != []
+
+
+def test_outputs_are_named_by_their_paths() -> None:
+    a, b = torch.ones(1), torch.zeros(2)
+    found = results_of({"x": (a, torch.ones(1, dtype=torch.long)), "y": Result(b, b), "cache": object()})
+    assert {name: value is a or value is b for name, value in found.items()} == dict.fromkeys(["x.0", "y.aux", "y.sample"], True)
+    with pytest.raises(ValueError, match="nothing to compare"):
+        results_of({"ids": torch.ones(1, dtype=torch.long)})
+
+
+class Statistics(Block):
+    """A block that keeps the running mean of its tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x)
+
+
+class Keeping(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Linear(16, 16, bias=False), nn.LayerNorm(16)
+        self.layers[1] = Statistics()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(self.embed(x)))
+
+
+SEQUENCE = {
+    **PLAN,
+    "sequence_parallel": {
+        "layers.0": "split_seq_input",
+        "layers.*.up": {"style": "colwise_seq"},
+        "layers.*.down": "rowwise_seq",
+        "norm": {"style": "sequence_parallel", "output": "gather"},
+    },
+}
+
+
+def test_buffers_that_a_slice_of_the_sequence_changes_differ() -> None:
+    """Every value and gradient is right; what is kept is the mean of a rank's own tokens."""
+    report = validate(Keeping(), SEQUENCE, sequence_parallel=True)
+    assert codes(report) == ["SP420"]
+    (finding,) = report.errors
+    assert "1 buffer" in finding.message and finding.modules == ("layers.1.mean",)
+    assert validate(Keeping(), SEQUENCE, sequence_parallel=False).proven
+
+
+class Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+class Clipped(Model):
+    """Normalises a gradient where ranks have slices of it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = torch.relu(layer.up(x))
+            if self.way == "hook" and hidden.requires_grad:
+                hidden.register_hook(lambda gradient: gradient / gradient.norm())
+            elif self.way == "function":
+                hidden = Clip.apply(hidden)
+            elif self.way == "center" and hidden.requires_grad:
+                hidden.register_hook(lambda gradient: gradient - gradient.mean(-1, keepdim=True))
+            x = x + layer.down(hidden)
+        return x
+
+
+@pytest.mark.parametrize("way", ["hook", "function", "center"])
+def test_a_backward_that_is_not_linear_is_seen(way: str) -> None:
+    report = validate(Clipped(way))
+    assert codes(report) == ["SP420"]
+    assert "gradients" in report.errors[0].message and report.errors[0].primary is not None
+    assert validate(Clipped("none")).proven
+
+
+class Branches(Model):
+    """Reads another part of itself where there is an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box, self.mask_token = Block(), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        x = super().forward(x)
+        return x if image is None else x + self.box(image)
+
+
+def test_what_no_run_reaches_is_an_error_where_it_is_split_and_else_counted() -> None:
+    whole = validate(Branches())
+    assert whole.proven and set(whole.proof.variants[0].unreached) == {"mask_token", "box.up.weight", "box.down.weight"}
+    assert "not reached, and not split: mask_token, box.up.weight, box.down.weight (3 in all)" in report_text(
+        whole, color=False
+    )
+    split = validate(Branches(), BOX)
+    assert codes(split) == ["SP421", "SP421"] and not split.proven
+    assert {name for d in split.errors for name in d.modules} == {"box.up.weight", "box.down.weight"}
+    allowed = validate(Branches(), BOX, allow_unproven=True)
+    assert allowed.proven and [d.code for d in allowed.warnings] == ["SP421", "SP421"]
+    reached = validate(Branches(), BOX, inputs=lambda seed: {**features(seed), "image": features(seed + 9)["x"]})
+    assert reached.proven and reached.proof.variants[0].unreached == ("mask_token",)
+
+
+def test_a_model_that_cannot_be_called_is_not_proven() -> None:
+    report = shardplan.validate(Model(), PLAN, tp=2)
+    assert codes(report) == ["SP522"] and "not proven" in report.errors[0].message
+    allowed = shardplan.validate(Model(), PLAN, tp=2, allow_unproven=True)
+    assert allowed.ok and not allowed.proven and [d.code for d in allowed.warnings] == ["SP522"]
+
+
+def test_a_sequence_that_tp_does_not_divide_is_refused() -> None:
+    def odd(seed: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 17, 16, generator=torch.Generator().manual_seed(seed))}
+
+    report = validate(Keeping(), SEQUENCE, sequence_parallel=True, inputs=odd)
+    assert codes(report) == ["SP422"] and "17 elements, which tp=2 does not divide" in report.errors[0].message
+    with pytest.raises(shardplan.PlanError) as failed:
+        shardplan.verify(Keeping(), SEQUENCE, tp=2, sequence_parallel=True, inputs=odd)
+    assert [d.code for d in failed.value.diagnostics] == ["SP422"]
+
+
+def test_masks_are_no_scale() -> None:
+    lowest = torch.finfo(torch.float32).min
+    reference = torch.tensor([lowest, 1.0, 2.0])
+    assert relative_error(torch.tensor([lowest, 1.0, 2.1]), reference) == pytest.approx(0.05)
+    assert relative_error(torch.tensor([0.0, 1.0, 2.0]), reference) == float("inf")
+    assert relative_error(torch.tensor([float("nan"), 1.0, 2.0]), reference) == float("inf")
+    infinite = torch.tensor([float("-inf"), 1.0])
+    assert relative_error(infinite.clone(), infinite) == 0.0
+
+
+# In a forked copy of this process.
+
+
+def test_a_child_answers_raises_and_may_end_by_a_signal() -> None:
+    assert in_child(lambda: 3) == 3
+    with pytest.raises(KeyError, match="no"):
+        in_child(lambda: {}["no"])
+    with pytest.raises(ChildEnded, match="SIGKILL"):
+        in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ChildEnded, match="exit code 3"):
+        in_child(lambda: os._exit(3))
+
+
+def test_a_plan_is_proven_where_a_process_group_exists() -> None:
+    torch.ones(4, 4, requires_grad=True).sum().backward()  # autograd's threads are not there in the copy
+    with fake_mesh(2):
+        assert validate(Model()).proven
+        assert codes(validate(Clipped("hook"))) == ["SP420"]
+
+
+def applied_on(mesh: Any, model: nn.Module, **options: Any) -> str:
+    shardplan.apply_plan(model, mesh, PLAN, inputs=features, **options)
+    return shardplan.applied(model).proof
+
+
+def test_apply_plan_proves_once_and_says_how() -> None:
+    with fake_mesh(2) as mesh:
+        assert applied_on(mesh, Clipped("never"), prove=False) == "not proven: prove=False"
+        model = Clipped("never")
+        model.layers.append(Block())  # no test has proven one of three
+        assert applied_on(mesh, copy.deepcopy(model)) == "proven before it was applied, on a reduced model"
+        assert applied_on(mesh, model) == "proven by an earlier proof in this process, on a reduced model"
+        assert "proven by an earlier proof" in str(shardplan.applied(model))
+
+
+def test_apply_plan_refuses_what_the_proof_refutes_and_leaves_the_model() -> None:
+    with fake_mesh(2) as mesh:
+        for _ in range(2):  # proven, and known
+            model = Clipped("function")
+            with pytest.raises(shardplan.PlanError, match="SP420"):
+                applied_on(mesh, model)
+            assert type(model.layers[0].up.weight) is nn.Parameter
+            with pytest.raises(ValueError, match="no plan was applied"):
+                shardplan.applied(model)
+
+
+def _refused_and_applied() -> tuple[str, str]:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    try:
+        applied_on(mesh, Clipped("center"))
+        refused = ""
+    except shardplan.PlanError as error:
+        refused = error.diagnostics[0].code
+    return refused, applied_on(mesh, Clipped("none"))
+
+
+@pytest.mark.slow
+def test_every_rank_hears_of_the_proof_of_the_first() -> None:
+    told = on_ranks(2, _refused_and_applied)
+    assert told == [("SP420", "proven before it was applied, on a reduced model")] * 2
