@@ -40,6 +40,7 @@ class LayoutReport:
             on: `ResolvedPlan.arrivals`, for the lowering.
         elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
         reads: values that several modules move I -> R, each on its own, where one door would do.
+        lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
         sums: partial sums that are added to each other once each is reduced on its own.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
     """
@@ -51,6 +52,7 @@ class LayoutReport:
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
     sums: tuple[SharedSum, ...] = ()
+    lengths: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
