@@ -110,7 +110,7 @@ class ModelLayouts:
             return LayoutReport(tuple(_unproven(d, allow_unproven) for d in error.diagnostics))
         tree = benches[0].tree
         if self.random is not None:
-            return LayoutReport((self._about_the_model(self.random, tree),))
+            return LayoutReport((self._about_the_model(self.random),))
         resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), sequence_parallel=sequence_parallel)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
