@@ -128,7 +128,8 @@ class Repair:
         before, after = STYLES[self.old.style], STYLES[self.new.style] if self.new is not None else None
         if before.shards_parameters and (after is None or not after.shards_parameters):
             return f"; this leaves {self.pattern} whole on every rank"
-        if before.hands is None and after is not None and after.name in GATHERED:
+        in_layers = "*" in self.pattern  # logits are read by a loss alone
+        if in_layers and before.hands is None and after is not None and after.name in GATHERED:
             return f"; this leaves what reads {self.pattern} whole on every rank"
         return ""
 
