@@ -153,6 +153,7 @@ def _look(
             small = ModelLayouts(found, report.checked_tp or 1)
             variants = prove_layouts(variants, read, small, allow_unproven=allow_unproven)
             report = replace(report, stages=(*report.stages, *(["layouts"] if variants.layouts else [])))
+            report = replace(report, allowed_tp=variants.allowed(report.allowed_tp or ()))
             if last == "proof" and variants.layouts and small.runs and not variants.any_error:
                 from shardplan.proof.stage import Question, prove_stage
 

@@ -75,6 +75,18 @@ class ReadingBlock(Block):
         return x + self.down(torch.relu(self.up(x)) * self.up.weight[:, 0])
 
 
+class NoisyBlock(Block):
+    """Drops features with a probability that no attribute names."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.nn.functional.dropout(self.down(torch.relu(self.up(x))), 0.2, self.training)
+
+
+def noisy_blocks() -> nn.Module:
+    """Two blocks that draw random numbers in training."""
+    return Stack([NoisyBlock(), NoisyBlock()])
+
+
 def narrow_blocks() -> nn.Module:
     """Two blocks that do something else on a slice."""
     return Stack([NarrowBlock(), NarrowBlock()])

@@ -120,3 +120,18 @@ DEEPSPEED = {
         },
     },
 }
+
+
+def automodel_phi3(model: object = None, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
+    """As NeMo Automodel's for Phi-3: attention is computed whole, and DTensor gathers gate and up where they are cut."""
+    whole = {"input_layouts": Replicate(), "output_layouts": Replicate()}
+    return {
+        "model.embed_tokens": VocabParallelEmbedding(**whole),
+        "model.layers.*.self_attn.qkv_proj": RowwiseParallel(**whole),
+        "model.layers.*.self_attn.o_proj": ColwiseParallel(**whole),
+        "model.layers.*.mlp.gate_up_proj": ColwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
+        ),
+        DOWN: RowwiseParallel(input_layouts=Shard(-1), output_layouts=Replicate()),
+        "lm_head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }

@@ -250,11 +250,16 @@ def test_dropout_is_refused_with_the_fields_to_change():
     assert len(finding.modules) == 1 + 3 * 12
 
 
-def test_dropout_is_no_matter_without_tp_or_training():
+def test_dropout_is_refused_in_evaluation_mode_too():
+    """`from_pretrained` gives models in evaluation mode, and they train later."""
+    text = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
+    assert codes(checked(text, replace(tree("gpt2"), trains=False), tp=2)) == ["SP370"]
+
+
+def test_dropout_is_no_matter_without_tp():
     text = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
     assert codes(checked(text, tree("gpt2"), tp=2)) == ["SP370"]
     assert checked(text + FSDP2, tree("gpt2"), tp=1, dp_shard=2) == ()
-    assert checked(text, replace(tree("gpt2"), trains=False), tp=2) == ()
 
 
 @pytest.mark.parametrize(
@@ -262,6 +267,7 @@ def test_dropout_is_no_matter_without_tp_or_training():
     [
         ("attention_dropout", 0.1, True),
         ("layerdrop", 1.0, True),
+        ("router_jitter_noise", 0.01, True),
         ("attention_dropout", 0.0, False),
         ("drop_tokens", True, False),
         ("num_dropped", 1, False),

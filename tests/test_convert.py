@@ -32,6 +32,7 @@ from shardplan.parse import parse_plan, parse_text
 from shardplan.synth.foreign.convert import convert
 from shardplan.synth.foreign.regexes import NoGlob, globs_of
 from tests import foreign_plans as foreign
+from tests.proofs import assert_equal, case
 
 WHOLE, SLICE, FEATURES = Replicate(), Shard(1), Shard(-1)
 
@@ -453,6 +454,23 @@ def test_the_first_spec_holds_and_skip_takes_out() -> None:
         "lm_head": "colwise_gather_output",
     }
     assert [d.code for d in convert_plan(source).report.diagnostics] == ["SP544"]
+
+
+def test_what_dtensor_gathers_where_it_is_cut_is_packed() -> None:
+    """NeMo Automodel's plan for Phi-3 trains right with DTensors; as local slices gate and up would be mixed."""
+    made = convert_plan(import_path="tests.foreign_plans:automodel_phi3", model="phi3", tp=2)
+    assert made.ok, made.report
+    assert rules(made.text) == {
+        "model.embed_tokens": ("embedding_rowwise", {}),
+        "model.layers.*.self_attn.qkv_proj": ("rowwise_split_input", {}),
+        "model.layers.*.self_attn.o_proj": ("colwise_gather_output", {}),
+        "model.layers.*.mlp.gate_up_proj": ("packed_colwise", {"packed": 2}),
+        "model.layers.*.mlp.down_proj": ("rowwise", {}),
+        "lm_head": ("colwise_vocab", {}),
+    }
+    (told,) = [d for d in made.report.diagnostics if d.code == "SP546"]
+    assert not told.is_error and "cuts it into 2 parts" in told.message
+    assert_equal(case("phi3", 2, plan=made.document).rows())
 
 
 def test_packed_parts_and_model_types() -> None:

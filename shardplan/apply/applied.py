@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
@@ -114,7 +115,8 @@ class Applied:
         """
         self.check_optimizer(optimizer)
         section = self.program.resolved.data_parallel
-        wraps = section is not None and section.backend == "megatron_fsdp" and "data parallel" in self.steps
+        wrapped = section is not None and "data parallel" in self.steps
+        wraps = wrapped and BACKENDS[section.backend].wraps_optimizer
         return wrap_optimizer(optimizer) if wraps else optimizer
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardplan import backends
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import DataParallel
 from shardplan.core.tree import full_name
@@ -96,18 +97,20 @@ def _autocast(work: Work) -> bool:
 
 def _data_parallel(work: Work) -> bool:
     resolved = work.program.resolved
+    work.mesh.check_sections(resolved)
     if resolved.data_parallel is None:
         return False
-    mesh = work.mesh.data_parallel(resolved.data_parallel.backend)
+    backend = backends.BACKENDS[resolved.data_parallel.backend]
+    mesh = work.mesh.data_parallel(backend)
     if mesh is None:
         return False
-    wrap = BACKENDS[resolved.data_parallel.backend]
+    wrap = BACKENDS[backend.name]
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
     units, parts, ignored = (
         tuple(full_name(prefix, name) for name in names)
         for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
     )
-    together = work.mesh.together(mesh) if resolved.data_parallel.backend == "megatron_fsdp" else None
+    together = work.mesh.together(mesh) if backend.joint_group else None
     names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get("tp"), together)
     work.result = wrap(work.model, mesh, resolved.data_parallel, names)
     return True

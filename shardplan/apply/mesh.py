@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.backends import BACKENDS, Backend
 from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.torchlib.meshes import flatten
@@ -44,19 +45,25 @@ class PlanMesh:
         """The one-dimensional cp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names["cp"]] if "cp" in self.names else None
 
-    def data_parallel(self, backend: str) -> DeviceMesh | None:
-        """What a backend works over: FSDP2 over [dp_replicate,] dp_shard x cp flattened, DDP over dp_replicate. None
-        without such an axis.
+    @property
+    def data_parallel_ranks(self) -> int:
+        """The number of ranks that see other batches or other tokens."""
+        sizes = self.sizes
+        return sizes.dp_replicate * sizes.dp_shard * sizes.cp
+
+    def data_parallel(self, backend: Backend) -> DeviceMesh | None:
+        """What a backend works over: a hybrid one over [dp_replicate,] dp_shard x cp flattened, another over all of its
+        axes flattened. None where the mesh does not have them.
         """
-        replicate = self.names.get("dp_replicate")
-        if backend == "ddp":
-            return self.mesh[replicate] if replicate else None
-        shard_axes = self._shard_axes
-        if not shard_axes:
+        replicate = self.names.get("dp_replicate") if backend.hybrid and "dp_replicate" in backend.splits else None
+        first = () if backend.hybrid else ("dp_replicate",)
+        axes = [axis for axis in (*first, "dp_shard", "cp") if axis in self.names and axis in backend.splits]
+        flat = tuple(self.names[axis] for axis in axes)
+        if not flat:
             return None
-        name = "_".join(shard_axes)
-        if len(shard_axes) > 1:
-            flatten(self.mesh, shard_axes, name)
+        name = "_".join(flat)
+        if len(flat) > 1:
+            flatten(self.mesh, flat, name)
         return self.mesh[(replicate, name)] if replicate else self.mesh[name]
 
     def together(self, mesh: DeviceMesh) -> ProcessGroup | None:
@@ -67,24 +74,34 @@ class PlanMesh:
         flatten(self.mesh, tuple(self.names[a] for a in ("dp_replicate", "dp_shard", "cp") if a in self.names), name)
         return self.mesh[name].get_group()
 
-    @property
-    def _shard_axes(self) -> tuple[str, ...]:
-        return tuple(self.names[axis] for axis in ("dp_shard", "cp") if axis in self.names)
-
     def check_sections(self, resolved: ResolvedPlan) -> None:
-        """Raise ValueError where the mesh has data-parallel ranks and the plan says nothing about them, or FSDP2 lacks
-        an axis."""
-        ranks = self.sizes.dp_replicate * self.sizes.dp_shard * self.sizes.cp
+        """Raise ValueError where the mesh has data-parallel ranks, and the plan says nothing about them, or its backend
+        would not wrap the model over all of them: an axis or a device is missing."""
+        ranks = self.data_parallel_ranks
         if ranks > 1 and resolved.data_parallel is None:
             raise ValueError(
                 f"the mesh has {ranks} data-parallel ranks, but plan {resolved.plan.name!r} has no data_parallel "
                 'section: add one, or pass data_parallel={"backend": "fsdp2", "units": [...]}'
             )
-        replicate = self.names.get("dp_replicate")
-        if replicate and not self._shard_axes and resolved.data_parallel and resolved.data_parallel.backend == "fsdp2":
+        if resolved.data_parallel is None:
+            return
+        backend = BACKENDS[resolved.data_parallel.backend]
+        mesh = self.data_parallel(backend)
+        if mesh is not None and backend.device not in (None, self.mesh.device_type):
             raise ValueError(
-                f"the mesh has the axis {replicate!r} but no dp_shard axis: FSDP2's hybrid sharding needs both "
-                "(a dp_shard axis of size 1 will do)"
+                f"the backend {backend.name} needs a mesh of {backend.device} devices, not of {self.mesh.device_type}"
+            )
+        if ranks == 1:
+            return
+        if mesh is None and backend.hybrid and "dp_replicate" in self.names:
+            raise ValueError(
+                f"the mesh has the axis {self.names['dp_replicate']!r} but no dp_shard axis: hybrid sharding with "
+                f"{backend.name} needs both (a dp_shard axis of size 1 will do)"
+            )
+        if mesh is None or mesh.size() != ranks:
+            raise ValueError(
+                f"the mesh has {ranks} data-parallel ranks, and the backend {backend.name} would wrap the model over "
+                f"{mesh.size() if mesh is not None else 'none'} of them: it works with {', '.join(sorted(backend.splits))}"
             )
 
 

@@ -9,6 +9,10 @@ FSDP2 = Backend(
         | {"frozen", "ignored"}
     ),
     splits=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+    hybrid=True,
+    parts=True,
+    refusals=frozenset({"fully_shard"}),
+    estimated=True,
 )
 
 DDP = Backend(
@@ -24,7 +28,11 @@ MEGATRON_FSDP = Backend(
     fields=frozenset({"units", "megatron_fsdp"}),
     idle=frozenset({"reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
     splits=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+    hybrid=True,
+    joint_group=True,
     wraps=True,
+    wraps_optimizer=True,
+    refusals=frozenset({"unit_classes", "megatron_strategies"}),
     device="cuda",
     module="megatron_fsdp",
     package="megatron-fsdp",

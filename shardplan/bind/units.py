@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 
+from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.globs import parse_glob
 from shardplan.core.plan import DataParallel
@@ -42,7 +43,7 @@ def units_and_parts(
         units: as the plan names them.
         left_out: parameters that belong to no unit.
     """
-    if section is None or section.backend != "fsdp2":
+    if section is None or not BACKENDS[section.backend].parts:
         return units, ()
     frozen = _wholly_frozen(tree) if section.frozen in ("own", "root") else {}
     if section.frozen == "root":

@@ -13,6 +13,7 @@ from shardplan.core.tree import named
 
 from .facts import Facts
 from .places import field_label
+from .words import join
 
 MISSING = Code(
     code="SP551",
@@ -136,22 +137,31 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             help=f"`pip install {backend.package}`, or use `backend: fsdp2`",
         )
     sizes = facts.resolved.sizes
-    axes = [axis for axis in ("dp_shard", "cp", "tp") if axis not in backend.splits]
+    axes = [axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if axis not in backend.splits]
     splitting = {axis: size for axis in axes if (size := getattr(sizes, axis) or 1) > 1}
     if splitting:
         said = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
         yield Diagnostic(
             code=REPLICATES.code,
             severity=Severity.ERROR,
-            message=f"the backend {backend.name} keeps the whole model on every rank, but the mesh has {said}",
+            message=f"the backend {backend.name} {_limits(backend)}, but the mesh has {said}",
             primary=field_label(section, "backend"),
-            help="use `backend: fsdp2`, or a mesh with dp_replicate alone",
+            help=f"use `backend: fsdp2`, or a mesh with {_known(backend)} alone",
         )
     yield from _fields(section, backend)
     yield from _combined(facts, section, backend)
-    if backend.name == "megatron_fsdp":
+    if "unit_classes" in backend.refusals:
         yield from _classes(facts)
+    if "megatron_strategies" in backend.refusals:
         yield from _strategy(section)
+
+
+def _limits(backend: Backend) -> str:
+    return f"works with {_known(backend)}" if backend.shards else "keeps the whole model on every rank"
+
+
+def _known(backend: Backend) -> str:
+    return join([axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if axis in backend.splits], "and")
 
 
 def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
@@ -197,7 +207,7 @@ def _classes(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=CLASSES.code,
             severity=Severity.ERROR,
-            message=f"megatron_fsdp finds units by their class, and {named(others)} is of the class of a unit",
+            message=f"{resolved.data_parallel.backend} finds units by their class, and {named(others)} is of the class of a unit",
             primary=field_label(resolved.data_parallel, "units"),
             help="name all modules of a class in `units`, or none",
             modules=others,

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import named, parent
@@ -130,8 +131,9 @@ CODES = (SCALAR, DTYPES, RESHARD, TRAINED, UNCAST)
 
 
 def fully_shards(resolved: ResolvedPlan) -> bool:
-    """Whether FSDP2 is the plan's backend; without a section it is."""
-    return resolved.data_parallel is None or resolved.data_parallel.backend == "fsdp2"
+    """Whether the plan's backend refuses what torch's `fully_shard` does; without a section it is FSDP2."""
+    section = resolved.data_parallel
+    return section is None or "fully_shard" in BACKENDS[section.backend].refusals
 
 
 def severity(resolved: ResolvedPlan) -> Severity:

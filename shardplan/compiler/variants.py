@@ -50,6 +50,11 @@ class Variants:
         """The same with further findings."""
         return replace(self, findings={on: (*old, *more.get(on, ())) for on, old in self.findings.items()})
 
+    def allowed(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Those sizes of the tp axis that divide what the layout check saw split."""
+        lengths = {length for report in self.layouts.values() for length in report.lengths}
+        return tuple(size for size in sizes if all(length % size == 0 for length in lengths))
+
     def at(self, tp: int | None) -> Variants:
         """The same at another size of the tp axis."""
         moved = {on: replace(one, sizes=replace(one.sizes, tp=tp)) for on, one in self.resolved.items()}

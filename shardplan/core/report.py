@@ -90,7 +90,7 @@ class Report:
         checked_tp: the tp size at which the size-dependent checks ran; None where there was none.
         variants: which variants of the plan were checked.
         allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
-            computed.
+            computed. Layouts are checked at `checked_tp`; the others divide what is split, and no more is known of them.
         stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
             layouts of its reduced model; its numbers. Where a stage finds errors, the later ones are not reached.
         proof: the numeric proof, where that stage was reached.

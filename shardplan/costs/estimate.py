@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardplan.apply.apply import apply_program
+from shardplan.backends import BACKENDS
 from shardplan.core.estimate import OFFLOADED, Device, Estimate, Memory, Question, Traffic
 from shardplan.core.mesh import MeshSizes
 from shardplan.lower.program import Program
@@ -54,8 +55,9 @@ def estimate_mesh(
     """
     resolved = program.resolved
     sizes, section = resolved.sizes, resolved.data_parallel
-    if section is not None and section.backend != "fsdp2":
-        raise ValueError(f"estimate knows the data-parallel backend fsdp2, not {section.backend}")
+    if section is not None and not BACKENDS[section.backend].estimated:
+        known = ", ".join(name for name, backend in BACKENDS.items() if backend.estimated)
+        raise ValueError(f"estimate knows the data-parallel backend {known}, not {section.backend}")
     offloaded = section is not None and bool(section.cpu_offload)
     depths = depths_of(found, program)
     ledgers = []

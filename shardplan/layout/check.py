@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
@@ -14,6 +15,7 @@ from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.twin import Twin
 
 from .finding import Finding
+from .fused import advice, fused_repairs
 from .prover import Proof
 from .reads import SharedRead
 from .repairs import OURS, Repair, repairs, together
@@ -65,6 +67,7 @@ class LayoutReport:
             on: `ResolvedPlan.arrivals`, for the lowering.
         elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
         reads: values that several modules move I -> R, each on its own, where one door would do.
+        lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
         sums: partial sums that are added to each other once each is reduced on its own.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
     """
@@ -76,6 +79,7 @@ class LayoutReport:
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
     sums: tuple[SharedSum, ...] = ()
+    lengths: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -111,7 +115,7 @@ def check_layout(
     sums: list[SharedSum] | None = None
     for bench in benches:
         proof = prove(resolved, bench)
-        first, mended, following = _explain(resolved, bench, proof, search)
+        first, mended, following = _explain(resolved, bench, proof, search, help)
         for one, change in zip(first, mended, strict=True):
             if one not in diagnostics:
                 diagnostics.append(one)
@@ -148,7 +152,7 @@ def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench
 
 
 def _explain(
-    resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search
+    resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search, help: bool
 ) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
     """What was found as diagnostics: one for each mistake, what mends each, and what follows from them."""
     groups = grouped(proof.findings)
@@ -161,6 +165,8 @@ def _explain(
         key, group = next(iter(groups.items()))
         repair, left = _mend(plan, bench, groups, search)
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
+        if repair is None and help:
+            found = replace(found, help=advice(plan, group[0]))
         revised = _revised(changes, repair)
         if revised is not None:
             changes[revised] = replace(repair, old=changes[revised].old)
@@ -238,7 +244,7 @@ def _mend(
         found = _key(finding)
         return found == key or (not crashed and found not in groups)
 
-    for repair in repairs(plan, group[0]):
+    for repair in chain(fused_repairs(plan, group[0]), repairs(plan, group[0])):
         if tried >= last or search.over:
             break
         changed = repair.apply(plan)
@@ -261,10 +267,15 @@ def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequenc
     """Whether a change mends something: what is left was there before, or a crash had hidden it, behind which it is, or which
     is no more."""
     new = [group[0] for key, group in after.items() if key not in before]
-    crashes = [group[0].at for key, group in before.items() if key[0] == "crash"]
+    crashes = [_reached(group[0]) for key, group in before.items() if key[0] == "crash"]
     if not crashes:
         return not new
-    return all(finding.at > max(crashes) for finding in new) or not any(key[0] == "crash" for key in after)
+    return all(_reached(finding) > max(crashes) for finding in new) or not any(key[0] == "crash" for key in after)
+
+
+def _reached(finding: Finding) -> tuple[int, bool]:
+    """How far the run got: a crash in an operation is behind one between the same operations."""
+    return (finding.at, finding.kind == "crash" and bool(finding.operation))
 
 
 def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:

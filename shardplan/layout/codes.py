@@ -143,5 +143,22 @@ tokens meet in another way: attention that is written out, a sliding window, a c
 and whether the model heeds `position_ids`, which say where a chunk stands.
 Load the model with `attn_implementation="sdpa"`, or use a mesh without a cp axis.""",
 )
+RANDOM = Code(
+    code="SP371",
+    title="random numbers drawn in forward with tp above 1",
+    text="""The model's code draws random numbers in training mode, and they change its result: `F.dropout` with a
+probability that no attribute names, `torch.randn_like`, `torch.bernoulli`, a Gumbel sample, `scaled_dot_product_attention`
+with `dropout_p`. On a value that every rank has whole, the draws must agree between the tp ranks; on a slice they must
+differ. One seed gives neither, and neither the loss nor an error shows it. Until the random numbers are managed, such a model
+is refused, also one that is handed in evaluation mode: plans are proven for training. A draw that changes no result (dropout
+of probability 0) is not refused. Switch the noise off, or draw the numbers outside of the model, where all tp ranks draw the
+same, and hand them in as an input.""",
+    bad="""def forward(self, x):
+    return F.dropout(self.down(x), 0.2, self.training)
+""",
+    good="""def forward(self, x):
+    return F.dropout(self.down(x), self.config.dropout, self.training)  # 0.0 in the configuration
+""",
+)
 
-CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS)
+CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS, RANDOM)

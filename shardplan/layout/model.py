@@ -17,10 +17,12 @@ from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin, make_twin
 
+from . import randomness
 from .check import LayoutReport, Search, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
 from .reads import SharedRead
+from .lengths import misfit, split_lengths
 from .run import Workbench
 from .sums import SharedSum, in_every_block, moved
 
@@ -74,6 +76,16 @@ class ModelLayouts:
         return benches
 
     @property
+    def random(self) -> Diagnostic | None:
+        """SP371: the model's code draws random numbers, with which no plan is right; in the reduced model's names.
+
+        Raises:
+            PlanError: there is no reduced model, or it does not run.
+        """
+        sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
+        return randomness.finding(self.found.name, sites, self.tp) if sites else None
+
+    @property
     def tree(self) -> ModuleTree:
         """The reduced model's."""
         return self.benches[0].tree
@@ -99,11 +111,15 @@ class ModelLayouts:
             allow_unproven: what keeps the check from running is a warning, and else an error: what was not proven is not
                 taken for right.
         """
+        if (too_many := self._too_many(plan)) is not None:
+            return LayoutReport((too_many,))
         try:
             benches = self.benches
         except PlanError as error:
             return LayoutReport(tuple(_unproven(d, allow_unproven) for d in error.diagnostics))
         tree = benches[0].tree
+        if self.random is not None:
+            return LayoutReport((self._about_the_model(self.random),))
         resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), sequence_parallel=sequence_parallel)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
@@ -120,7 +136,23 @@ class ModelLayouts:
                 *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
+            lengths=self._lengths(resolved) if report.ok and not sequence_parallel else {},
         )
+
+    def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
+        """What tp must divide in the code of a model without configuration, whose reduced model has its sizes."""
+        return {} if self.found.config is not None else split_lengths(resolved, self.benches[0])
+
+    def _too_many(self, plan: PlanFile) -> Diagnostic | None:
+        """That tp does not divide a dim which the code of a model without configuration splits: seen at the smallest size
+        that divides tp, as the model may not run, or not split, with as many ranks."""
+        least = next((n for n in range(2, self.tp) if self.tp % n == 0), None)
+        if self.found.config is not None or least is None:
+            return None
+        fewer = ModelLayouts(self.found, least)
+        if not fewer.runs:
+            return None
+        return misfit(fewer.check(plan, sequence_parallel=False, help=False).lengths, self.tp, least)
 
     def layouts_of(
         self, plan: PlanFile, sequence_parallel: bool, resolved: ResolvedPlan, *, help: bool = False

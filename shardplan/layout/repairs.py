@@ -16,6 +16,7 @@ from shardplan.styles import STYLES, Style
 from .finding import Finding
 
 OURS = Location("<help>")
+GATHERED = ("colwise_gather_output", "colwise_seq_gather_output")  # each rank gets all features
 OPTIONS = ("argument", "grad", "output", "packed", "divide", "divides", "seq_dim", "read_outside")
 
 # What is tried for a module of each kind, the likeliest first: style, and an `output:` with it.
@@ -87,6 +88,7 @@ class Repair:
         old: the rule that holds for them now.
         new: the rule that should; None: none.
         section: where it should stand.
+        also: a change of another rule that goes with it.
     """
 
     pattern: str
@@ -94,6 +96,7 @@ class Repair:
     old: Rule | None
     new: Rule | None
     section: Section
+    also: Repair | None = None
 
     def apply(self, plan: ResolvedPlan) -> ResolvedPlan:
         """The plan with the change."""
@@ -102,7 +105,8 @@ class Repair:
             for name in self.names:
                 changed[name] = Assignment(name, name in plan.tree.parameters, self.new, self.section)
         order = (*plan.tree.modules, *plan.tree.parameters)
-        return replace(plan, assignments={name: changed[name] for name in order if name in changed}, arrivals=None)
+        result = replace(plan, assignments={name: changed[name] for name in order if name in changed}, arrivals=None)
+        return result if self.also is None else self.also.apply(result)
 
     @property
     def entry(self) -> str:
@@ -112,7 +116,25 @@ class Repair:
 
     @property
     def help(self) -> str:
-        """What to do, as an instruction."""
+        """What to do, as an instruction; and what it costs, where it gives up a split."""
+        both = self._instruction if self.also is None else f"{self._instruction}, and {self.also._instruction}"
+        return f"{both}{self._given_up}"
+
+    @property
+    def _given_up(self) -> str:
+        """What is split now, and is not any more."""
+        if self.old is None:
+            return ""
+        before, after = STYLES[self.old.style], STYLES[self.new.style] if self.new is not None else None
+        if before.shards_parameters and (after is None or not after.shards_parameters):
+            return f"; this leaves {self.pattern} whole on every rank"
+        in_layers = "*" in self.pattern  # logits are read by a loss alone
+        if in_layers and before.hands is None and after is not None and after.name in GATHERED:
+            return f"; this leaves what reads {self.pattern} whole on every rank"
+        return ""
+
+    @property
+    def _instruction(self) -> str:
         where = f" under {self.section}" if self.section == "sequence_parallel" else ""
         if self.new is None:
             return f"remove the rule `{self.pattern}: {written(self.old)}`"
@@ -123,7 +145,7 @@ class Repair:
 
 def together(one: Repair, other: Repair) -> Repair | None:
     """Both changes as one rule, where they say the same of names that differ in one place; else None."""
-    if (one.section, one.old, one.new) != (other.section, other.old, other.new):
+    if (one.section, one.old, one.new, one.also) != (other.section, other.old, other.new, other.also):
         return None
     first, second = one.pattern.split("."), other.pattern.split(".")
     differing = [i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
@@ -138,7 +160,7 @@ def together(one: Repair, other: Repair) -> Repair | None:
     else:
         return None
     pattern = ".".join((*first[: differing[0]], word, *first[differing[0] + 1 :]))
-    return Repair(pattern, (*one.names, *other.names), one.old, one.new, one.section)
+    return Repair(pattern, (*one.names, *other.names), one.old, one.new, one.section, one.also)
 
 
 def written(rule: Rule) -> str:
@@ -222,14 +244,14 @@ def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
     for style, output in CHOICES[overlaid].get(kind, ()):
         if style is None:
             if old is not None:
-                yield _repair(plan, name, old, None, assignment.section)
+                yield change(plan, name, old, None, assignment.section)
             continue
         if old is not None and style == old.style and output == old.output:
             continue
         section: Section = "sequence_parallel" if _needs_overlay(STYLES[style], output) else "tensor_parallel"
         if assignment is not None and assignment.section == "sequence_parallel":
             section = "sequence_parallel"
-        yield _repair(plan, name, old, _rule(STYLES[style], old, output), section)
+        yield change(plan, name, old, _rule(STYLES[style], old, output), section)
 
 
 def _needs_overlay(style: Style, output: str | None) -> bool:
@@ -256,20 +278,21 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
     style = STYLES[old.style]
     for output in (*style.output_option, None) if style.output_option else ():
         if output != old.output:
-            yield _repair(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
+            yield change(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
     if old.grad is not None:
-        yield _repair(plan, name, old, replace(old, grad=None, location=OURS), section)
+        yield change(plan, name, old, replace(old, grad=None, location=OURS), section)
     if style.grad_option and style.is_door and old.grad is None:
-        yield _repair(plan, name, old, replace(old, grad="complete", location=OURS), section)
+        yield change(plan, name, old, replace(old, grad="complete", location=OURS), section)
     for packed in (2, 3) if style.packed_option else ():
         if packed != old.packed:
-            yield _repair(plan, name, old, replace(old, packed=packed, location=OURS), section)
+            yield change(plan, name, old, replace(old, packed=packed, location=OURS), section)
     if style.read_outside_option and style.shards_parameters is False and style.weight.gradient == "partial":
         for position in (0, 1) if not old.read_outside else ():
-            yield _repair(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
+            yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
 
 
-def _repair(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
+def change(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
+    """A rule's change for a module or parameter and all that are like it in other layers."""
     tree = plan.tree
     single = new is not None and P in STYLES[new.style].takes  # the door into the sequence-parallel region: one block's
     pattern = name if single else tree.pattern(name)

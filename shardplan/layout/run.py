@@ -20,6 +20,7 @@ from .elsewhere import read_elsewhere
 from .finding import Finding
 from .origins import Origins
 from .prover import Proof, Prover
+from .randomness import acting_sites, watched
 from .ranks import run_rank
 from .spreads import Spreads
 
@@ -34,6 +35,9 @@ class Workbench:
         model: with its weights; it is not changed.
         inputs: keyword arguments of its forward.
         tree: its picture, the one that plans are bound to.
+
+    Attributes:
+        random: the places of its code that draw random numbers which change its result.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
@@ -41,7 +45,10 @@ class Workbench:
         kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
         self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS)
         # A copy: some models keep states of a run on their modules.
-        self.reference = record(copy.deepcopy(model), inputs, self.atoms)
+        fresh = copy.deepcopy(model)
+        with watched(fresh) as watch:
+            self.reference = record(fresh, inputs, self.atoms)
+        self.random = acting_sites(model, inputs) if watch.drew else ()
         self.elsewhere = read_elsewhere(self.reference)
 
 

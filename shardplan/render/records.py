@@ -67,7 +67,7 @@ class FindingsReport:
     mesh: Mesh | None
     checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
     variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
-    allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that the model allows with this plan"]
+    allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that divide what is split; layouts and numbers are checked at checked_tp alone"]
     stages: Annotated[
         tuple[Literal["plan", "names", "structure", "layouts", "proof"], ...],
         "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts, numbers",

@@ -35,11 +35,19 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     parts.append(paint(role, total))
     body = "\n\n".join(part for part in parts if part)
     if report.allowed_tp is not None:
-        body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}"
+        body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
     body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.stages[-1] == "names":
         body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
     return body
+
+
+def _by_size(report: Report) -> str:
+    """Which of the listed sizes were not looked at: the layouts are checked at one."""
+    others = [size for size in report.allowed_tp or () if size not in (1, report.checked_tp)]
+    if "layouts" not in report.stages or not report.ok or not others:
+        return ""
+    return f" (checked at {report.checked_tp}; the others by size alone)"
 
 
 def proof_lines(report: Report) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardplan.bind import bind
 from shardplan.check import check, half_covered
+from shardplan.core.diagnostics import PlanError
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.tree import ModuleTree, ancestors, full_name, part
@@ -73,10 +74,13 @@ def derive(
         progress: is told what is being tried.
 
     Raises:
-        PlanError: SP520 to SP523: there is no small copy, or it does not run.
+        PlanError: SP520 to SP523: there is no small copy, or it does not run; SP371: its code draws random numbers.
     """
     progress("running a small copy of the model")
-    benches = _benches(ModelLayouts(found, tp))
+    layouts = ModelLayouts(found, tp)
+    benches = _benches(layouts)
+    if layouts.random is not None:
+        raise PlanError((layouts.random,))
     board, flow = Board(benches, tp), Flow(benches[0].reference, benches[0].tree)
     solver = Solver(board, flow, found.tree)
     draft, whole = Draft({}), []
@@ -172,6 +176,8 @@ def tied_to(board: Board, head: str) -> tuple[str, ...]:
 def with_doors(board: Board, draft: Draft) -> Draft:
     """With one door around the readers of each value that several move on their own."""
     report = board.report(draft)
+    if report is None:  # no rule, so that there is no plan to look at
+        return draft
     doors: dict[str, Options] = {}
     for read in report.reads:
         pattern = board.tree.pattern(read.module)

@@ -117,7 +117,7 @@ class Board:
                 return None
             if report.ok:
                 return draft
-            changes = [repair for repair in report.repairs if repair is not None]
+            changes = [one for repair in report.repairs if repair is not None for one in (repair, repair.also) if one]
             changed = draft
             for repair in changes:
                 changed = self._changed(changed, repair, overlay)

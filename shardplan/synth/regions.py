@@ -40,7 +40,7 @@ class Group:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(column for region in self.regions for column in region.columns)
+        return tuple(dict.fromkeys(column for region in self.regions for column in region.columns))
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -52,13 +52,17 @@ class Group:
 
 
 def grouped(found: Sequence[Region], tree: ModuleTree) -> Sequence[Group]:
-    """The regions, those around experts together."""
+    """The regions, those around experts together, and those that begin with the same matrices (joint attention)."""
     modules = {tree.pattern(name) for name in tree.modules}
     containers = dict.fromkeys(parent(parent(region.row)) for region in found if region.row not in modules)
     inside = {c: tuple(r for r in found if r.row.startswith(f"{c}.")) for c in containers}
     grouped = [Group(regions, container) for container, regions in inside.items()]
     taken = {region for regions in inside.values() for region in regions}
-    return (*(Group((region,)) for region in found if region not in taken), *grouped)
+    alike: dict[frozenset[str], list[Region]] = {}
+    for region in found:
+        if region not in taken:
+            alike.setdefault(frozenset(region.columns), []).append(region)
+    return (*(Group(tuple(regions)) for regions in alike.values()), *grouped)
 
 
 def regions(flow: Flow) -> Sequence[Region]:

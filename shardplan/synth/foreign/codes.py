@@ -62,7 +62,9 @@ IMPLIED = Code(
     "a move that the source leaves to DTensor",
     "The source hands a DTensor that is split along the sequence to modules that take the whole value, and DTensor's own "
     "propagation finds a way at run time. A plan says where each value is gathered: at the module around its readers, or at "
-    "the norm in front of the head. The layouts are proven like those of any plan.",
+    "the norm in front of the head. A DTensor that is split over its features is gathered where the code cuts it into parts "
+    "(gate and up in one matrix); a plan splits each part by itself, and gathers nothing. The layouts are proven like those "
+    "of any plan.",
     bad='{"model.layers.*.input_layernorm": "sequence_parallel", "model.layers.*.self_attn.q_proj": "colwise"}',
     good="""
     sequence_parallel:

@@ -18,6 +18,7 @@ from shardplan.synth.write import Heading, document, plan_text
 
 from . import deepspeed
 from .codes import LEFT_OUT, NEEDS_MODEL, NO_FORM
+from .cuts import with_cuts
 from .entries import Entry, Meaning, NotSaid, finding
 from .names import meaning_of_name
 from .places import Places, glob_of_key
@@ -69,7 +70,7 @@ def convert(
     if read.data is None or any(d.is_error for d in read.diagnostics):
         return Conversion(None, None, read.diagnostics, read.sources)
     try:
-        rules, told, notes = _rules(read, form, Places(found.tree) if found is not None else None)
+        rules, told, notes = _rules(read, form, found)
     except NotSaid as error:
         findings = (*read.diagnostics, error.finding(Location(read.name)))
         return Conversion(None, None, findings, read.sources)
@@ -105,25 +106,28 @@ def _read(source: object, import_path: str | None, found: FoundModel | None) -> 
     return Source("<hf>", {k if k.startswith(start) else start + k: style for k, style in plan.items()})
 
 
-def _rules(read: Source, form: Form | None, places: Places | None) -> tuple[Rules, Form, tuple[str, ...]]:
+def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[Rules, Form, tuple[str, ...]]:
     """The rules, whose plan it is, and lines for the file.
 
     Raises:
         NotSaid: SP540: its form is not known.
     """
+    places = Places(found.tree) if found is not None else None
     config = deepspeed.find_config(read.data)
     told = _form(read, form, is_deepspeed=config is not None)
     if config is not None:
         return _deepspeed(read, *config, places), told, ()
     meaning_of = _meanings(told)
     findings: list[Diagnostic] = []
-    rules = rules_of(_entries(read, read.data, meaning_of, told, places, findings))
+    entries = _entries(read, read.data, meaning_of, told, places, findings)
+    rules = rules_of(entries if found is None else with_cuts(entries, found, findings))
     rules.findings[:0] = findings
     if read.sequence_parallel is None:
         derived = any(rules.whole.get(p) != options for p, options in rules.sliced.items())
         return rules, told, (DERIVED,) if derived else ()
     findings = []
-    second = rules_of(_entries(read, read.sequence_parallel, meaning_of, told, places, findings))
+    entries = _entries(read, read.sequence_parallel, meaning_of, told, places, findings)
+    second = rules_of(entries if found is None else with_cuts(entries, found, findings))
     left_out = {pattern: {"style": "replicate"} for pattern in rules.whole if pattern not in second.sliced}
     known = {(d.code, d.message) for d in rules.findings}
     more = [d for d in (*findings, *second.findings) if (d.code, d.message) not in known]

@@ -123,6 +123,11 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
             help="name the model: --model",
         )
     key = (meaning.kind, meaning.takes, meaning.hands)
+    if "packed" in meaning.options:
+        whole, sliced = _styled(entry, LINEAR.get(key))
+        assert whole == sliced == {"style": "colwise"}, (whole, sliced)
+        options = {"style": "packed_colwise", **meaning.options}
+        return dict(options), dict(options)
     if kinds is not None:
         return _styled(entry, (EMBEDDING if kinds == {"embedding"} else LINEAR).get(key))
     if key == ("rowwise", "whole", "sequence"):  # of a linear layer it means nothing

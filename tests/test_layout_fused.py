@@ -1,0 +1,135 @@
+"""Fused q, k and v of a model of one's own: the help proposes what keeps the split, or names the line to change; a proposal that
+gives up a split says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardplan
+from shardplan.core.plan import Rule
+from shardplan.core.report import Report
+from shardplan.layout.repairs import OURS, Repair
+
+WIDTH, HEADS = 64, 4
+PLAIN = {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}
+
+
+class FromWhole(nn.Module):
+    """As in nanoGPT: the size of a head comes from the width of the input, which every rank has whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.n_head, self.n_embd = HEADS, WIDTH
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.c_proj(y.contiguous().view(B, T, C))
+
+
+class FromAttributes(FromWhole):
+    """All sizes come from attributes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], self.n_head, self.n_embd // self.n_head)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.c_attn(x).split(self.n_embd, dim=2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.c_proj(y.reshape(*x.shape[:2], self.n_embd))
+
+
+class Open(FromWhole):
+    """`FromWhole` with the lines changed as the help says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
+        q = q.view(B, T, -1, C // self.n_head).transpose(1, 2)
+        k = k.view(B, T, -1, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, -1, C // self.n_head).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.c_proj(y.contiguous().view(B, T, -1))
+
+
+class Block(nn.Module):
+    """Attention beside a residual stream."""
+
+    def __init__(self, attention: type[nn.Module]) -> None:
+        super().__init__()
+        self.ln, self.attn = nn.LayerNorm(WIDTH), attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.ln(x))
+
+
+class Model(nn.Module):
+    """Two blocks."""
+
+    def __init__(self, attention: type[nn.Module]) -> None:
+        super().__init__()
+        self.wte, self.head = nn.Embedding(128, WIDTH), nn.Linear(WIDTH, 128)
+        self.h = nn.ModuleList(Block(attention) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.wte(ids)
+        for block in self.h:
+            x = block(x)
+        return self.head(x)
+
+
+def checked(attention: type[nn.Module], rules: dict) -> Report:
+    plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
+    torch.manual_seed(0)
+    return shardplan.validate(Model(attention), plan, tp=2)
+
+
+PACKED = {**PLAIN, "h.*.attn.c_attn": {"style": "packed_colwise", "packed": 3}}
+PACKED_HELP = "say `h.*.attn.c_attn: {style: packed_colwise, packed: 3}`, not colwise, and add "
+
+
+@pytest.mark.parametrize(
+    ("attention", "divided"), [(FromAttributes, ["n_embd", "n_head"]), (Open, ["n_embd"])], ids=lambda x: str(x)
+)
+def test_what_keeps_the_split_is_proposed_and_right(attention: type[nn.Module], divided: list[str]) -> None:
+    added = {"h.*.attn": {"style": "replicate", "divide": divided}}
+    line = f"`h.*.attn: {{style: replicate, divide: [{', '.join(divided)}]}}`"
+    (found,) = checked(attention, PLAIN).diagnostics
+    assert (found.code, found.help) == ("SP408", f"{PACKED_HELP}{line}")
+    (found,) = checked(attention, PACKED).diagnostics
+    assert (found.code, found.help) == ("SP408", f"add {line}")
+    assert checked(attention, {**PACKED, **added}).ok
+    plan = {"version": "1", "name": "mine", "tensor_parallel": {**PACKED, **added}}
+    assert shardplan.verify(Model(attention), plan, tp=2).ok
+
+
+def test_the_line_of_the_code_is_named_where_no_rule_suffices() -> None:
+    first, second = checked(FromWhole, PLAIN).diagnostics
+    assert first.help == f"{PACKED_HELP}`h.*.attn: {{style: replicate, divide: [n_embd]}}`"
+    line = FromWhole.forward.__code__.co_firstlineno + 3
+    assert second.help.startswith(f"change test_layout_fused.py:{line} in h.*.attn: ")
+    assert "`.view(B, T, -1, C // self.n_head)`" in second.help
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "cost"),
+    [
+        ("rowwise", None, "this leaves h.*.a whole on every rank"),
+        ("rowwise", "replicate", "this leaves h.*.a whole on every rank"),
+        ("colwise", "replicated_with_grad_allreduce", "this leaves h.*.a whole on every rank"),
+        ("colwise", "colwise_gather_output", "this leaves what reads h.*.a whole on every rank"),
+        ("colwise", "rowwise", None),
+        ("replicate", None, None),
+        (None, "colwise", None),
+    ],
+)
+def test_a_proposal_that_gives_up_a_split_says_so(before: str | None, after: str | None, cost: str | None) -> None:
+    old, new = (Rule("", style, OURS) if style else None for style in (before, after))
+    help = Repair("h.*.a", ("h.0.a",), old, new, "tensor_parallel").help
+    assert help.partition("; ")[2] == (cost or "")
