@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from shardplan.core.layout import I, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
+from shardplan.models.rebinding import copied
 from shardplan.twin.recorder import record
 
 from .boundaries import boundaries
@@ -38,7 +38,7 @@ class Workbench:
         kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
         self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS)
         # A copy: some models keep states of a run on their modules.
-        self.reference = record(copy.deepcopy(model), inputs, self.atoms)
+        self.reference = record(copied(model), inputs, self.atoms)
         self.elsewhere = read_elsewhere(self.reference)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from .codes import NO_OWN_INPUTS
 from .findings import refuse
 from .found import FoundModel, Inputs, find_model, found_from_config
 from .own import find_inputs
+from .rebinding import copied
 from .tree import tree_of
 
 
@@ -69,16 +69,17 @@ def _found_module(model: nn.Module) -> FoundModel:
         tree=tree_of(model),
         builder=lambda device, dtype: _copy(model, device, dtype),
         module=model,
+        own_code=True,
     )
 
 
 def _copy(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
     """A copy on a device; one on the meta device copies no values, however large the model is."""
     if device != "meta":
-        return deepcopy(model).to(device=device, dtype=dtype)
+        return copied(model).to(device=device, dtype=dtype)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return deepcopy(model, memo)
+    return copied(model, memo)

@@ -38,4 +38,17 @@ NOT_RUNNING = Code(
     good="attention_dropout: 0.0",
 )
 
-CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS, NOT_RUNNING)
+NOT_CARRIED = Code(
+    "SP524",
+    "a change of a live model that its reduced model cannot have",
+    "A plan is proven on a reduced model. What a live model has beside its class and configuration (a forward set on an "
+    "instance, hooks, an exchanged class, changed attributes, added modules and parameters) is carried over into it, "
+    "functions are bound to its modules. Some changes cannot be: a function that holds a parameter (which another "
+    "takes the place of when the plan is applied), that reads the model through a global name, or that uses one layer that "
+    "is not kept; one module object at two places; tensors and sizes that have no one counterpart. What was not carried "
+    "over would train unproven, so it is refused by name.",
+    bad="weight = mlp.down_proj.weight; mlp.forward = lambda x: F.linear(act(x), weight)",
+    good="mlp.forward = types.MethodType(lambda self, x: self.down_proj(act(x)), mlp)",
+)
+
+CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS, NOT_RUNNING, NOT_CARRIED)

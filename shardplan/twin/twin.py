@@ -20,13 +20,16 @@ from shardplan.models.findings import reason, refuse
 from shardplan.models.found import FoundModel, Inputs
 from shardplan.models.numbers import config_value, text_config
 from shardplan.models.offline import offline
+from shardplan.models.rebinding import NotBound
 from shardplan.models.tree import tree_of
 
 from .adapters import Adapters, adapt, adapters_of
-from .codes import NO_TWIN, NOT_RUNNING
+from .carry import carry
+from .codes import NO_TWIN, NOT_CARRIED, NOT_RUNNING
 from .images import Fitting, fitting
 from .inputs import Labels, Padding, image_inputs, labels_of, sequence_length, text_inputs
 from .layers import Kept, candidates, layer_lists, skeleton
+from .live import Live, live_of
 from .own import LARGEST, checked, inputs_of, module_maker
 from .shrink import small_config
 from .weights import randomise
@@ -129,10 +132,11 @@ def make_twin(
     """
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a positive integer, not {tp!r}")
+    own_code = isinstance(model, nn.Module) or model.own_code
     if isinstance(model, FoundModel):
         inputs = inputs or model.inputs
         model = model.module if model.module is not None else model
-    name, config, cls, tree, adapters = _original(model)
+    name, module, config, cls, tree, adapters = _original(model)
     implementations = {
         "attn_implementation": attn_implementation,
         "experts_implementation": experts_implementation,
@@ -144,7 +148,8 @@ def make_twin(
         return _module_twin(model, name, tp, seed, dtype, inputs)
     if inputs is not None:
         raise ValueError(f"the inputs of {name} follow from its configuration; `inputs` is for modules without one")
-    small, kept, adapted = _small(config, cls, tree, adapters, name, tp=tp, tied=tied)
+    live = _live(module, config, cls, name) if own_code else None
+    small, kept, adapted = _small(config, cls, tree, adapters, name, live, tp=tp, tied=tied)
     maker = _maker(cls, small, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(maker()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
@@ -218,8 +223,8 @@ def _maker(
 
 def _original(
     model: FoundModel | nn.Module,
-) -> tuple[str, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree, Adapters | None]:
-    """Name, configuration, class, picture and adapters of the original; no configuration where it is no transformers
+) -> tuple[str, nn.Module, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree, Adapters | None]:
+    """Name, module, configuration, class, picture and adapters of the original; no configuration where it is no transformers
     model."""
     if isinstance(model, FoundModel):
         name, module, tree = model.name, model.meta if model.meta is not None else model.build("meta"), model.tree
@@ -227,8 +232,31 @@ def _original(
         module = unwrapped(model)
         name, tree = type(module).__name__, tree_of(module)
     if isinstance(module, PreTrainedModel):
-        return name, module.config, type(module), tree, adapters_of(module)
-    return name, None, None, tree, None
+        return name, module, module.config, type(module), tree, adapters_of(module)
+    return name, module, None, None, tree, None
+
+
+def _live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel], name: str) -> Live | None:
+    """What the model has beside its class and configuration.
+
+    Raises:
+        PlanError: SP520: they build no model; SP524: what no reduced model can have.
+    """
+    try:
+        return live_of(module, _construct(cls, config, "meta", 0))
+    except NotBound as error:
+        raise not_carried(name, error) from error
+    except Exception as error:  # of the configuration and the modelling code
+        raise refuse(NO_TWIN, f"{name} cannot be built from its class and configuration", notes=(reason(error),)) from error
+
+
+def not_carried(name: str, error: NotBound) -> PlanError:
+    return refuse(
+        NOT_CARRIED,
+        f"{name} was changed after it was built, in a way that its reduced model cannot have: {error}",
+        help="apply the plan first and change the model afterwards, or give `reduced`: a function that builds a small "
+        "model with the same changes",
+    )
 
 
 def _small(
@@ -237,26 +265,30 @@ def _small(
     tree: ModuleTree,
     adapters: Adapters | None,
     name: str,
+    live: Live | None,
     *,
     tp: int,
     tied: bool | None,
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The small configuration, the layers that it keeps (the fewest whose modules come out as the original's), and what
-    puts the adapters into its model."""
+    puts the adapters, and what else the live model has, into its model."""
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
     lists = layer_lists(tree, count)
     failures: list[str] = []
-    for kept in candidates(tree, count, vars(text)):
+    others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
+    for kept in candidates(tree, count, vars(text), others):
         try:
             small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
             if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
                 text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
-            adapted = _adapting(adapters, lists, kept)
+            adapted = _adapting(adapters, live, lists, kept)
             plain = _construct(cls, small, "meta", 0)
             with torch.device("meta"):
                 made = tree_of(adapted(plain))
+        except NotBound as error:
+            raise not_carried(name, error) from error
         except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
             failures.append(reason(error))
             continue
@@ -275,7 +307,7 @@ def _small(
     )
 
 
-def _adapting(adapters: Adapters | None, lists: tuple[str, ...], kept: Kept) -> Adapting:
+def _adapting(adapters: Adapters | None, live: Live | None, lists: tuple[str, ...], kept: Kept) -> Adapting:
     def original(name: str) -> str:
         for listing in lists:
             index, dot, rest = name.removeprefix(f"{listing}.").partition(".")
@@ -283,7 +315,11 @@ def _adapting(adapters: Adapters | None, lists: tuple[str, ...], kept: Kept) -> 
                 return f"{listing}.{kept.layers[int(index)]}{dot}{rest}"
         return name
 
-    return (lambda model: model) if adapters is None else (lambda model: adapt(model, adapters, original))
+    def adapted(model: nn.Module) -> nn.Module:
+        model = model if adapters is None else adapt(model, adapters, original)
+        return model if live is None else carry(live, model, original)
+
+    return adapted
 
 
 def _construct(
