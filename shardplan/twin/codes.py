@@ -16,9 +16,10 @@ NO_TWIN = Code(
 TOO_LARGE = Code(
     "SP521",
     "a module too large to copy",
-    "A module without a transformers configuration is copied as it is, so it must be small.",
-    bad="$ shardplan verify my_models:seventy_billion my-plan.yaml --tp 2",
-    good="$ shardplan verify my_models:small my-plan.yaml --tp 2",
+    "A module without a transformers configuration is copied as it is, up to 2 GiB of weights in float32. A larger one needs "
+    "a small model of the same structure, made by a function of yours: `--reduced module:callable`, or `reduced=`.",
+    bad="$ shardplan validate my_models:seventy_billion my-plan.yaml --tp 2",
+    good="$ shardplan validate my_models:seventy_billion my-plan.yaml --tp 2 --reduced my_models:small",
 )
 NO_INPUTS = Code(
     "SP522",
@@ -51,4 +52,14 @@ NOT_CARRIED = Code(
     good="mlp.forward = types.MethodType(lambda self, x: self.down_proj(act(x)), mlp)",
 )
 
-CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS, NOT_RUNNING, NOT_CARRIED)
+NOT_REDUCED = Code(
+    "SP526",
+    "a reduced model that is not one of the original",
+    "`--reduced module:callable` (`reduced=`) builds the small model on which a plan is proven. It must have the modules of the "
+    "original, of the same classes and with the same flags, and its parameters with as many dimensions each: layers and "
+    "experts may be fewer and narrower, nothing may be missing or new.",
+    bad="validate(model, plan, reduced=lambda: MyModel(width=64, gated=False))   # the original is gated",
+    good="validate(model, plan, reduced=lambda: MyModel(width=64, layers=2, gated=True))",
+)
+
+CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS, NOT_RUNNING, NOT_CARRIED, NOT_REDUCED)
