@@ -18,6 +18,7 @@ from .images import BATCH
 from .inputs import labels_of, text_inputs
 
 SAMPLES = 4  # frames of a wave's features for each token
+UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,13 @@ def _spectrogram(config: PreTrainedConfig, seq_len: int, generator: torch.Genera
 
 
 def _wave(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
-    """[BATCH, samples], of which the convolutions make `seq_len` features."""
+    """[BATCH, samples], of which the convolutions make `seq_len` features; a spectrogram [BATCH, frames, bins] where the
+    configuration has bins."""
+    bins, frames = config_value(config, "num_mel_bins"), config_value(config, "max_length")
+    if isinstance(bins, int) and isinstance(frames, int):
+        return torch.randn(BATCH, frames, bins, generator=generator)
+    if not config_value(config, "conv_kernel"):
+        return torch.randn(BATCH, UNKNOWN_STRIDE * seq_len, generator=generator)
     length = seq_len
     strides, kernels = config_value(config, "conv_stride", ()), config_value(config, "conv_kernel", ())
     for stride, kernel in zip(reversed(tuple(strides)), reversed(tuple(kernels)), strict=True):
