@@ -10,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import shardplan
 from shardplan import compile_plan
@@ -24,6 +25,8 @@ from shardplan.models import find_any
 from shardplan.models.rebinding import NotBound, copied
 from shardplan.proof.simulate import simulated_mesh
 from shardplan.twin import make_twin
+from shardplan.twin.experts import unreached
+from shardplan.twin.outcome import outcome
 from tests.proofs import assert_equal, collect, compare_results, differing, fake_mesh, ranked, step, unsharded
 from tests.small_models import small_model
 
@@ -410,6 +413,49 @@ def test_a_layer_that_is_called_twice():
 
     assert not codes(Twice(), OWN)
     assert_equal(own_rows(Twice))
+
+
+def test_a_layer_object_that_stands_twice():
+    class Shared(Own):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([self.layers[0]] * 2)
+
+    assert not codes(Shared(), OWN)
+    assert_equal(own_rows(Shared))
+    split = {
+        "embed": "embedding_rowwise_seq",
+        "layers.0": "split_seq_input",
+        "layers.*.norm": {"style": "sequence_parallel", "output": "gather"},
+        "layers.*.down": "rowwise_seq",
+        "head": {"style": "gather_seq_input", "grad": "complete"},
+    }
+    plan = {**OWN, "sequence_parallel": split}
+    assert not codes(Own(), plan, sequence_parallel=True)
+    found = codes(Shared(), plan, sequence_parallel=True)  # its first call would take what is whole, its second a slice
+    assert "SP402" in found
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
+def test_every_expert_gets_tokens(name):
+    twin = make_twin(find_any(AutoConfig.for_model(name)), tp=2, experts_implementation="eager")
+    counts = {p.shape[0] for n, p in twin.build().named_parameters() if "experts." in n and p.ndim == 3}
+    assert counts and unreached(twin.build(), twin.inputs(), counts) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("T5ForConditionalGeneration", "seq2seq"), ("WhisperForConditionalGeneration", "audio"), ("ViTModel", "picture")],
+)
+def test_inputs_that_are_not_text_are_made(name, kind):
+    cls = getattr(transformers, name)
+    config = cls.config_class(architectures=[name])
+    twin = make_twin(find_any(config), tp=2)
+    assert twin.kinds == (kind,)
+    model = twin.build()
+    outcome(model(**twin.inputs()))[0].backward()
+    inside = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and ".layer" in n]
+    assert not inside, "every layer of both sides gets a gradient"
 
 
 # Hooks on parameters.

@@ -17,6 +17,7 @@ from shardplan.models.found import FoundModel, Inputs
 from shardplan.models.tree import tree_of
 
 from .codes import NOT_RUNNING
+from .experts import reaching
 from .feeding import feeding
 from .inputs import Padding, sequence_length
 from .own import checked, inputs_of, module_maker, not_callable
@@ -150,6 +151,11 @@ def make_twin(
     if tied is not None and bool(tree_of(build()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
     fed = feeding(build(), small, seq_len, name, inputs)
+
+    def make(weights: int) -> Callable[[], nn.Module]:
+        return maker(cls, small, adapted, weights, {"dtype": dtype, **options})
+
+    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), small)
     return Twin(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
 
 
