@@ -177,7 +177,8 @@ class _Carrying:
             new = torch.empty(shape, device=self.device, dtype=dtype)
             if not new.is_meta:
                 values = parameter.detach().float()
-                mean, spread = (0.0, 0.1) if parameter.is_meta else (float(values.mean()), float(values.std(correction=0)))
+                known = not parameter.is_meta
+                mean, spread = (values.mean().item(), values.std(correction=0).item()) if known else (0.0, 0.1)
                 new.copy_(mean + spread * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
             self.counterparts[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
         return self.counterparts[id(parameter)]
