@@ -13,9 +13,12 @@ CASES = list(cases())
 
 # Codes that no command line can give, and the test that shows them.
 ELSEWHERE: dict[str, str] = {
-    "SP520": "tests/test_twin.py::test_a_model_that_changes_its_layers_is_refused",
-    "SP521": "tests/test_twin.py::test_a_small_copy_that_stays_large_is_refused",
+    "SP520": "tests/test_twin.py::test_a_small_copy_that_stays_large_is_refused",
+    "SP521": "tests/test_twin.py::test_own_modules_that_cannot",
     "SP522": "tests/test_twin.py::test_own_modules_that_cannot",
+    "SP524": "tests/test_live.py::test_what_cannot_be_carried_over_is_refused_by_name",
+    "SP525": "tests/test_live.py::test_hooks_on_replaced_parameters_are_refused",
+    "SP526": "tests/test_live.py::test_another_model_than_the_original_is_refused",
     "SP530": "tests/test_cli_init.py::test_nothing_can_be_split",
     "SP531": "tests/test_cli_init.py::test_no_overlay_is_found",
     "SP532": "tests/test_cli_init.py::test_what_stays_whole_is_said",

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardplan import backends
-from shardplan.core.diagnostics import Diagnostic
+from shardplan.check.parameter_hooks import hooked, replaces
+from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.plan import DataParallel
 from shardplan.core.tree import full_name
 from shardplan.lower.program import Program
@@ -125,6 +126,15 @@ def _refusals(work: Work) -> bool:
     return False  # nothing that a user asked for
 
 
+def _replaces(work: Work) -> bool:
+    """As `check.parameter_hooks.replaces`, for a mesh: FSDP2 replaces parameters on an axis of size 1 too."""
+    section = work.program.resolved.data_parallel
+    if replaces(work.program.resolved) or section is None:
+        return replaces(work.program.resolved)
+    backend = backends.BACKENDS[section.backend]
+    return backend.shards and work.mesh.data_parallel(backend) is not None
+
+
 # (model, data-parallel mesh, section, names) -> what the caller gets: the model, or a wrapper around it.
 BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Wrapped], nn.Module]] = {
     "fsdp2": apply_fsdp2,
@@ -172,9 +182,12 @@ def apply_program(
         proof: how the program is known to be right, in words.
 
     Raises:
+        PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
         RuntimeError: a step failed; names it and the module. The model is then marked unusable.
     """
     work = Work(model, unwrapped(model), mesh, program, src_data_rank, autocast=autocast)
+    if _replaces(work) and (found := tuple(hooked(program.resolved))):
+        raise PlanError(found)
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)

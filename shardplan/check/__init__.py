@@ -20,6 +20,7 @@ from . import (
     half_covered,
     kinds,
     mesh,
+    parameter_hooks,
     sequence,
     ties,
     vocabulary,
@@ -42,6 +43,7 @@ _RULES = (
     checkpointing,
     async_tp,
     mesh,
+    parameter_hooks,
 )
 
 CHECKS: tuple[Callable[[Facts], Iterator[Diagnostic]], ...] = tuple(rule.check for rule in _RULES)

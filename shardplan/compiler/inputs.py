@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     AnyModel = str | nn.Module | PreTrainedConfig
 AnyInputs = str | Callable[[int], Mapping[str, Any]]
+AnyReduced = str | Callable[[], "nn.Module"]
 AnyPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
 
 
@@ -32,13 +33,15 @@ class ModelSource:
         model: a word, a configuration or a module.
         settings: numbers of the configuration to change, where it is a word.
         trust_remote_code: run code that a model's folder brings along, where it is a word.
-        inputs: what to call a module without configuration with: `module:callable`, or the function.
+        inputs: what to call the reduced model with: `module:callable`, or the function.
+        reduced: what builds a small model of the same structure: `module:callable`, or the function.
     """
 
     model: AnyModel
     settings: Mapping[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     inputs: AnyInputs | None = None
+    reduced: AnyReduced | None = None
 
     @property
     def name(self) -> str:
@@ -49,7 +52,11 @@ class ModelSource:
         from shardplan.models import find_any
 
         return find_any(
-            self.model, settings=self.settings, trust_remote_code=self.trust_remote_code, inputs=self.inputs
+            self.model,
+            settings=self.settings,
+            trust_remote_code=self.trust_remote_code,
+            inputs=self.inputs,
+            reduced=self.reduced,
         )
 
 

@@ -32,6 +32,7 @@ class ParameterInfo:
         shape, dtype: `"float32"`.
         requires_grad: whether it is trained.
         adapter: what it is to the adapted layer; None for a parameter of the layer itself.
+        hooked: whether hooks of the user wait for its gradient.
     """
 
     name: str
@@ -39,6 +40,7 @@ class ParameterInfo:
     dtype: str = "float32"
     requires_grad: bool = True
     adapter: AdapterPart | None = None
+    hooked: bool = False
 
     @property
     def short(self) -> str:

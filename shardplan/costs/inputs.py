@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardplan.models.found import FoundModel
+from shardplan.twin.feeding import given
 from shardplan.twin.inputs import labels_of
 
 
@@ -18,7 +19,7 @@ def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: in
     """What makes keyword arguments of `forward`: token ids [micro_batch, seq_len] and, where the class has a loss, labels;
     for a module with inputs of its own these, at the size that they have."""
     if found.inputs is not None:
-        own = found.inputs
+        own = found.inputs if found.config is None else given(found.inputs, found.config)
         return lambda: own(0)
     labels = labels_of(type(model)) if isinstance(model, PreTrainedModel) else None
     argument = (

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardplan.models.rebinding import copied
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.tree import named, starred
 from shardplan.torchlib.private import private
@@ -214,7 +215,7 @@ def _greatest(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
 
 def _run(model: nn.Module, inputs: Mapping[str, Any], draws: _Draws, seed: int = 0) -> list[Tensor]:
     """The tensors that the model returns."""
-    model, inputs = copy.deepcopy((model, dict(inputs)))
+    model, inputs = copied(model), copy.deepcopy(dict(inputs))
     with _other_generators(seed), torch.random.fork_rng(devices=[]), draws.following(model):
         torch.manual_seed(0)
         with draws:

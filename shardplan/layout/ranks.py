@@ -5,7 +5,6 @@ No process group is needed: a move's result is known from the unsharded run, who
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from shardplan.core.layout import I, Layout, P
 from shardplan.core.program import ParameterProgram
+from shardplan.models.rebinding import copied
 from shardplan.torchlib.attributes import divide_attributes
 from shardplan.torchlib.packing import pack
 from shardplan.torchlib.parameters import owner_of
@@ -164,7 +164,7 @@ def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank:
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # each is exchanged below
     for module in model.modules():  # copy.deepcopy takes most of its time for their empty dictionaries of hooks
         memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
-    local = copy.deepcopy(model, memo)
+    local = copied(model, memo)
     for boundary in plan.values():
         module = local.get_submodule(boundary.name)
         for parameter in boundary.parameters:
@@ -187,12 +187,12 @@ def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank:
 def _look_up_own_rows(module: nn.Module, rows: int, ranks: int, rank: int) -> None:
     """Ids of other ranks' rows give zeros."""
     start, length = chunk(rows, ranks, rank)
-    own: Callable[..., Tensor] = type(module).forward
+    own: Callable[..., Tensor] = module.forward  # the class's, or one that was set on the instance
     module.padding_idx = None
 
     def forward(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         elsewhere = (input < start) | (input >= start + length)
-        vectors = own(module, (input - start).masked_fill(elsewhere, 0), *args, **kwargs)
+        vectors = own((input - start).masked_fill(elsewhere, 0), *args, **kwargs)
         return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
 
     module.forward = forward

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ from torch import nn
 from shardplan.core.layout import I, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
+from shardplan.models.rebinding import copied
 from shardplan.twin.recorder import record
 from shardplan.twin.trace import Place
 
@@ -45,7 +45,7 @@ class Workbench:
         kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
         self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS)
         # A copy: some models keep states of a run on their modules.
-        fresh = copy.deepcopy(model)
+        fresh = copied(model)
         with watched(fresh) as watch:
             self.reference = record(fresh, inputs, self.atoms)
         self.random = acting_sites(model, inputs) if watch.drew else ()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from copy import deepcopy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from .adapters import unwrapped
-from .codes import NO_OWN_INPUTS
-from .findings import refuse
 from .found import FoundModel, Inputs, find_model, found_from_config
-from .own import find_inputs
+from .own import find_inputs, find_reduced
+from .rebinding import copied
 from .tree import tree_of
 
 
@@ -25,28 +23,27 @@ def find_any(
     settings: Mapping[str, Any] = {},
     trust_remote_code: bool = False,
     inputs: str | Inputs | None = None,
+    reduced: str | Callable[[], nn.Module] | None = None,
 ) -> FoundModel:
     """The model behind a word, a transformers configuration or a module.
 
     Args:
         model: as for `shardplan.validate`.
         settings, trust_remote_code: as for `find_model`, where `model` is a word.
-        inputs: what to call a module of the user's own with, a function or `module:callable`.
+        inputs: what to call the reduced model with, a function or `module:callable`: (seed) -> keyword arguments of
+            `forward`. For a transformers model it may take the reduced configuration as a second argument.
+        reduced: what builds a small model of the same structure, a function without arguments or `module:callable`.
 
     Raises:
         PlanError: SP501 to SP510, SP515.
         TypeError: it is none of these.
     """
     found = _found(model, settings, trust_remote_code)
-    if inputs is None:
-        return found
-    if found.config is not None:
-        raise refuse(
-            NO_OWN_INPUTS,
-            f"the inputs of {found.name} follow from its configuration",
-            help="leave `inputs` out: it is for modules without a configuration",
-        )
-    return replace(found, inputs=find_inputs(inputs))
+    if inputs is not None:
+        found = replace(found, inputs=find_inputs(inputs))
+    if reduced is not None:
+        found = replace(found, reduced=find_reduced(reduced))
+    return found
 
 
 def _found(model: Any, settings: Mapping[str, Any], trust_remote_code: bool) -> FoundModel:
@@ -69,16 +66,17 @@ def _found_module(model: nn.Module) -> FoundModel:
         tree=tree_of(model),
         builder=lambda device, dtype: _copy(model, device, dtype),
         module=model,
+        own_code=True,
     )
 
 
 def _copy(model: nn.Module, device: str, dtype: torch.dtype) -> nn.Module:
     """A copy on a device; one on the meta device copies no values, however large the model is."""
     if device != "meta":
-        return deepcopy(model).to(device=device, dtype=dtype)
+        return copied(model).to(device=device, dtype=dtype)
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         empty = torch.empty_like(tensor, device="meta", dtype=dtype if tensor.is_floating_point() else None)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-    return deepcopy(model, memo)
+    return copied(model, memo)

@@ -115,10 +115,11 @@ NO_HF_PLAN = Code(
 )
 NO_OWN_INPUTS = Code(
     "SP515",
-    "inputs for a model that needs none, or that cannot be loaded",
-    "`--inputs module:callable` says what to call a module of your own with: a function from a seed to the keyword "
-    "arguments of its `forward`. A transformers model is called with what its configuration asks for.",
-    bad="$ shardplan validate llama llama --inputs my_models:batch",
+    "a function for inputs, or for a reduced model, that cannot be loaded",
+    "`--inputs module:callable` says what to call the reduced model with: a function from a seed to the keyword arguments of "
+    "its `forward` (for a transformers model also from a seed and the reduced configuration). `--reduced module:callable` "
+    "names a function that builds the reduced model. The module could not be imported, or has no such callable.",
+    bad="$ shardplan validate my_models:vision_tower my-plan.yaml --inputs my_models:bacth",
     good="$ shardplan validate my_models:vision_tower my-plan.yaml --inputs my_models:batch",
 )
 OUTSIDE_ADAPTER = Code(

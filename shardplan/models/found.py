@@ -44,7 +44,10 @@ class FoundModel:
         builder: builds it on a device in a dtype.
         diagnostics: warnings met on the way.
         module: the user's own module, where that is what was given.
-        inputs: what to call a module without configuration with: seed -> keyword arguments of its `forward`.
+        inputs: what to call the reduced model with: seed -> keyword arguments of its `forward`.
+        reduced: builds a small model of the same structure, where the user names one.
+        own_code: whether the user's own code built the model, so that it may have more than its class and configuration
+            say.
         meta: what `tree` is the picture of, on the meta device: to be looked at, not changed; None where `module` is.
     """
 
@@ -55,6 +58,8 @@ class FoundModel:
     diagnostics: tuple[Diagnostic, ...] = ()
     module: nn.Module | None = None
     inputs: Inputs | None = None
+    reduced: Callable[[], nn.Module] | None = None
+    own_code: bool = False
     meta: nn.Module | None = None
 
     def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -148,7 +153,8 @@ def _from_callable(word: str) -> FoundModel:
 
     model = build("meta", torch.float32)
     config = getattr(model, "config", None)
-    return FoundModel(word, config if isinstance(config, PreTrainedConfig) else None, tree_of(model), build, meta=model)
+    config = config if isinstance(config, PreTrainedConfig) else None
+    return FoundModel(word, config, tree_of(model), build, own_code=True, meta=model)
 
 
 def _remote_builder(config: PreTrainedConfig, shown: str) -> Builder:

@@ -54,14 +54,30 @@ def find_inputs(inputs: str | Callable) -> Callable:
         PlanError: SP515.
         TypeError: neither a word nor a function.
     """
-    if callable(inputs):
-        return inputs
-    if not isinstance(inputs, str):
-        raise TypeError(f"inputs must be a function or `module:callable`, not {type(inputs).__name__}")
-    if ":" not in inputs:
-        raise refuse(NO_OWN_INPUTS, f"`{inputs}` names no function", help="write `module:callable`")
+    return _function(inputs, "inputs")
+
+
+def find_reduced(reduced: str | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """The function that builds the reduced model: itself, or what `module:callable` names.
+
+    Raises:
+        PlanError: SP515.
+        TypeError: neither a word nor a function.
+    """
+    return _function(reduced, "reduced")
+
+
+def _function(given: str | Callable, argument: str) -> Callable:
+    if isinstance(given, nn.Module):
+        raise TypeError(f"{argument} must be a function or `module:callable`, not a module: pass a function that builds it")
+    if callable(given):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"{argument} must be a function or `module:callable`, not {type(given).__name__}")
+    if ":" not in given:
+        raise refuse(NO_OWN_INPUTS, f"`{given}` names no function", help="write `module:callable`")
     try:
-        return find_callable(inputs)
+        return find_callable(given)
     except PlanError as error:
         raise PlanError(tuple(replace(d, code=NO_OWN_INPUTS.code) for d in error.diagnostics)) from error
 

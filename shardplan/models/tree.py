@@ -119,6 +119,7 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
                 str(p.dtype).removeprefix("torch."),
                 p.requires_grad,
                 part_of(own, module, kind, p, layer) if wrapper and not own.startswith(f"{path}.") else None,
+                has_hooks(p),
             )
             for own, p in parameters
         ),
@@ -126,3 +127,8 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
         config=config,
         layer=path,
     )
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on it."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from shardplan.core.layout import I, P, R
 from shardplan.core.program import InputMove, ModuleProgram
 
+from .forward import arguments_of
 from .moves import move
 from .outputs import as_dtensor, move_tail, on_first
 from .parameters import owner_of
@@ -28,7 +28,7 @@ class Enter:
     """Forward pre-hook: moves the arguments."""
 
     def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
-        self.parameters = tuple(inspect.signature(module.forward).parameters)
+        self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

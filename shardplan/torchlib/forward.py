@@ -1,11 +1,13 @@
 """Wrapping a module's forward without changing a name: the module's class is exchanged for a subclass.
 
-Hooks stay outside what is wrapped, so a collective in a hook is not run again by activation checkpointing.
+Hooks stay outside what is wrapped, so a collective in a hook is not run again by activation checkpointing. A forward that
+was set on the instance (by a patching tool) is what runs inside.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +17,14 @@ from torch import nn
 Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 _AROUND = "_shardplan_around"
+_OWN = "_shardplan_own_forward"
 
 
 @functools.cache
 def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        call: Callable[..., Any] = functools.partial(cls.forward, self)
+        call: Callable[..., Any] = self.__dict__.get(_OWN) or functools.partial(cls.forward, self)
         for around in self.__dict__[_AROUND]:
             call = functools.partial(_call, around, call, self)
         return call(*args, **kwargs)
@@ -43,9 +46,16 @@ def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = Non
         module.__dict__[_AROUND] = (*before[:place], around, *before[place:])
         return
     module.__dict__[_AROUND] = (around,)
+    if "forward" in module.__dict__:  # it would hide the subclass's
+        module.__dict__[_OWN] = module.__dict__.pop("forward")
     module.__class__ = _wrapped_class(type(module))
 
 
 def is_wrapped(module: nn.Module) -> bool:
     """Whether `wrap_forward` was called on the module."""
     return _AROUND in module.__dict__
+
+
+def arguments_of(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward, which may be one that was set on the instance."""
+    return tuple(inspect.signature(module.__dict__.get(_OWN) or module.forward).parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,9 @@ class Kept:
         return sum(i < index for i in self.layers)
 
 
-def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple[Kept, ...]:
+def candidates(
+    tree: ModuleTree, count: int, config: Mapping[str, Any], others: Sequence[Hashable] = ()
+) -> tuple[Kept, ...]:
     """Choices of layers to try, the fewest first: the first of each kind; all layers up to there, which rules
     like "every fourth layer" need; the same with the first two of each kind, which layers that share weights
     need.
@@ -51,9 +53,11 @@ def candidates(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> tuple
     Where all layers are of one kind, there are two.
 
     Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every
-    list of the configuration that has one entry per layer.
+    list of the configuration that has one entry per layer, and among `others`, where these are given.
     """
-    signatures = kinds(tree, count, config)
+    signatures: list[Any] = kinds(tree, count, config)
+    if others:
+        signatures = list(zip(signatures, others, strict=True))
     seen = Counter[Any]()
     first, twice = [], []
     for i, signature in enumerate(signatures):

@@ -1,8 +1,7 @@
-"""Modules without a transformers configuration: copied as they are."""
+"""Modules without a transformers configuration: copied as they are, or as the small one that the user names."""
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,41 +9,72 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplan.core.diagnostics import PlanError
 from shardplan.models.findings import reason, refuse
 from shardplan.models.found import FoundModel, Inputs
+from shardplan.models.rebinding import NotBound, copied
 from shardplan.models.tree import kind_of
 
-from .codes import NO_INPUTS, NO_TWIN, TOO_LARGE
+from .codes import NO_INPUTS, NO_TWIN, NOT_CARRIED, TOO_LARGE
 from .inputs import BATCH
+from .precision import in_dtype
 from .weights import randomise
 
-LARGEST = 20_000_000  # parameters of a small model, and of a module that is copied whole
+LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
+GIVE_INPUTS = "give `inputs`, a function from a seed to keyword arguments of `forward`"
+MOST_BYTES = 2 * 2**30  # of the weights of a module that is copied whole; the ranks' shards take as much once more
 
 
 def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
     """What builds copies of a module on the CPU, all with the same random weights, in training mode without
-    dropout.
+    dropout. Their functions are bound to the copy.
 
     Raises:
         PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers whose
-            values nothing tells.
+            values nothing tells; SP524 where a function of it cannot be bound to a copy.
     """
-    size = sum(p.numel() for p in (model.build("meta") if isinstance(model, FoundModel) else model).parameters())
-    if size > LARGEST:
+    parameters = (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
+    size = sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.itemsize) for p in parameters)
+    if size > MOST_BYTES:
         raise refuse(
             TOO_LARGE,
-            f"{name} has {size:,} parameters, more than the {LARGEST:,} that are copied",
-            help="give a smaller model of the same structure",
+            f"{name} has {size / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, more than the "
+            f"{MOST_BYTES / 2**30:g} GiB that are copied",
+            help="give `reduced` (`--reduced module:callable`): a function without arguments that builds a small model of "
+            "the same classes",
         )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        original = _on_cpu(model, name)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            original = _on_cpu(model, name)
+        return maker_of(original, seed, dtype)
+    except NotBound as error:
+        raise not_carried(name, error) from error
+
+
+def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
+    """What builds copies of a module, which is changed: random weights, training mode, no dropout.
+
+    Raises:
+        NotBound: a function of it cannot be bound to a copy.
+    """
     randomise(original, seed)
     for module in original.modules():
         if kind_of(module) == "dropout":
             module.p = 0.0
-    original.to(dtype).train()
-    return lambda: copy.deepcopy(original)
+    in_dtype(original, dtype).train()
+    copied(original)  # what cannot be copied is said here, once
+    return lambda: copied(original)
+
+
+def not_carried(name: str, error: NotBound) -> PlanError:
+    """What to raise for a change of a live model that its reduced model cannot have."""
+    return refuse(
+        NOT_CARRIED,
+        f"{name} was changed in a way that its reduced model cannot have: {error}",
+        help="change the model after apply_plan, or give `reduced`: a function that builds a small model with the same "
+        "changes",
+    )
 
 
 def checked(inputs: Inputs, name: str) -> Inputs:
@@ -81,32 +111,29 @@ def inputs_of(module: nn.Module, name: str, seq_len: int) -> Inputs:
     embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
     argument = next(iter(inspect.signature(module.forward).parameters), None)
     if embedding is None or argument is None:
-        raise refuse(
-            NO_INPUTS,
-            f"nothing says what to call {name} with",
-            help="give `inputs`, a function from a seed to keyword arguments of `forward`",
-        )
+        raise refuse(NO_INPUTS, f"nothing says what to call {name} with", help=GIVE_INPUTS)
 
     def inputs(seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
         return {argument: torch.randint(embedding.num_embeddings, (BATCH, seq_len), generator=generator)}
 
-    try:
-        module(**inputs(0))
-    except Exception as error:  # the user's own forward
-        raise refuse(
-            NO_INPUTS,
-            f"{name} cannot be called with token ids as {argument}",
-            notes=(reason(error),),
-            help="give `inputs`, a function from a seed to keyword arguments of `forward`",
-        ) from error
     return inputs
+
+
+def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> PlanError:
+    """What to raise where token ids are not what a module takes."""
+    return refuse(
+        NO_INPUTS,
+        f"{name} cannot be called with token ids as {', '.join(inputs)}",
+        notes=(reason(error),),
+        help=GIVE_INPUTS,
+    )
 
 
 def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     if isinstance(model, FoundModel):
         return model.build("cpu")
-    result = copy.deepcopy(model)
+    result = copied(model)
     if not any(t.is_meta for t in (*result.parameters(), *result.buffers())):
         return result.to("cpu")
     result.to_empty(device="cpu")

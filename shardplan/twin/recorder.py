@@ -136,8 +136,9 @@ class Recorder(OperationRecorder):
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
                 continue
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leave, with_kwargs=True, prepend=True))
+            # Behind the module's own hooks, as the moves of an applied plan are.
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
             with torch.random.fork_rng(devices=[]), functions_of(self), self:
                 torch.manual_seed(0)
@@ -155,6 +156,8 @@ class Recorder(OperationRecorder):
 
 def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
+    if "forward" in vars(module):  # set on the instance
+        return tuple(inspect.signature(module.forward).parameters)
     return _argument_names(type(module))
 
 

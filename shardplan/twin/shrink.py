@@ -21,6 +21,7 @@ STATE = 8
 EXPERTS = 4
 PATCH = 4  # pixels
 SIDE = 4  # patches
+STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
 # Widths of a model beside the text model that are the text model's.
 HANDED_ON = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
 
@@ -55,7 +56,8 @@ def small_config(
 
 def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
     """The fields of a configuration and of those nested in it, made small."""
-    data = {key: value for key, value in config.to_dict().items() if key not in ("transformers_version", "model_type")}
+    skipped = ("transformers_version", "model_type", *(STAGES if "stage_names" in config.to_dict() else ()))
+    data = {key: value for key, value in config.to_dict().items() if key not in skipped}
     for name, value in vars(config).items():
         if not isinstance(value, PreTrainedConfig):
             continue

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,22 +12,19 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.tree import ModuleTree
-from shardplan.models.adapters import unwrapped
 from shardplan.models.findings import reason, refuse
 from shardplan.models.found import FoundModel, Inputs
-from shardplan.models.numbers import config_value, text_config
-from shardplan.models.offline import offline
 from shardplan.models.tree import tree_of
 
-from .adapters import Adapters, adapt, adapters_of
-from .codes import NO_TWIN, NOT_RUNNING
-from .images import Fitting, fitting
-from .inputs import Labels, Padding, image_inputs, labels_of, sequence_length, text_inputs
-from .layers import Kept, candidates, layer_lists, skeleton
-from .own import LARGEST, checked, inputs_of, module_maker
-from .shrink import small_config
-from .weights import randomise
+from .codes import NOT_RUNNING
+from .experts import reaching
+from .feeding import feeding
+from .inputs import Padding, sequence_length
+from .own import checked, inputs_of, module_maker, not_callable
+from .precision import cast, without_half
+from .reduced import named_by_user
+from .small import live, maker, original_of, small_of
+from .weights import without_noise
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +36,7 @@ class Twin:
         tp: the number of ranks that it was made for.
         seq_len: the length of its inputs; tp divides it.
         config: the small configuration, or None for a module without one.
-        kinds: the kinds of inputs that it takes: "text", "image" and "video", or "own".
+        kinds: the kinds of inputs that it takes: "text", "image" and "video", one of `features.py`, or "own".
         layers: which of the original's layers it has.
         maker: builds a model with the twin's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
@@ -121,64 +116,69 @@ def make_twin(
         attn_implementation: "sdpa" or "eager"; None: the class's default.
         experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the
             default.
-        inputs: for a module without configuration: seed -> keyword arguments of its `forward`.
+        inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
 
     Raises:
-        PlanError: SP520, SP521, SP522.
+        PlanError: SP520, SP521, SP522, SP524, SP526.
         ValueError: `tied` for a model that cannot be so.
     """
     if not isinstance(tp, int) or tp < 1:
         raise ValueError(f"tp must be a positive integer, not {tp!r}")
+    reduced = None
+    own_code = isinstance(model, nn.Module) or model.own_code
     if isinstance(model, FoundModel):
-        inputs = inputs or model.inputs
+        inputs, reduced = inputs or model.inputs, model.reduced
         model = model.module if model.module is not None else model
-    name, config, cls, tree, adapters = _original(model)
+    name, module, config, cls, tree, adapters = original_of(model)
     implementations = {
         "attn_implementation": attn_implementation,
         "experts_implementation": experts_implementation,
     }
     options = {key: value for key, value in implementations.items() if value is not None}
     if config is None or cls is None:
-        if tied is not None or options:
+        if tied is not None or attn_implementation is not None:
             raise ValueError(f"{name} has no transformers configuration to change")
+        if reduced is not None:
+            model = named_by_user(reduced, tree, name, seed)
         return _module_twin(model, name, tp, seed, dtype, inputs)
-    if inputs is not None:
-        raise ValueError(f"the inputs of {name} follow from its configuration; `inputs` is for modules without one")
-    small, kept, adapted = _small(config, cls, tree, adapters, name, tp=tp, tied=tied)
-    maker = _maker(cls, small, adapted, seed, {"dtype": dtype, **options})
-    if tied is not None and bool(tree_of(maker()).tied) != tied:
+    seq_len = sequence_length(tp)
+    if reduced is not None:
+        named = named_by_user(reduced, tree, name, seed)
+        return _named_twin(named, name, tp, seed, dtype, inputs, options)
+    found = live(module, config, cls, name) if own_code else None
+    small, kept, adapted = small_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
+    build = maker(cls, small, adapted, seed, {"dtype": dtype, **options})
+    if tied is not None and bool(tree_of(build()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
-    seq_len, labels = sequence_length(tp), labels_of(cls)
-    images, unseen = _images(maker(), small, labels, seq_len)
+    fed = feeding(build(), small, seq_len, name, inputs)
 
-    def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
-        if kind in images:
-            return image_inputs(small, labels, seq_len, seed, padding, images[kind])
-        return text_inputs(small, labels, seq_len, seed, padding)
+    def make(weights: int) -> Callable[[], nn.Module]:
+        return maker(cls, small, adapted, weights, {"dtype": dtype, **options})
 
-    return Twin(name, tp, seq_len, small, ("text", *images), kept.layers, maker, feed, unseen)
+    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), small)
+    return Twin(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
 
 
-def _images(
-    model: nn.Module, config: PreTrainedConfig, labels: Labels | None, seq_len: int
-) -> tuple[dict[str, Fitting], str]:
-    """The kinds of images that a small model takes, and why those are left out that it takes in an unknown form."""
-    found: dict[str, Fitting] = {}
-    unseen = []
-
-    def tries(images: Fitting) -> None:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            inputs = image_inputs(config, labels, seq_len, 0, None, images)
-            dtype = next(model.parameters()).dtype
-            model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})
-
-    for kind in ("image", "video"):
-        images = fitting(model, config, kind, tries)
-        if isinstance(images, Fitting):
-            found[kind] = images
-        elif images:
-            unseen.append(f"{kind}s: {images}")
-    return found, "; ".join(unseen)
+def _named_twin(
+    model: nn.Module,
+    name: str,
+    tp: int,
+    seed: int,
+    dtype: torch.dtype,
+    inputs: Inputs | None,
+    options: Mapping[str, str],
+) -> Twin:
+    """The twin of a transformers model for which the user names the small one."""
+    assert isinstance(model, PreTrainedModel), "its root is of the original's class"
+    if "attn_implementation" in options:
+        model.set_attn_implementation(options["attn_implementation"])
+    if "experts_implementation" in options:
+        model.set_experts_implementation(options["experts_implementation"])
+    without_noise(model)
+    build = module_maker(model, name, seed, dtype)
+    seq_len = sequence_length(tp)
+    fed = feeding(build(), model.config, seq_len, name, inputs)
+    return Twin(name, tp, seq_len, model.config, fed.kinds, (), build, fed.feed, fed.unseen)
 
 
 def _module_twin(
@@ -186,110 +186,26 @@ def _module_twin(
 ) -> Twin:
     """The twin of a module without configuration: itself with random weights."""
     seq_len = sequence_length(tp)
-    maker = module_maker(model, name, seed, dtype)
-    own = checked(inputs, name) if inputs is not None else inputs_of(maker(), name, seq_len)
-    return Twin(name, tp, seq_len, None, ("own",), (), maker, lambda kind, seed, padding: dict(own(seed)))
+    build = module_maker(model, name, seed, dtype)
+    module = build()
+    own = checked(inputs if inputs is not None else inputs_of(module, name, seq_len), name)
+
+    def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
+        return {argument: cast(value, dtype) for argument, value in own(seed).items()}
+
+    error = _tried(module, feed("own", 0, None))
+    if error is not None and _tried(without_half(build()), feed("own", 0, None)) is None:
+        return Twin(name, tp, seq_len, None, ("own",), (), lambda: without_half(build()), feed)
+    if error is not None and inputs is None:
+        raise not_callable(name, feed("own", 0, None), error) from error
+    return Twin(name, tp, seq_len, None, ("own",), (), build, feed)
 
 
-Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a small copy
-
-
-def _maker(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, adapted: Adapting, seed: int, options: Mapping[str, Any]
-) -> Callable[[], nn.Module]:
-    """What builds models that all have the same random weights."""
-
-    def make() -> nn.Module:
-        return adapted(_construct(cls, config, "cpu", seed, **options)).train()
-
-    @cache
-    def state() -> dict[str, torch.Tensor]:
-        first = make()
-        randomise(first, seed)
-        return {key: value.clone() for key, value in first.state_dict().items()}
-
-    def build() -> nn.Module:
-        fresh = make()
-        fresh.load_state_dict(state())
-        return fresh
-
-    return build
-
-
-def _original(
-    model: FoundModel | nn.Module,
-) -> tuple[str, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree, Adapters | None]:
-    """Name, configuration, class, picture and adapters of the original; no configuration where it is no transformers
-    model."""
-    if isinstance(model, FoundModel):
-        name, module, tree = model.name, model.meta if model.meta is not None else model.build("meta"), model.tree
-    else:
-        module = unwrapped(model)
-        name, tree = type(module).__name__, tree_of(module)
-    if isinstance(module, PreTrainedModel):
-        return name, module.config, type(module), tree, adapters_of(module)
-    return name, None, None, tree, None
-
-
-def _small(
-    config: PreTrainedConfig,
-    cls: type[PreTrainedModel],
-    tree: ModuleTree,
-    adapters: Adapters | None,
-    name: str,
-    *,
-    tp: int,
-    tied: bool | None,
-) -> tuple[PreTrainedConfig, Kept, Adapting]:
-    """The small configuration, the layers that it keeps (the fewest whose modules come out as the original's), and what
-    puts the adapters into its model."""
-    text = text_config(config)
-    count = config_value(text, "num_hidden_layers")
-    count = count if isinstance(count, int) and count > 0 else 1
-    lists = layer_lists(tree, count)
-    failures: list[str] = []
-    for kept in candidates(tree, count, vars(text)):
-        try:
-            small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
-            if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
-                text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
-            adapted = _adapting(adapters, lists, kept)
-            plain = _construct(cls, small, "meta", 0)
-            with torch.device("meta"):
-                made = tree_of(adapted(plain))
-        except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
-            failures.append(reason(error))
-            continue
-        size = sum(parameter.numel for _, parameter in made.parameters.values())
-        if size > LARGEST:
-            failures.append(f"the small model would have {size:,} parameters, more than {LARGEST:,}")
-            continue
-        if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
-            return small, kept, adapted
-        failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
-    raise refuse(
-        NO_TWIN,
-        f"no small copy of {name} can be made for tp={tp}",
-        notes=tuple(dict.fromkeys(failures)),
-        help="name a small configuration of the architecture, or a `module:callable` that builds one",
-    )
-
-
-def _adapting(adapters: Adapters | None, lists: tuple[str, ...], kept: Kept) -> Adapting:
-    def original(name: str) -> str:
-        for listing in lists:
-            index, dot, rest = name.removeprefix(f"{listing}.").partition(".")
-            if name.startswith(f"{listing}.") and index.isdecimal():
-                return f"{listing}.{kept.layers[int(index)]}{dot}{rest}"
-        return name
-
-    return (lambda model: model) if adapters is None else (lambda model: adapt(model, adapters, original))
-
-
-def _construct(
-    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, seed: int, **options: Any
-) -> PreTrainedModel:
-    """A model from a copy of the configuration; the random state outside is left as it was."""
-    with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(seed)
-        return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})
+def _tried(model: nn.Module, inputs: Mapping[str, Any]) -> Exception | None:
+    """What a model raises on its inputs."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model(**inputs)
+    except Exception as error:  # of the user's own forward
+        return error
+    return None

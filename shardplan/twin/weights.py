@@ -10,6 +10,8 @@ from torch import nn
 
 from shardplan.models.tree import kind_of
 
+from .fields import role
+
 NOISE = 0.1  # added to what the model initialises in a structured way: norm weights, biases, decay rates
 
 
@@ -37,6 +39,19 @@ def randomise(model: nn.Module, seed: int) -> None:
             else:
                 features_in = parameter.shape[0] if kind == "conv1d" else parameter.shape[-1]
                 parameter.copy_(noise / math.sqrt(features_in))
+    fill_zero_buffers(model, seed)
+
+
+@torch.no_grad()
+def fill_zero_buffers(model: nn.Module, seed: int) -> None:
+    """Sets each floating-point buffer that is zero throughout to small positive numbers, in place: a gate of zero would
+    hide a wrong value behind it. The result depends on the seed and the buffers' names alone."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not buffer.is_meta and not buffer.any():
+            generator = torch.Generator().manual_seed(_seed(seed, name))
+            noise = torch.rand(buffer.shape, generator=generator, dtype=torch.float32)
+            buffer.copy_(NOISE * (0.5 + noise))
+
 
 
 def _is_random(parameter: torch.Tensor) -> bool:
@@ -50,3 +65,13 @@ def _is_random(parameter: torch.Tensor) -> bool:
 
 def _seed(seed: int, name: str) -> int:
     return zlib.crc32(name.encode(), seed) % 2**31
+
+
+def without_noise(model: nn.Module) -> None:
+    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and role(name) == "dropout":
+                vars(module)[name] = 0.0
+        if kind_of(module) == "dropout":
+            module.p = 0.0

@@ -1,0 +1,223 @@
+"""Copies of models whose functions work on the copy.
+
+`copy.deepcopy` copies no function: a `forward` or a hook that captured a module in a closure goes on using the original's.
+Here each such function is made anew over the copies of what it captured.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+# Of every module; none of them holds functions. The dictionaries of hooks are not among them.
+STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
+DEEPEST = 8  # functions in objects in functions
+
+
+class NotBound(Exception):
+    """A function uses something of the original, or parameters beside it, that has no counterpart in the copy."""
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a model whose functions and hooks use the copy where they captured the original.
+
+    Args:
+        memo: as for `copy.deepcopy`: by the id of an object what stands for it.
+
+    Raises:
+        NotBound: a function reads the model through a global name.
+    """
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        memo |= handles_in(vars(module).values())
+    result = copy.deepcopy(model, memo)
+    # As deepcopy leaves functions alone, those in the copy are still the original's.
+    rebinding = Rebinding(memo, model)
+    for name, module in result.named_modules():
+        try:
+            rebinding.in_place(vars(module))
+            if type(module).forward.__module__.partition(".")[0] not in ("torch", "transformers"):
+                rebinding.value(type(module).forward)
+        except NotBound as error:
+            raise NotBound(f"{name or type(module).__name__}: {error}") from None
+    return result
+
+
+def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:
+    """What removes hooks, by its id: it is good for the original's hooks alone, and torch cannot copy it."""
+    found: dict[int, RemovableHandle] = {}
+    for value in values:
+        if type(value) in (list, tuple) and value and isinstance(value[0], RemovableHandle):
+            found |= handles_in(value)
+        elif isinstance(value, RemovableHandle):
+            found[id(value)] = value
+    return found
+
+
+class Rebinding:
+    """Exchanges what functions captured.
+
+    Args:
+        counterparts: by the id of an object of the original, what takes its place.
+        original: the model whose modules and tensors no function may go on using.
+    """
+
+    def __init__(self, counterparts: Mapping[int, Any], original: nn.Module):
+        self.counterparts = counterparts
+        self.names: dict[int, str] = {}
+        for name, module in original.named_modules():
+            self.names[id(module)] = name or type(module).__name__
+            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self.names.setdefault(id(tensor), f"{name}.{leaf}" if name else leaf)
+        self._done: dict[int, Any] = {}
+        self._kept: list[Any] = []  # an id stands for its object as long as that lives
+
+    def in_place(self, attributes: dict[str, Any]) -> None:
+        """Exchange the functions among a module's attributes and hooks.
+
+        Raises:
+            NotBound
+        """
+        for name, value in attributes.items():
+            if name in STATE or isinstance(value, PLAIN):
+                continue
+            if not (callable(value) or isinstance(value, (dict, list, tuple))):
+                continue
+            if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+                for key, item in value.items():
+                    value[key] = self.value(item)
+            else:
+                attributes[name] = self.value(value)
+
+    def value(self, value: Any, depth: int = 0) -> Any:
+        """The value with everything exchanged that it holds of the original; itself where it holds nothing.
+
+        Raises:
+            NotBound
+        """
+        if isinstance(value, nn.Parameter) and id(value) in self.names:
+            name = self.names[id(value)]
+            raise NotBound(f"holds the parameter {name}, which another takes the place of when a plan is applied")
+        if id(value) in self.counterparts:
+            return self.counterparts[id(value)]
+        if isinstance(value, (*PLAIN, BuiltinFunctionType)) or depth > DEEPEST:
+            return value
+        if id(value) in self.names:
+            raise NotBound(f"uses {self.names[id(value)]}, which no reduced model has")
+        if id(value) in self._done:
+            return self._done[id(value)]
+        self._done[id(value)] = value  # of what holds itself
+        self._kept.append(value)
+        self._done[id(value)] = result = self._new(value, depth + 1)
+        return result
+
+    def _new(self, value: Any, depth: int) -> Any:
+        if isinstance(value, FunctionType):
+            return self._function(value, depth)
+        if isinstance(value, MethodType):
+            function, owner = self.value(value.__func__, depth), self.value(value.__self__, depth)
+            same = function is value.__func__ and owner is value.__self__
+            return value if same else MethodType(function, owner)
+        if isinstance(value, partial):
+            parts = (value.func, value.args, value.keywords)
+            new = tuple(self.value(part, depth) for part in parts)
+            if all(a is b for a, b in zip(parts, new, strict=True)):
+                return value
+            made = partial(new[0], *new[1], **new[2])
+            made.__dict__.update(value.__dict__)
+            return made
+        if type(value) in (list, tuple, set, frozenset):
+            items = [self.value(item, depth) for item in value]
+            return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
+        if isinstance(value, dict):
+            items = {key: self.value(item, depth) for key, item in value.items()}
+            return value if all(items[key] is value[key] for key in value) else _like(value, items)
+        if isinstance(value, (nn.Module, nn.Parameter)):
+            return value  # a module of a copy, or one beside the model (see `_captured`)
+        if isinstance(value, Tensor) or not hasattr(value, "__dict__") or not callable(value):
+            return value
+        attributes = {key: self.value(item, depth) for key, item in vars(value).items()}
+        if all(attributes[key] is item for key, item in vars(value).items()):
+            return value
+        made = copy.copy(value)
+        vars(made).update(attributes)
+        return made
+
+    def _function(self, function: FunctionType, depth: int) -> FunctionType:
+        for name in _globals(function.__code__):
+            found = function.__globals__.get(name)
+            if isinstance(found, (nn.Module, Tensor)) and (id(found) in self.names or id(found) in self.counterparts):
+                raise NotBound(f"reads the model through the global name {name!r}")
+        cells, defaults = function.__closure__ or (), function.__defaults__ or ()
+        held = [self._captured(function, content, depth) for content in (*_contents(cells), *defaults)]
+        old = (*_contents(cells), *defaults)
+        keywords = self.value(function.__kwdefaults__, depth)
+        wrapped = self.value(vars(function).get("__wrapped__"), depth)
+        if (
+            all(a is b for a, b in zip(old, held, strict=True))
+            and keywords is function.__kwdefaults__
+            and wrapped is vars(function).get("__wrapped__")
+        ):
+            return function
+        contents = iter(held)
+        new = FunctionType(
+            function.__code__,
+            function.__globals__,
+            function.__name__,
+            None,
+            tuple(CellType(next(contents)) if _filled(cell) else CellType() for cell in cells),
+        )
+        new.__defaults__ = tuple(contents) or None
+        new.__kwdefaults__ = keywords
+        new.__dict__.update(function.__dict__)
+        if wrapped is not None:
+            new.__wrapped__ = wrapped
+        new.__qualname__, new.__module__, new.__doc__ = function.__qualname__, function.__module__, function.__doc__
+        new.__annotations__ = function.__annotations__
+        return new
+
+    def _captured(self, function: FunctionType, content: Any, depth: int) -> Any:
+        known = id(content) in self.counterparts or id(content) in self.names
+        if not known and isinstance(content, (nn.Module, nn.Parameter)) and _trains(content):
+            raise NotBound(f"holds a {type(content).__name__} with parameters that are not the model's")
+        return self.value(content, depth)
+
+
+def _trains(value: nn.Module | nn.Parameter) -> bool:
+    return value.requires_grad if isinstance(value, nn.Parameter) else any(p.requires_grad for p in value.parameters())
+
+
+def _like(old: dict, items: dict) -> dict:
+    new = copy.copy(old)
+    new.update(items)
+    return new
+
+
+def _filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _contents(cells: tuple[CellType, ...]) -> Iterator[Any]:
+    return (cell.cell_contents for cell in cells if _filled(cell))
+
+
+@cache
+def _globals(code: CodeType) -> frozenset[str]:
+    """The global names that a function reads, and those of the functions in it."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return frozenset(own).union(*map(_globals, inner))

@@ -1,0 +1,63 @@
+"""Reduced models are run in one precision, whatever their code asks for.
+
+A model of one's own may cast to bfloat16 itself, for weights that are bfloat16. Its reduced model has float32 (or float64)
+weights, so that roundoff is told from a wrong layout: what its forward asks for in half precision is made in theirs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+HALF = frozenset((torch.bfloat16, torch.float16))
+CASTS = frozenset((Tensor.half, Tensor.bfloat16))
+
+
+class _Whole(TorchFunctionMode):
+    """What asks for half precision gets another dtype."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in CASTS:
+            return args[0].to(self.dtype)
+        return func(*map(self._raised, args), **{name: self._raised(value) for name, value in (kwargs or {}).items()})
+
+    def _raised(self, value: Any) -> Any:
+        return self.dtype if isinstance(value, torch.dtype) and value in HALF else value
+
+
+class _WithoutHalf:
+    """A model's forward in which nothing is of half precision."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any]):
+        self.model, self.forward = model, forward
+        functools.update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        with _Whole(dtype):
+            return self.forward(*args, **kwargs)
+
+
+def without_half(model: nn.Module) -> nn.Module:
+    """Make a model's forward give its parameters' dtype to what asks for bfloat16 or float16."""
+    model.forward = _WithoutHalf(model, model.forward)
+    return model
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast a model's floating-point parameters and buffers, in place; complex ones stay, which `nn.Module.to` would cut."""
+    return model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """A floating-point tensor in a dtype; anything else as it is."""
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
