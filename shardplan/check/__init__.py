@@ -21,6 +21,7 @@ from . import (
     kinds,
     mesh,
     sequence,
+    sums,
     ties,
     vocabulary,
 )
@@ -35,6 +36,7 @@ _RULES = (
     half_covered,
     sequence,
     doors,
+    sums,
     dropout,
     fsdp,
     adapters,

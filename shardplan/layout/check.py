@@ -8,16 +8,17 @@ from dataclasses import dataclass, field, replace
 from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.layout import Layout
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.plan import Assignment, ResolvedPlan, SummedOutputs
 from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.twin import Twin
 
 from .finding import Finding
 from .prover import Proof
-from .reads import SharedRead
+from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, repairs, together
 from .run import Workbench, prove
 from .sums import SharedSum
+from .unsummed import undeclared
 from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -40,6 +41,8 @@ class LayoutReport:
         reads: values that several modules move I -> R, each on its own, where one door would do.
         sums: partial sums that are added to each other once each is reduced on its own.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
+        shared_reads: `ResolvedPlan.shared_reads`, for counting.
+        through: (sum that the plan declares, dropout that its values pass on the way).
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -49,10 +52,16 @@ class LayoutReport:
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
     sums: tuple[SharedSum, ...] = ()
+    shared_reads: Mapping[str, str] = field(default_factory=dict)
+    through: tuple[tuple[SummedOutputs, str], ...] = ()
 
     @property
     def ok(self) -> bool:
         return not self.diagnostics
+
+    def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
+        """The plan with what the lowering takes from here."""
+        return replace(resolved, arrivals=self.arrivals, elsewhere=self.elsewhere, shared_reads=self.shared_reads)
 
 
 def check_layout(
@@ -76,6 +85,8 @@ def check_layout(
     arrivals: dict[str, Layout] = {}
     reads: list[SharedRead] | None = None
     sums: list[SharedSum] | None = None
+    shared: list[Mapping[str, str | None]] = []
+    through: dict[tuple[SummedOutputs, str], None] = {}
     for bench in benches:
         proof = prove(resolved, bench)
         first, mended, following = _explain(resolved, bench, proof, help)
@@ -87,6 +98,12 @@ def check_layout(
         arrivals = {**proof.arrivals, **arrivals}
         reads = [read for read in proof.reads if reads is None or read in reads]
         sums = [one for one in proof.sums if sums is None or one in sums]
+        shared.append(proof.shared_reads)
+        through.update(((seen.sum, name), None) for seen in proof.declared for name in seen.through)
+        if not proof.findings:
+            unsummed = [one for one in undeclared(proof.declared) if one not in diagnostics]
+            diagnostics += unsummed
+            changes += [None] * len(unsummed)
     return LayoutReport(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
@@ -95,6 +112,8 @@ def check_layout(
         repairs=tuple(changes),
         reads=tuple(reads or ()),
         sums=tuple(sums or ()),
+        shared_reads=agreed(shared),
+        through=tuple(through),
     )
 
 

@@ -17,7 +17,7 @@ has too. Nothing depends on which operation it is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from .origins import Origins
 from .reads import SharedRead, shared_reads
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
-from .sums import SharedSum, shared_sums
+from .sums import SeenSum, SharedSum, shared_sums
 from .types import FREE, LAYOUTS, Type, declared, same_order
 
 # The type of a whole parameter, by how its gradient arrives.
@@ -52,6 +52,11 @@ class Proof:
         reads: values that several modules move I -> R, each on its own.
         sums: partial sums that are added to each other once each is reduced on its own.
         operations: how many operations were typed.
+        entering: (value, module) for each I that a module moves to R.
+        reduced: (value, module) for each partial sum that a module reduces as it hands it on.
+        shared_reads: module that moves I -> R -> the one that moved the same tensor before, in every call of their block;
+            None for one that did not always find it moved.
+        declared: what was seen of each of the plan's `sum_outputs`.
     """
 
     findings: tuple[Finding, ...]
@@ -59,6 +64,10 @@ class Proof:
     reads: tuple[SharedRead, ...]
     sums: tuple[SharedSum, ...]
     operations: int
+    entering: tuple[tuple[int, str], ...] = ()
+    reduced: tuple[tuple[int, str], ...] = ()
+    shared_reads: Mapping[str, str | None] = field(default_factory=dict)
+    declared: tuple[SeenSum, ...] = ()
 
 
 class Prover:
@@ -110,7 +119,8 @@ class Prover:
         taken = (name for name, boundary in self.plan.items() if boundary.moves)
         reads = shared_reads(self.run, self.entering, taken)
         sums = shared_sums(self.run, self.reduced)
-        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations)
+        moved = (tuple(self.entering), tuple(self.reduced))
+        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations, *moved)
 
     def _parameters(self) -> None:
         held = {full_name(b.name, p.name): p for b in self.plan.values() for p in b.parameters}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,9 @@ from .elsewhere import read_elsewhere
 from .origins import Origins
 from .prover import Proof, Prover
 from .ranks import run_rank
+from .reads import first_readers
 from .spreads import Spreads
+from .sums import seen_sums
 
 # One multiplication or look-up: what they do inside, with their adapters, is one operation.
 ATOMS = ("linear", "conv1d", "embedding")
@@ -63,4 +66,8 @@ def prove(plan: ResolvedPlan, bench: Workbench) -> Proof:
             best = proof
         if not best.findings:
             break
-    return best
+    return replace(
+        best,
+        shared_reads=first_readers(plan.tree, runs[0], best.entering),
+        declared=seen_sums(plan.tree, runs[0], best.reduced, plan.sums),
+    )

@@ -18,7 +18,6 @@ from shardplan.core.tree import ModuleTree
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.lower import lower
 from shardplan.models.tree import tree_of
-from shardplan.optimise import optimise
 from shardplan.parse import parse_plan
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import Step, cast, reference_step
@@ -107,9 +106,7 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
         layout = check_layout(resolved, tuple(subject.benches.values()), help=help)
         if help and layout.diagnostics:
             mended = _mends(subject, resolved, layout)
-        resolved = replace(resolved, arrivals=layout.arrivals, elsewhere=layout.elsewhere)
-        if layout.ok:
-            resolved = optimise(resolved, layout)
+        resolved = layout.onto(resolved)
     return Verdict(structure, layout, *_numbers(subject, resolved), resolved, mended)
 
 
