@@ -61,7 +61,7 @@ def declared_sums(
     for name in (name for name in tree.modules if name in holds and holds[name].outputs):
         matched.setdefault(holds[name], []).append((name, _members(tree, name, holds[name])))
     for rule, blocks in matched.items():
-        wrong += _unmatched(tree, rule, dict(blocks))
+        wrong += [] if rule.optional else _unmatched(tree, rule, dict(blocks))
         for name, lists in blocks:
             members = tuple(dict.fromkeys(member for each in lists for member in each))
             if len(members) < 2:

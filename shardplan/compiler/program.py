@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from shardplan.core.plan import ResolvedPlan
 from shardplan.lower import Program, lower
@@ -33,6 +34,8 @@ def program_of(
         resolved = variants.resolved[on]
         if on in variants.layouts:
             resolved = variants.layouts[on].onto(resolved)
+        else:  # what is not seen to hold is not done
+            resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
         return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
 
     return lower(finished(on), finished(False) if on else None)

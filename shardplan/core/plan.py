@@ -81,7 +81,8 @@ class SumRule:
             earlier rule says no longer holds.
         location: of the list.
         styled: the same rule has a style.
-        optional: matching nothing is no error.
+        optional: it need not hold for a model: where it matches nothing, or the layout check does not see the block just add
+            the outputs up, each is reduced by itself.
     """
 
     pattern: str

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardplan.check import check as check_structure
-from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
 from shardplan.core.plan import Assignment, ResolvedPlan, SummedOutputs
 from shardplan.core.tree import ancestors, full_name, starred
@@ -17,8 +17,8 @@ from .prover import Proof
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, repairs, together
 from .run import Workbench, prove
-from .sums import SharedSum
-from .unsummed import undeclared
+from .sums import SeenSum, SharedSum
+from .unsummed import holding, undeclared
 from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -43,6 +43,7 @@ class LayoutReport:
         repairs: for each of `diagnostics` the change that mends it, where one was found.
         shared_reads: `ResolvedPlan.shared_reads`, for counting.
         through: (sum that the plan declares, dropout that its values pass on the way).
+        summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -54,14 +55,17 @@ class LayoutReport:
     sums: tuple[SharedSum, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
     through: tuple[tuple[SummedOutputs, str], ...] = ()
+    summed: frozenset[Location] = frozenset()
 
     @property
     def ok(self) -> bool:
         return not self.diagnostics
 
     def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
-        """The plan with what the lowering takes from here."""
-        return replace(resolved, arrivals=self.arrivals, elsewhere=self.elsewhere, shared_reads=self.shared_reads)
+        """The plan with what the lowering takes from here, without the optional sums that were not seen to hold."""
+        sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
+        seen = {"arrivals": self.arrivals, "elsewhere": self.elsewhere, "shared_reads": self.shared_reads}
+        return replace(resolved, **seen, sums=sums)
 
 
 def check_layout(
@@ -87,6 +91,7 @@ def check_layout(
     sums: list[SharedSum] | None = None
     shared: list[Mapping[str, str | None]] = []
     through: dict[tuple[SummedOutputs, str], None] = {}
+    summed: list[SeenSum] = []
     for bench in benches:
         proof = prove(resolved, bench)
         first, mended, following = _explain(resolved, bench, proof, help)
@@ -100,6 +105,7 @@ def check_layout(
         sums = [one for one in proof.sums if sums is None or one in sums]
         shared.append(proof.shared_reads)
         through.update(((seen.sum, name), None) for seen in proof.declared for name in seen.through)
+        summed.extend(proof.declared)
         if not proof.findings:
             unsummed = [one for one in undeclared(proof.declared) if one not in diagnostics]
             diagnostics += unsummed
@@ -114,6 +120,7 @@ def check_layout(
         sums=tuple(sums or ()),
         shared_reads=agreed(shared),
         through=tuple(through),
+        summed=holding(summed),
     )
 
 

@@ -21,7 +21,7 @@ from .check import LayoutReport, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
 from .run import Workbench
-from .unsummed import dropping
+from .unsummed import acting, dropping
 
 
 class ModelLayouts:
@@ -84,6 +84,7 @@ class ModelLayouts:
             arrivals=arrivals_of(self.found.tree, report.arrivals),
             elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
             shared_reads=shared_reads_of(self.found.tree, report.shared_reads),
+            summed=report.summed - {one.rule.location for one, name in report.through if acting(self.found.tree, name)},
             diagnostics=(
                 *(self._about_the_model(d, tree) for d in report.diagnostics),
                 *dropping(self.found.tree, report.through),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
 from shardplan.core.plan import SummedOutputs
 from shardplan.core.tree import ModuleTree, starred
 
@@ -17,7 +17,7 @@ def undeclared(seen: Iterable[SeenSum]) -> tuple[Diagnostic, ...]:
     """One diagnostic for each rule and reason, with the modules of all blocks."""
     found: dict[tuple[object, str, str], Diagnostic] = {}
     for one in seen:
-        if not one.wrong:
+        if not one.wrong or one.sum.rule.optional:
             continue
         key = (one.sum.rule.location, starred(one.module), one.wrong)
         before = found.get(key)
@@ -26,6 +26,19 @@ def undeclared(seen: Iterable[SeenSum]) -> tuple[Diagnostic, ...]:
         else:
             found[key] = replace(before, modules=(*before.modules, one.module))
     return tuple(found.values())
+
+
+def holding(seen: Iterable[SeenSum]) -> frozenset[Location]:
+    """The places of the rules whose sums hold in every run."""
+    seen = tuple(seen)
+    wrong = {one.sum.rule.location for one in seen if one.wrong}
+    return frozenset(one.sum.rule.location for one in seen) - wrong
+
+
+def acting(tree: ModuleTree, name: str) -> tuple[str, ...]:
+    """The dropouts of a model that one of its small copy stands for, where they drop something."""
+    pattern = tree.pattern(name)
+    return tuple(n for n, m in tree.modules.items() if tree.pattern(n) == pattern and m.numbers.get("p"))
 
 
 def dropping(tree: ModuleTree, through: Iterable[tuple[SummedOutputs, str]]) -> tuple[Diagnostic, ...]:
@@ -38,12 +51,10 @@ def dropping(tree: ModuleTree, through: Iterable[tuple[SummedOutputs, str]]) -> 
     """
     found: dict[object, Diagnostic] = {}
     for one, name in through:
-        pattern = tree.pattern(name)
-        acting = tuple(n for n, m in tree.modules.items() if tree.pattern(n) == pattern and m.numbers.get("p"))
-        if acting:
-            p = tree.modules[acting[0]].numbers["p"]
-            message = f"{starred(name)} drops elements (p={p:g}) of what is added up"
-            found.setdefault((one.rule.location, pattern), _diagnostic(one, message, acting))
+        names = () if one.rule.optional else acting(tree, name)
+        if names:
+            message = f"{starred(name)} drops elements (p={tree.modules[names[0]].numbers['p']:g}) of what is added up"
+            found.setdefault((one.rule.location, tree.pattern(name)), _diagnostic(one, message, names))
     return tuple(found.values())
 
 

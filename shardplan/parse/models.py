@@ -176,8 +176,9 @@ class RuleOptions(_Model):
     sum_outputs: list[GlobText] = Field(
         default=None,
         description="Modules below this block, named from it in the order in which they run, whose partial sums the block's "
-        "code adds up and does nothing else with: they are added on each rank and reduced once, at the last of them. An "
-        "empty list takes back what an earlier rule says.",
+        "code adds up and does nothing else with: they are added on each rank and reduced once, at the last of them. With "
+        "`optional`, each is reduced by itself where a model's block does something else. An empty list takes back what an "
+        "earlier rule says.",
         examples=[["self_attn.o_proj", "mlp.down_proj"]],
     )
 
