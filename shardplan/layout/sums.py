@@ -167,13 +167,6 @@ def _relative(one: SharedSum, home: str) -> SharedSum:
     return SharedSum(carriers, one.closer.removeprefix(home), through)
 
 
-def moved(one: SharedSum, home: str) -> SharedSum:
-    """The same in another block."""
-    own = block(one.closer)
-    carriers, through = (tuple(home + n.removeprefix(own) for n in names) for names in (one.carriers, one.through))
-    return SharedSum(carriers, home + one.closer.removeprefix(own), through)
-
-
 def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:
     """The values that a value becomes by additions alone, each read once, within its block; and the modules whose code it
     passes as it is."""
