@@ -34,6 +34,7 @@ from shardplan.torchlib.sums import Collects, Waiting
 from tests.merging_models import FLAT, JOINT, SPLIT, SUMMED, Flat, Joint, Stack, bound, checked, document, inputs_of, made
 from tests.proofs import assert_equal, collect, compare_results, differing, fake_mesh, ranked, unsharded
 from tests.soundness.judge import _numbers, subject
+from tests.zoo.entry import collectives
 
 Build = Callable[..., nn.Module]
 
@@ -430,6 +431,27 @@ def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: in
         with CollectiveCounter() as backward:
             loss.backward()
     assert backward.counts == expected["backward"] and forward.counts == expected["forward"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sp"), [("cpmant", False), ("bitnet", True), ("granitemoehybrid", False), ("granitemoehybrid", True), ("gptj", True)]
+)
+def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
+    """The number of collectives is read off the layout check's run; that they are so many is decided when the model runs."""
+    model = subject(name, 2)
+    plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), sequence_parallel=sp)[0]
+    seen = check_layout(plan, model.bench).onto(plan)
+    sharded = copy.deepcopy(model.models[torch.float32])
+    with fake_mesh(2) as mesh:
+        apply_program(sharded, read_mesh(mesh), lower(seen), src_data_rank=None)
+        with CollectiveCounter() as forward:
+            loss = sharded(**cast(model.bench.inputs, torch.float32)).loss
+        with CollectiveCounter() as backward:
+            loss.backward()
+    assert collectives(seen, model.bench.reference) == {
+        "forward": dict(forward.counts),
+        "backward": dict(backward.counts),
+    }
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
