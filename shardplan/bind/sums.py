@@ -19,17 +19,17 @@ SUMMED = Code(
     text="""`sum_outputs` stands at a block and lists the modules below it whose partial sums the block's code adds up: their
 names from the block on, in the order in which they run. Each name or pattern must match a module of some block, a block needs
 two modules at least, and no module is in two sums.""",
-    bad="""# shardplan validate command-r.json mine.yaml
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
-extends: cohere
+extends: llama
 tensor_parallel:
   model.layers.*: {sum_outputs: [self_attn.out_proj, mlp.down_proj]}
 """,
-    good="""# shardplan validate command-r.json mine.yaml
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
-extends: cohere
+extends: llama
 tensor_parallel:
   model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
 """,

@@ -19,17 +19,17 @@ NO_SUM = Code(
 at it: by a style (`rowwise`, `rowwise_seq`, `all_reduce`, `reduce_scatter`) or by `output: all_reduce`, and all of
 them in the same way. Where sequence parallelism splits a block in another way, its section takes the list back with
 `sum_outputs: []`.""",
-    bad="""# shardplan validate command-r.json mine.yaml
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
-extends: cohere
+extends: llama
 tensor_parallel:
   model.layers.*: {sum_outputs: [self_attn.q_proj, mlp.down_proj]}
 """,
-    good="""# shardplan validate command-r.json mine.yaml
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
-extends: cohere
+extends: llama
 tensor_parallel:
   model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
 """,
@@ -49,11 +49,10 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             without.setdefault(one.rule, []).extend(missing)
         elif len(set(found.values())) > 1:
             apart.setdefault(one.rule, []).extend(one.members)
-    overlay = " with sequence parallelism" if facts.resolved.sequence_parallel else ""
     for rule, names in without.items():
-        yield _finding(rule, f"{named(tuple(names))} hands on no partial sum that is reduced there{overlay}", names)
+        yield _finding(rule, f"{named(tuple(names))} hands on no partial sum that is reduced there", names)
     for rule, names in apart.items():
-        yield _finding(rule, f"{named(tuple(names))} are reduced to different layouts{overlay}", names)
+        yield _finding(rule, f"{named(tuple(names))} are reduced to different layouts", names)
 
 
 def _reduced_to(assignment: Assignment | None) -> Layout | None:

@@ -150,13 +150,7 @@ last of them; in place of the others the block's code gets zeros. Here the code 
 norm, a second reader, a dropout that acts), runs them in another order, or does not run the last one. Each is reduced by
 itself without that line.""",
     bad=_LLAMA + "tensor_parallel:\n  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}\n",
-    good="""# shardplan validate command-r.json mine.yaml --tp 2
-version: "1"
-name: mine
-extends: cohere
-tensor_parallel:
-  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
-""",
+    good=_LLAMA,
 )
 
 CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS, UNSUMMED)
