@@ -25,7 +25,6 @@ LAYERS = (
     {"training"},
     {"apply"},
     {"lower"},
-    {"optimise"},
     {"layout"},
     {"check"},
     {"twin"},

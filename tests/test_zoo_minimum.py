@@ -12,7 +12,6 @@ from shardplan.bind import bind
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout import Workbench, check_layout
 from shardplan.models.tree import tree_of
-from shardplan.optimise import optimise
 from shardplan.parse import parse_plan
 from tests.zoo.doors import Frontier, Size, dominated, joined, least
 from tests.zoo.least import least as least_of_a_step
@@ -107,7 +106,7 @@ class Case:
         block: makes one of its blocks.
         rules: beside those that split.
         own: makes a block of the model whose small copy this is; None is the same.
-        merged: with the passes that save communication.
+        merged: with what the layout check says of readers that share one move.
     """
 
     def __init__(self, block, rules=None, *, own=None, merged=False):
@@ -119,8 +118,7 @@ class Case:
         plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2), sequence_parallel=False)
         report = check_layout(plan, bench)
         assert not findings and report.ok, [*findings, *report.diagnostics]
-        plan = replace(plan, arrivals=report.arrivals)
-        plan = optimise(plan, report) if merged else plan
+        plan = report.onto(plan) if merged else replace(plan, arrivals=report.arrivals)
         real = tree if own is None else tree_of(Model(own))
         self.frontier: Frontier = choices(plan, bench, real)
         self.spent = spent(plan, bench, real)

@@ -14,9 +14,10 @@ from .models import OTHER_MODEL, other_model
 from .names import Names
 from .rules import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .sections import PARAMETERS, expand, wrapped
+from .sums import SUMMED, declared_sums
 from .units import ignored, units_and_parts
 
-CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS)
+CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS, SUMMED)
 
 
 def bind(
@@ -39,6 +40,7 @@ def bind(
     recomputed = sections.activation_checkpointing
     checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
     compiled, about_compiled = wrapped(sections.compile, names, units)
+    sums, about_sums = declared_sums(plan, tree, names, sequence_parallel=sequence_parallel)
     resolved = ResolvedPlan(
         plan=plan,
         tree=tree,
@@ -53,11 +55,13 @@ def bind(
         dp_ignored=left_out,
         ac_modules=checkpointed,
         compile_modules=compiled,
+        sums=sums,
     )
     return resolved, (
         *other_model(plan, tree),
         *findings(plan, stack, names),
         *contradictions(resolved),
+        *about_sums,
         *about_units,
         *about_left_out,
         *about_checkpointed,

@@ -22,6 +22,7 @@ from . import (
     mesh,
     parameter_hooks,
     sequence,
+    sums,
     ties,
     vocabulary,
 )
@@ -36,6 +37,7 @@ _RULES = (
     half_covered,
     sequence,
     doors,
+    sums,
     dropout,
     fsdp,
     adapters,

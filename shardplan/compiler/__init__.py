@@ -5,5 +5,5 @@
 | inputs | the model and the plan file |
 | overrides | keyword arguments over the plan's sections |
 | variants | bind, check, prove layouts: for tensor parallel, and with the sequence-parallel overlay |
-| program | optimise and lower |
+| program | lower |
 """

@@ -1,4 +1,4 @@
-"""The last stages: optimise and lower."""
+"""The last stage: lower."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from shardplan.core.plan import ResolvedPlan
 from shardplan.lower import Program, lower
-from shardplan.optimise import optimise
 
 from .overrides import Logits, Override, switch, with_logits, with_regather
 from .variants import On, Variants
@@ -34,8 +33,9 @@ def program_of(
     def finished(on: On) -> ResolvedPlan:
         resolved = variants.resolved[on]
         if on in variants.layouts:
-            report = variants.layouts[on]
-            resolved = optimise(replace(resolved, arrivals=report.arrivals, elsewhere=report.elsewhere), report)
+            resolved = variants.layouts[on].onto(resolved)
+        else:  # what is not seen to hold is not done
+            resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
         return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
 
     return lower(finished(on), finished(False) if on else None)

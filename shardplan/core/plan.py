@@ -72,6 +72,57 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
+class SumRule:
+    """What `sum_outputs` of a rule says. It stands beside the rule's style and is laid over others of its kind alone.
+
+    Args:
+        pattern: the glob of the modules in whose forward the outputs are added up: blocks.
+        outputs: globs of the modules below such a block, named from it, in the order in which they run; none: what an
+            earlier rule says no longer holds.
+        location: of the list.
+        styled: the same rule has a style.
+        optional: it need not hold for a model: where it matches nothing, or the layout check does not see the block just add
+            the outputs up, each is reduced by itself.
+    """
+
+    pattern: str
+    outputs: tuple[str, ...]
+    location: Location
+    styled: bool = False
+    optional: bool = False
+
+    @property
+    def text(self) -> str:
+        """As a plan has it."""
+        return f"sum_outputs: [{', '.join(self.outputs)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class SummedOutputs:
+    """Modules of one block whose partial sums are added up and reduced by one collective.
+
+    Args:
+        block: the module in whose forward they are added up.
+        members: their full names, in the order in which they run; the sum is reduced at the last.
+        rule: what says so.
+    """
+
+    block: str
+    members: tuple[str, ...]
+    rule: SumRule
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """Those whose partial sums wait for the last one's."""
+        return self.members[:-1]
+
+    @property
+    def closer(self) -> str:
+        """The last one."""
+        return self.members[-1]
+
+
+@dataclass(frozen=True, slots=True)
 class MixedPrecision:
     """FSDP2's MixedPrecisionPolicy.
 
@@ -239,6 +290,7 @@ class PlanFile:
         parent: what it extends.
         lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
             of models).
+        sums: by section, what `sum_outputs` of its rules says.
     """
 
     name: str
@@ -253,6 +305,7 @@ class PlanFile:
     compile: Compile | None = None
     parent: PlanFile | None = None
     lenient_dead_rules: bool = False
+    sums: Mapping[Section, tuple[SumRule, ...]] = field(default_factory=dict)
 
     @property
     def lineage(self) -> tuple[PlanFile, ...]:
@@ -311,7 +364,10 @@ class ResolvedPlan:
             `output: gather` hands on; None where it did not run.
         elsewhere: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
             name.
-        sums: module whose partial sum waits -> the module of its block that reduces it together with its own.
+        sums: the outputs that are added up before they are reduced.
+        shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every call of
+            the block around both that the layout check saw. What is moved when the model runs does not depend on it
+            (the tensors themselves are compared then); the number of collectives that is stated does.
     """
 
     plan: PlanFile
@@ -329,7 +385,8 @@ class ResolvedPlan:
     dp_ignored: frozenset[str] = frozenset()
     arrivals: Mapping[str, Layout] | None = None
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sums: Mapping[str, str] = field(default_factory=dict)
+    sums: tuple[SummedOutputs, ...] = ()
+    shared_reads: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def fsdp_units(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .layout import Layout
+from .layout import I, Layout, R
 
 Gradient = Literal["shard", "complete", "partial", "divided"]
 
@@ -42,12 +42,20 @@ class InputMove:
         dst: what the module's forward gets.
         argument: the argument's name; None is the first; "*" every floating-point tensor.
         regather: what is gathered is not kept for backward, but gathered again there.
+        shared_with: the module that was seen to move the same tensor before: what it moved is taken, which costs nothing.
+            For counting; when the model runs, the tensors themselves are compared.
     """
 
     src: Layout
     dst: Layout
     argument: str | None = None
     regather: bool = False
+    shared_with: str | None = None
+
+    @property
+    def once(self) -> bool:
+        """Whether it is done once for all that read one tensor in the same block (I -> R)."""
+        return self.src == I and self.dst == R
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,8 @@ class ModuleProgram:
             in its place.
         joined: the modules whose outputs are reduced with this one's.
         collects: those of the modules below this block at which others join: nothing waits once its forward is over.
+        sum_rule: at a module at which others join, the words of the plan that say so.
+        reads_in: the module around this one in each call of which a tensor is moved I -> R once for all that read it.
         logits: the length of the whole vocabulary, where the output is handed on as a DTensor Shard(-1).
         tail: how many trailing output features alone pass a move I -> R.
         outside: positions in the output that are read outside (R -> I).
@@ -104,6 +114,8 @@ class ModuleProgram:
     joins: str | None = None
     joined: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()
+    sum_rule: str = ""
+    reads_in: str | None = None
     logits: int | None = None
     tail: int = 0
     outside: tuple[int, ...] = ()

@@ -277,3 +277,29 @@ def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
         tuple((parts[0] if len(parts) == 1 else f"{{{','.join(parts)}}}") if part == "" else part for part in key)
         for key, parts in alike.items()
     ]
+
+
+def homes(tree: ModuleTree, names: Iterable[str]) -> dict[str, str]:
+    """Module -> the outermost module around it that it has to itself with its neighbours: the block that it stands in; of
+    those that stand in none, the innermost module around all of these. A block itself and the root have none.
+
+    Args:
+        names: modules of the tree.
+    """
+
+    def runs(name: str) -> bool:
+        return tree.modules[name].class_name not in WITHOUT_FORWARD
+
+    found: dict[str, str] = {}
+    outside: list[str] = []
+    for name in names:
+        around = [one for one in reversed(ancestors(name)) if one.rpartition(".")[2].isdigit() and runs(one)]
+        if around:
+            found[name] = around[0]
+        elif name and not element(name):
+            outside.append(name)
+    if outside:
+        shared = [set(ancestors(name)) for name in outside]
+        common = next(one for one in ancestors(outside[0]) if runs(one) and all(one in others for others in shared))
+        found |= dict.fromkeys(outside, common)
+    return found

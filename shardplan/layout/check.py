@@ -8,19 +8,20 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from shardplan.check import check as check_structure
-from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.plan import Assignment, ResolvedPlan, SummedOutputs
 from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.twin import Twin
 
 from .finding import Finding
 from .fused import advice, fused_repairs
 from .prover import Proof
-from .reads import SharedRead
+from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, repairs, together
 from .run import Workbench, prove
-from .sums import SharedSum
+from .sums import SeenSum, SharedSum
+from .unsummed import holding, undeclared
 from .words import diagnostic
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -70,6 +71,9 @@ class LayoutReport:
         lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
         sums: partial sums that are added to each other once each is reduced on its own.
         repairs: for each of `diagnostics` the change that mends it, where one was found.
+        shared_reads: `ResolvedPlan.shared_reads`, for counting.
+        through: (sum that the plan declares, dropout that its values pass on the way).
+        summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -79,11 +83,20 @@ class LayoutReport:
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
     sums: tuple[SharedSum, ...] = ()
+    shared_reads: Mapping[str, str] = field(default_factory=dict)
+    through: tuple[tuple[SummedOutputs, str], ...] = ()
+    summed: frozenset[Location] = frozenset()
     lengths: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
         return not self.diagnostics
+
+    def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
+        """The plan with what the lowering takes from here, without the optional sums that were not seen to hold."""
+        sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
+        seen = {"arrivals": self.arrivals, "elsewhere": self.elsewhere, "shared_reads": self.shared_reads}
+        return replace(resolved, **seen, sums=sums)
 
 
 def check_layout(
@@ -113,6 +126,9 @@ def check_layout(
     arrivals: dict[str, Layout] = {}
     reads: list[SharedRead] | None = None
     sums: list[SharedSum] | None = None
+    shared: list[Mapping[str, str | None]] = []
+    through: dict[tuple[SummedOutputs, str], None] = {}
+    summed: list[SeenSum] = []
     for bench in benches:
         proof = prove(resolved, bench)
         first, mended, following = _explain(resolved, bench, proof, search, help)
@@ -124,6 +140,13 @@ def check_layout(
         arrivals = {**proof.arrivals, **arrivals}
         reads = [read for read in proof.reads if reads is None or read in reads]
         sums = [one for one in proof.sums if sums is None or one in sums]
+        shared.append(proof.shared_reads)
+        through.update(((seen.sum, name), None) for seen in proof.declared for name in seen.through)
+        summed.extend(proof.declared)
+        if not proof.findings:
+            unsummed = [one for one in undeclared(proof.declared) if one not in diagnostics]
+            diagnostics += unsummed
+            changes += [None] * len(unsummed)
     return LayoutReport(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
@@ -132,6 +155,9 @@ def check_layout(
         repairs=tuple(changes),
         reads=tuple(reads or ()),
         sums=tuple(sums or ()),
+        shared_reads=agreed(shared),
+        through=tuple(through),
+        summed=holding(summed),
     )
 
 

@@ -161,4 +161,16 @@ same, and hand them in as an input.""",
 """,
 )
 
-CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS, RANDOM)
+UNSUMMED = Code(
+    code="SP412",
+    title="`sum_outputs` of what is not just added up",
+    text="""`sum_outputs` says that a block adds up the outputs of these modules and does nothing else with them (a parallel
+residual, x + attention(norm(x)) + mlp(norm(x))). Their partial sums are then added on each rank and reduced once, at the
+last of them; in place of the others the block's code gets zeros. Here the code does something else with one of them (a
+norm, a second reader, a dropout that acts), runs them in another order, or does not run the last one. Each is reduced by
+itself without that line.""",
+    bad=_LLAMA + "tensor_parallel:\n  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}\n",
+    good=_LLAMA,
+)
+
+CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS, UNSUMMED, RANDOM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -21,10 +21,9 @@ from . import randomness
 from .check import LayoutReport, Search, check_layout
 from .codes import UNTYPED
 from .elsewhere import elsewhere_of
-from .reads import SharedRead
 from .lengths import misfit, split_lengths
 from .run import Workbench
-from .sums import SharedSum, in_every_block, moved
+from .unsummed import acting, dropping
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class ModelLayouts:
     ) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 
-        The arrivals and reads are those of the model's modules.
+        The arrivals and shared reads are those of the model's modules.
 
         Args:
             help: look for the changes that fix what is wrong.
@@ -129,10 +128,11 @@ class ModelLayouts:
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
             elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
-            reads=tuple(reads_of(self.found.tree, report.reads)),
-            sums=tuple(sums_of(self.found.tree, tree, report.sums)),
+            shared_reads=shared_reads_of(self.found.tree, report.shared_reads),
+            summed=report.summed - {one.rule.location for one, name in report.through if acting(self.found.tree, name)},
             diagnostics=(
                 *map(self._about_the_model, report.diagnostics),
+                *dropping(self.found.tree, report.through),
                 *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
@@ -219,32 +219,17 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
     return tuple(result)
 
 
-def reads_of(tree: ModuleTree, reads: Iterable[SharedRead]) -> Iterator[SharedRead]:
-    """The same values in all layers of a model that have these modules."""
-    known = {
-        (tree.pattern(home), read.module.removeprefix(home), read.argument, _below(home, read.readers))
-        for read in reads
-        for home in (block(read.module),)
-    }
-    for pattern, module, argument, readers in sorted(known, key=repr):
-        for name in tree.modules:
-            if tree.pattern(name) == pattern and all(name + other in tree.modules for other in (module, *readers)):
-                yield SharedRead(name + module, argument, tuple(name + reader for reader in readers))
+def shared_reads_of(tree: ModuleTree, reads: Mapping[str, str]) -> Mapping[str, str]:
+    """The shared reads of a model's modules, from those of its small copy's, where all layers agree."""
+    known: dict[str, set[str]] = {}
+    for name, first in reads.items():
+        known.setdefault(tree.pattern(name), set()).add(first.removeprefix(_home(name)))
+    found = ((name, known.get(tree.pattern(name), set())) for name in tree.modules)
+    return {name: _home(name) + next(iter(firsts)) for name, firsts in found if len(firsts) == 1}
 
 
-def _below(home: str, names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(name.removeprefix(home) for name in names)
-
-
-def sums_of(tree: ModuleTree, small: ModuleTree, sums: Sequence[SharedSum]) -> Iterator[SharedSum]:
-    """The same sums in all blocks of a model whose small copies all have them."""
-    for pattern in dict.fromkeys(tree.pattern(block(one.closer)) for one in sums):
-        copies = [name for name in small.modules if element(name) and small.pattern(name) == pattern]
-        if not in_every_block(sums, copies):
-            continue
-        blocks = [name for name in tree.modules if element(name) and tree.pattern(name) == pattern]
-        everywhere = (moved(one, home) for one in sums if block(one.closer) == copies[0] for home in blocks)
-        yield from (one for one in everywhere if all(name in tree.modules for name in one.members))
+def _home(name: str) -> str:
+    return block(name) if element(block(name)) else ""
 
 
 UNPROVEN_HELP = "give what is missing, or accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"

@@ -36,7 +36,7 @@ from .origins import Origins
 from .reads import SharedRead, shared_reads
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
-from .sums import SharedSum, shared_sums
+from .sums import SeenSum, SharedSum, shared_sums
 from .types import FREE, LAYOUTS, Type, declared, same_order
 
 # The type of a whole parameter, by how its gradient arrives.
@@ -56,6 +56,11 @@ class Proof:
         doubts: operation -> the operands that would have to have no part in it for its result to be what it seems, of which
             that is not known.
         stopped: at the last of the findings; what comes behind it was not looked at.
+        entering: (value, module) for each I that a module moves to R.
+        reduced: (value, module) for each partial sum that a module reduces as it hands it on.
+        shared_reads: module that moves I -> R -> the one that moved the same tensor before, in every call of their block;
+            None for one that did not always find it moved.
+        declared: what was seen of each of the plan's `sum_outputs`.
     """
 
     findings: tuple[Finding, ...]
@@ -63,6 +68,10 @@ class Proof:
     reads: tuple[SharedRead, ...]
     sums: tuple[SharedSum, ...]
     operations: int
+    entering: tuple[tuple[int, str], ...] = ()
+    reduced: tuple[tuple[int, str], ...] = ()
+    shared_reads: Mapping[str, str | None] = field(default_factory=dict)
+    declared: tuple[SeenSum, ...] = ()
     doubts: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
     stopped: bool = False
 
@@ -119,7 +128,16 @@ class Prover:
         taken = (name for name, boundary in self.plan.items() if boundary.moves)
         reads = shared_reads(self.run, self.entering, taken)
         sums = shared_sums(self.run, self.reduced)
-        return Proof(tuple(self.findings), self.arrivals, reads, sums, self.operations, self.doubts)
+        return Proof(
+            tuple(self.findings),
+            self.arrivals,
+            reads,
+            sums,
+            self.operations,
+            entering=tuple(self.entering),
+            reduced=tuple(self.reduced),
+            doubts=self.doubts,
+        )
 
     def _type(self) -> None:
         self._parameters()

@@ -1,11 +1,13 @@
-"""Values that several modules read with a move of their own, where one door could move them for all."""
+"""Values that several modules read with a move of their own: which share it as they run, and where one door could move them
+for all."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardplan.core.tree import ancestors, parent
+from shardplan.core.tree import ModuleTree, ancestors, homes, parent
 from shardplan.twin.trace import Event, Trace
 
 
@@ -23,6 +25,46 @@ class SharedRead:
     module: str
     argument: str | None
     readers: tuple[str, ...]
+
+
+def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]]) -> dict[str, str | None]:
+    """Reader -> the one that moved the same tensor I -> R before it, in each call of the block around both; None for one
+    that was not always preceded. (What `torchlib.shared_reads` finds when the model runs.)
+
+    Args:
+        tree: of the modules that run.
+        run: of a rank.
+        moving: (value, module) for each I that a module moves to R.
+    """
+    known, around = set(moving), homes(tree, dict.fromkeys(name for _, name in moving))
+    calls: Counter[str] = Counter()
+    running: list[str] = []
+    moved: dict[tuple[str, int, int], str] = {}
+    found: dict[str, str | None] = {}
+    for event in run.events:
+        if event.kind == "leave":
+            running.pop()
+        elif event.kind == "enter":
+            for number in dict.fromkeys(event.inputs):
+                if (number, event.module) in known:
+                    home = around.get(event.module)
+                    key = (home, calls[home], number) if home in running else None
+                    first = moved.get(key)
+                    if key is not None:
+                        moved.setdefault(key, event.module)
+                    found[event.module] = found.get(event.module, first) and first
+            running.append(event.module)
+            calls[event.module] += 1
+    return found
+
+
+def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
+    """What several runs say: a module shares its move where it did so in each of them in which it ran."""
+    found: dict[str, str | None] = {}
+    for one in reads:
+        for module, first in one.items():
+            found[module] = found.get(module, first) and first
+    return {module: first for module, first in found.items() if first is not None}
 
 
 def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,9 @@ from .origins import Origins
 from .prover import Proof, Prover
 from .randomness import acting_sites, watched
 from .ranks import run_rank
+from .reads import first_readers
 from .spreads import Spreads
+from .sums import seen_sums
 
 # One multiplication or look-up: what they do inside, with their adapters, is one operation.
 ATOMS = ("linear", "conv1d", "embedding")
@@ -80,7 +83,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
             if not best.findings:
                 break
         if best.findings or not best.doubts:
-            return best
+            break
         # Nothing is wrong but for what may hide in a tolerance, or behind a zero: the same runs once more, in which the
         # operations in doubt are run on changed operands too.
         for place, positions in best.doubts.items():
@@ -89,3 +92,8 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
         for rank in range(ranks):
             for place, answers in run(rank, best.doubts).parts.items():
                 parts[place].update((position, True) for position, acts in answers.items() if acts)
+    return replace(
+        best,
+        shared_reads=first_readers(plan.tree, runs[0], best.entering),
+        declared=seen_sums(plan.tree, runs[0], best.reduced, plan.sums),
+    )

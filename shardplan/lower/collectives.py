@@ -30,7 +30,8 @@ def expected_collectives(modules: Mapping[str, ModuleProgram]) -> dict[str, Coun
 def _operations(program: ModuleProgram) -> Iterator[tuple[str, str]]:
     for boundary in program.enter:
         ops = move_ops(boundary.src, boundary.dst)
-        yield ops.forward, ops.backward
+        if boundary.shared_with is None:
+            yield ops.forward, ops.backward
         if boundary.regather:
             yield "identity", "all_gather"
     if program.leave is not None and program.link != "source" and program.joins is None:

@@ -35,7 +35,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  {parameter.name}: {placement(parameter)}, gradient {parameter.gradient}"
     for move in module.enter:
         again = ", gathered again in backward" if move.regather else ""
-        yield f"  in {_argument(move)}: {move.src} -> {move.dst}{again}"
+        shared = f", once with {move.shared_with}" if move.shared_with is not None else ""
+        yield f"  in {_argument(move)}: {move.src} -> {move.dst}{again}{shared}"
     if module.leave is not None:
         yield f"  out: {leaving(module)}"
     if module.logits is not None:

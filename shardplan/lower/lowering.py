@@ -16,6 +16,7 @@ from shardplan.styles.stored import lower_parameters
 
 from .arrivals import arrives, door_output, gathered
 from .program import Program
+from .tables import with_tables
 
 
 def lower(plan: ResolvedPlan, without_overlay: ResolvedPlan | None = None) -> Program:
@@ -45,7 +46,7 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
             continue
         lowered = _lower_module(plan, module, assignment, ends.get(name))
         programs[name] = replace(lowered, also_reads=also_reads)
-    return _with_sums(plan, _with_groups(plan, programs))
+    return with_tables(plan.tree, _with_sums(plan, _with_groups(plan, programs)))
 
 
 def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
@@ -128,7 +129,8 @@ def _enter(plan: ResolvedPlan, assignment: Assignment, style: Style) -> tuple[In
     if src == inside:
         return ()
     argument = "*" if style.argument == "floats" else rule.argument
-    return (InputMove(src.at(rule.seq_dim), inside.at(rule.seq_dim), argument, rule.regather),)
+    first = plan.shared_reads.get(assignment.name) if (src, inside) == (I, R) else None
+    return (InputMove(src.at(rule.seq_dim), inside.at(rule.seq_dim), argument, rule.regather, first),)
 
 
 def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int | None) -> OutputMove | None:
@@ -175,10 +177,11 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
 def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
     """Let partial sums wait for those that they are reduced with."""
     found = dict(programs)
-    for carrier, closer in plan.sums.items():
-        home = block(closer)
-        found[carrier] = replace(found[carrier], joins=closer)
-        found[closer] = replace(found[closer], joined=(*found[closer].joined, carrier))
-        base = found.get(home) or ModuleProgram(home)
-        found[home] = replace(base, collects=tuple(dict.fromkeys((*base.collects, closer))))
+    for one in plan.sums:
+        for carrier in one.carriers:
+            found[carrier] = replace(found[carrier], joins=one.closer)
+        rule = f"`{one.rule.text}` of `{one.rule.pattern}` in {one.rule.location.file}"
+        found[one.closer] = replace(found[one.closer], joined=one.carriers, sum_rule=rule)
+        base = found.get(one.block) or ModuleProgram(one.block)
+        found[one.block] = replace(base, collects=(*base.collects, one.closer))
     return {name: found[name] for name in plan.tree.modules if name in found}

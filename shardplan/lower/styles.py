@@ -10,6 +10,7 @@ import torch
 from shardplan.core.layout import P
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
+from shardplan.torchlib.shared_reads import SharedReads
 from shardplan.torchlib.style import ModuleStyle
 from shardplan.torchlib.sums import Waiting
 
@@ -23,16 +24,22 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
     if program.tensor_parallel_modules is not None:
         variants[False] = program.tensor_parallel_modules
     waiting = {
-        (mode, name): Waiting(module.joined)
+        (mode, name): Waiting((*module.joined, name), module.sum_rule)
         for mode, modules in variants.items()
         for name, module in modules.items()
         if module.joined
     }
-    shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting)
+    tables = {
+        module.reads_in: SharedReads()
+        for modules in variants.values()
+        for module in modules.values()
+        if module.reads_in is not None
+    }
+    shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting, tables)
     reads = _reads(program, variants)
     styles = {}
     for name in program.resolved.tree.modules:
-        if name in reads or any(name in modules for modules in variants.values()):
+        if name in reads or name in tables or any(name in modules for modules in variants.values()):
             programs = {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}
             styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
     return styles, shared

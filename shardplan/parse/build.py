@@ -7,6 +7,7 @@ from typing import Any
 from shardplan.core.diagnostics import Location
 from shardplan.core.plan import (
     DDP,
+    SECTIONS,
     ActivationCheckpointing,
     Compile,
     DataParallel,
@@ -14,6 +15,7 @@ from shardplan.core.plan import (
     MixedPrecision,
     PlanFile,
     Rule,
+    SumRule,
 )
 from shardplan.styles import canonical_style
 
@@ -50,11 +52,31 @@ def build_plan(document: PlanDocument, file: str, name: str, parent: PlanFile | 
         activation_checkpointing=_activation_checkpointing(document.activation_checkpointing, file),
         compile=_compile(document.compile, file),
         parent=parent,
+        sums={section: found for section in SECTIONS if (found := _sums(getattr(document, section), section, file))},
     )
 
 
 def _rules(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple[Rule, ...]:
-    return tuple(_rule(key, entry, Location(file, (section, key))) for key, entry in rules.items())
+    """Those that have a style; others say `sum_outputs` alone."""
+    return tuple(
+        _rule(key, entry, Location(file, (section, key)))
+        for key, entry in rules.items()
+        if isinstance(entry, str) or entry.style is not None
+    )
+
+
+def _sums(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple[SumRule, ...]:
+    return tuple(
+        SumRule(
+            pattern=key,
+            outputs=tuple(entry.sum_outputs),
+            location=Location(file, (section, key, "sum_outputs")),
+            styled=entry.style is not None,
+            optional=entry.optional,
+        )
+        for key, entry in rules.items()
+        if not isinstance(entry, str) and entry.sum_outputs is not None
+    )
 
 
 def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
@@ -64,6 +86,7 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     said = () if isinstance(entry, str) else entry.model_fields_set
     options = {name: getattr(entry, name) for name in said}
     options.pop("style", None)
+    options.pop("sum_outputs", None)
     if isinstance(options.get("packed"), list):
         options["packed"] = tuple(map(str, options["packed"]))
     for name in ("divide", "divides"):

@@ -135,6 +135,8 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
     elif kind == "missing":
         message = f"{_subject(path[:-1])} has no `{path[-1]}`"
         findings.add(WRONG_VALUE, message, path[:-1], "key", help=_MISSING)
+    elif kind == "without_style":
+        findings.add(WRONG_VALUE, f"{_subject(path)} has no `style`", path, "key", help=_MISSING)
     elif path == ("extends",) and kind == "string_pattern_mismatch":
         return  # where a parent may be is said where it is looked for
     else:

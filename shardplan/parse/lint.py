@@ -156,11 +156,11 @@ def _warn_no_effect(message: str, rule: Rule, findings: Findings, *related: Labe
 def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> None:
     there = {path[0] for path, part in sources.files[plan.file].spans if part == "key" and len(path) == 1}
     sections = effective_sections(plan)
-    rules = any(one.tensor_parallel or one.sequence_parallel for one in plan.lineage)
+    rules = any(one.tensor_parallel or one.sequence_parallel or one.sums for one in plan.lineage)
     if not rules and not sections.data_parallel:
         _warn_nothing("the plan holds no rules and no data_parallel section", (), "add rules", findings)
     for section in SECTIONS:
-        if section in there and not getattr(plan, section):
+        if section in there and not getattr(plan, section) and section not in plan.sums:
             _warn_nothing(f"`{section}` holds no rules", (section,), "add rules, or remove it", findings)
     if plan.data_parallel is not None and not plan.data_parallel.given:
         _warn_nothing("`data_parallel` says nothing", ("data_parallel",), "remove it", findings)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
 from shardplan.core import expressions, globs
@@ -92,12 +93,18 @@ class _Model(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
+ALONE = ("sum_outputs", "optional")  # what a rule without a style may say
+SAYS_SOMETHING = {"anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]}
+
+
 class RuleOptions(_Model):
-    """A style together with options."""
+    """A style together with options, or `sum_outputs` alone."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": option_rules()})
+    model_config = ConfigDict(json_schema_extra={"allOf": [SAYS_SOMETHING, *option_rules()]})
 
-    style: StyleName = Field(description="What to do with the modules or parameters.", examples=["colwise"])
+    style: StyleName = Field(
+        default=None, description="What to do with the modules or parameters.", examples=["colwise"]
+    )
     optional: bool = Field(
         default=_default(Rule, "optional"),
         description="The rule may match nothing. Without it, a rule that matches no module and no parameter "
@@ -166,6 +173,20 @@ class RuleOptions(_Model):
         "it again there: less memory for one more all-gather.",
         examples=[True],
     )
+    sum_outputs: list[GlobText] = Field(
+        default=None,
+        description="Modules below this block, named from it in the order in which they run, whose partial sums the block's "
+        "code adds up and does nothing else with: they are added on each rank and reduced once, at the last of them. With "
+        "`optional`, each is reduced by itself where a model's block does something else. An empty list takes back what an "
+        "earlier rule says.",
+        examples=[["self_attn.o_proj", "mlp.down_proj"]],
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> RuleOptions:
+        if self.style is None and (self.sum_outputs is None or not self.model_fields_set <= set(ALONE)):
+            raise PydanticCustomError("without_style", "no style")
+        return self
 
 
 Entry = TypeAliasType(

@@ -243,11 +243,16 @@ def _globs(root: Node) -> Iterator[tuple[str, Path, str, Span | None]]:
         rules = node_at(root, (section,))
         for entry in rules.entries if isinstance(rules, MapNode) else ():
             yield entry.key, (section, entry.key), "key", entry.span
+            outputs = entry.value.get("sum_outputs") if isinstance(entry.value, MapNode) else None
+            yield from _items(outputs, (section, entry.key, "sum_outputs"))
     for path in GLOB_LISTS:
-        globs = node_at(root, path)
-        for i, item in enumerate(globs.items if isinstance(globs, ListNode) else ()):
-            if isinstance(item, Scalar) and isinstance(item.value, str) and 0 < len(item.value) <= MAX_GLOB:
-                yield item.value, (*path, i), "value", item.span
+        yield from _items(node_at(root, path), path)
+
+
+def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, str, Span | None]]:
+    for i, item in enumerate(globs.items if isinstance(globs, ListNode) else ()):
+        if isinstance(item, Scalar) and isinstance(item.value, str) and 0 < len(item.value) <= MAX_GLOB:
+            yield item.value, (*path, i), "value", item.span
 
 
 def _part(span: Span | None, text: str, start: int, end: int) -> Span | None:

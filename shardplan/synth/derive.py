@@ -22,6 +22,7 @@ from .fronts import with_fronts
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solver
+from .sums import with_sums
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = tuple(code.code for code in half_covered.CODES)
@@ -100,7 +101,8 @@ def derive(
     overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
     objection = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
-    return Derived(with_whole_named(result, board.tree, tp), board.tree, tuple(whole), objection)
+    result = with_sums(board, with_whole_named(result, board.tree, tp))
+    return Derived(result, board.tree, tuple(whole), objection)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:

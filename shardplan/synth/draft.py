@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardplan.bind import bind
@@ -32,21 +32,28 @@ class Draft:
 
     Args:
         tensor_parallel, sequence_parallel: pattern -> style and options.
+        sums: section -> pattern -> `sum_outputs`, and `optional`.
     """
 
     tensor_parallel: Rules
     sequence_parallel: Rules | None = None
+    sums: Mapping[str, Rules] = field(default_factory=dict)
 
     def with_rules(self, rules: Rules) -> Draft:
         """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
         return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
 
+    @property
+    def sections(self) -> Mapping[str, Rules]:
+        """The rules of each section, those with `sum_outputs` among them."""
+        rules = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel or {}}
+        return {section: _joined(found, self.sums.get(section, {})) for section, found in rules.items()}
+
     def document(self, name: str = "draft") -> dict[str, Any]:
         """As a plan file has it."""
-        sections = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
         written = {
-            section: {p: o["style"] if len(o) == 1 else dict(o) for p, o in rules.items()}
-            for section, rules in sections.items()
+            section: {p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()}
+            for section, rules in self.sections.items()
             if rules
         }
         return {"version": "1", "name": name, **written}

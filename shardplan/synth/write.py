@@ -33,6 +33,7 @@ WHY = {
     "colwise_gather_output": "Split by output features, and the result is gathered.",
     "colwise_seq_gather_output": "The sequence is gathered in front of the head.",
     "sequence_parallel": "Works token by token, on a slice of the sequence.",
+    "sum_outputs": "What the block adds up is reduced once.",
 }
 DIVIDED = "`divide`: numbers with which the model's code counts what a rank has a part of."
 
@@ -65,10 +66,7 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Se
     lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
     lines += ["", *(f"# {line}" for line in heading.notes)]
     said: set[str] = set()
-    for section, rules in (
-        ("tensor_parallel", draft.tensor_parallel),
-        ("sequence_parallel", draft.sequence_parallel),
-    ):
+    for section, rules in draft.sections.items():
         if rules:
             parameters = frozenset(map(tree.pattern, tree.parameters)) if tree is not None else frozenset()
             ordered = in_order(rules, tree) if tree is not None else rules
@@ -157,7 +155,7 @@ def braced(words: Sequence[str]) -> str:
 
 def _rules(rules: Rules, said: set[str]) -> Iterator[str]:
     for pattern, options in rules.items():
-        style = options["style"]
+        style = options.get("style", "sum_outputs")
         if style in WHY and style not in said:
             yield f"  # {WHY[style]}"
         if "divide" in options and "divide" not in said:
@@ -169,7 +167,7 @@ def _rules(rules: Rules, said: set[str]) -> Iterator[str]:
 
 def _entry(pattern: str, options: Options) -> Iterator[str]:
     key = _scalar(pattern)
-    if len(options) == 1:
+    if options.keys() == {"style"}:
         yield f"  {key}: {options['style']}"
         return
     line = f"  {key}: {_text(options)}"

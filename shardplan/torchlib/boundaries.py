@@ -30,6 +30,7 @@ class Enter:
     def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
         self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
+        self.reads = {mode: shared.reads.get(pr.reads_in) for mode, pr in programs.items()}
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         program = self.programs[self.shared.regime.sequence_parallel]
@@ -38,7 +39,11 @@ class Enter:
         return args, kwargs
 
     def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
+        reads = self.reads[self.shared.regime.sequence_parallel] if boundary.once else None
+
         def moved(x: Tensor) -> Tensor:
+            if reads is not None:
+                return reads.read(x, self.mesh)
             src = boundary.src
             if program.link == "door":
                 src = P if self.shared.link.take(x) else I
@@ -86,7 +91,7 @@ class Leave:
         program, joins = self.programs[mode], self.joins[mode]
         if (waiting := self.waiting[mode]) is not None:
             output = on_first(output, waiting.take)
-        if (boundary := program.leave) is not None and joins is not None:
+        if (boundary := program.leave) is not None and joins is not None and joins.puts_off():
             output = on_first(output, lambda x: joins.put(x, boundary.dst, mesh))
         elif boundary is not None:
             dst = P if self._stays_partial(program) else boundary.dst

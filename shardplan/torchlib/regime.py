@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .private import private
+from .shared_reads import SharedReads
 from .sums import Waiting
 
 _current_graph_task_id = private("current_graph_task_id")
@@ -98,8 +99,10 @@ class Shared:
     Args:
         link: where the plan has a `split_seq_input` door.
         waiting: by variant (with sequence parallelism or without) and module, what is reduced with its own partial sum.
+        reads: by module, what is moved once in each call of it for all that read it there.
     """
 
     regime: Regime
     link: PartialEmbedding | None = None
     waiting: Mapping[tuple[bool, str | None], Waiting] = field(default_factory=dict)
+    reads: Mapping[str | None, SharedReads] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from .parameters import LocalParameters, ParametersBelow, distribute, owner_of
 from .reading import Reads
 from .regather import Regather
 from .regime import Shared
+from .shared_reads import ReadsOnce
 from .sums import Collects
 from .vocabulary import VocabularyLookup
 
@@ -89,6 +90,8 @@ class ModuleStyle(ParallelStyle):
         waiting = [self.shared.waiting[mode, name] for mode, pr in self.programs.items() for name in pr.collects]
         if waiting:
             wrap_forward(module, Collects(waiting))
+        if program.name in self.shared.reads:
+            wrap_forward(module, ReadsOnce(self.shared.reads[program.name]))
         if self.reads:
             members = {
                 mode: tuple((*owner_of(module.get_submodule(owner), p.name), p.gradient) for owner, p in reads)

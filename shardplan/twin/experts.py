@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from shardplan.models.numbers import text_config
 
 from .fields import role
-from .outcome import outcome
+from .outcome import loss_of
 
 TRIES = 4
 STEP = 7919  # between the seeds that are tried
@@ -50,7 +50,7 @@ def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> 
     """How many experts get no gradient, over all stacks of as many as one of `counts`; 0 for a model that does not run."""
     try:
         with torch.random.fork_rng(devices=[]):
-            outcome(model(**inputs))[0].backward()
+            loss_of(model(**inputs)).backward()
     except Exception:  # of the modelling code; who runs the model next says it
         return 0
     stacks = [p for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts and p.requires_grad]

@@ -21,7 +21,6 @@ from shardplan.lower import lower, split_parameters
 from shardplan.lower.collectives import expected_collectives
 from shardplan.models import choose_plan
 from shardplan.models.tree import tree_of
-from shardplan.optimise import optimise
 from shardplan.parse import builtin_plans, parse_plan
 from shardplan.twin import make_twin
 from shardplan.twin.trace import Trace
@@ -206,7 +205,7 @@ def counted_again(before: Entry) -> Entry:
     for word in before.collectives:
         resolved, _ = bind(plan, bench.tree, MeshSizes(tp=SIZES[0]), sequence_parallel=word == "sp")
         report = check_layout(resolved, bench, help=False)
-        counted[word] = optimise(replace(resolved, arrivals=report.arrivals, elsewhere=report.elsewhere), report)
+        counted[word] = report.onto(resolved)
     return communicating(before, counted, bench, found.tree)
 
 

@@ -82,6 +82,8 @@ def _moved(run: Trace, event: Event, program: ModuleProgram) -> Iterator[tuple[i
     if event.kind == "enter":
         named = dict(zip(event.names, event.inputs, strict=True))
         for move in program.enter:
+            if move.shared_with is not None:
+                continue
             share = SHARES.get(move_ops(move.src, move.dst).backward, 0)
             moved = event.inputs if move.argument == "*" else (named.get(move.argument or event.names[0]),)
             if share:

@@ -1,0 +1,80 @@
+"""`sum_outputs` of modules that hand on partial sums, all to the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.layout import SEQ, I, Layout, P, V
+from shardplan.core.plan import Assignment, SumRule
+from shardplan.core.tree import named
+from shardplan.styles import STYLES
+
+from .facts import Facts
+
+NO_SUM = Code(
+    code="SP365",
+    title="`sum_outputs` of a module whose output is no partial sum",
+    text="""What `sum_outputs` names is reduced together, so each of these modules must hand on a partial sum that is reduced
+at it: by a style (`rowwise`, `rowwise_seq`, `all_reduce`, `reduce_scatter`) or by `output: all_reduce`, and all of
+them in the same way. Where sequence parallelism splits a block in another way, its section takes the list back with
+`sum_outputs: []`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*: {sum_outputs: [self_attn.q_proj, mlp.down_proj]}
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
+""",
+)
+
+CODES = (NO_SUM,)
+OUTPUTS = {"all_reduce": I, "reduce_scatter": V(SEQ)}
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule and reason."""
+    without: dict[SumRule, list[str]] = {}
+    apart: dict[SumRule, list[str]] = {}
+    for one in facts.resolved.sums:
+        found = {name: _reduced_to(facts.resolved.modules.get(name)) for name in one.members}
+        if missing := [name for name, layout in found.items() if layout is None]:
+            without.setdefault(one.rule, []).extend(missing)
+        elif len(set(found.values())) > 1:
+            apart.setdefault(one.rule, []).extend(one.members)
+    for rule, names in without.items():
+        yield _finding(rule, f"{named(tuple(names))} hands on no partial sum that is reduced there", names)
+    for rule, names in apart.items():
+        yield _finding(rule, f"{named(tuple(names))} are reduced to different layouts", names)
+
+
+def _reduced_to(assignment: Assignment | None) -> Layout | None:
+    """What a module's partial sum is reduced to at it; None where it hands on none."""
+    if assignment is None:
+        return None
+    style, rule = STYLES[assignment.rule.style], assignment.rule
+    if rule.output in OUTPUTS:
+        return OUTPUTS[rule.output].at(rule.seq_dim)
+    waits = style.vocabulary or style.partial_until_door
+    if style.computes != P or style.hands is None or style.hands.kind not in "IV" or waits:
+        return None
+    return style.hands.at(rule.seq_dim)
+
+
+def _finding(rule: SumRule, message: str, names: list[str]) -> Diagnostic:
+    return Diagnostic(
+        code=NO_SUM.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=Label(rule.location, "declares their sum"),
+        help="give each a style that reduces a partial sum, or leave it out of `sum_outputs`; `sum_outputs: []` under "
+        "`sequence_parallel` takes the list back there",
+        modules=tuple(names),
+    )

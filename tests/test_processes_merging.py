@@ -1,0 +1,98 @@
+"""One reduction for all readers of a value and for all that is added up, in real processes, eager and compiled: every gradient
+on every rank is the unsharded model's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from merging_models import JOINT, SPLIT, SUMMED, Joint, Stack, document, inputs_of, made
+from processes import on_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardplan
+from shardplan.proof.compare import relative_error
+from shardplan.proof.counter import CollectiveCounter
+
+BUILDS = {"joint": (Joint, JOINT), "reads": (Stack, SPLIT), "sums": (Stack, SUMMED)}
+
+
+def trained(kind: str, modes: tuple[str, ...], sections: dict[str, Any]) -> list[tuple[dict[str, float], Counter, Counter]]:
+    """On one rank, for each mode of a model that was sharded once: what differs, and the collectives of forward and backward.
+    The proof before it sees the first mode alone."""
+    torch._dynamo.reset()  # these processes serve many tests
+    build, rules = BUILDS[kind]
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
+    model = made(build, modes[0])
+    shardplan.apply_plan(model, mesh, document(rules), inputs=lambda seed: inputs_of(build), **sections)
+    found = []
+    for mode in modes:
+        reference = made(build, mode)
+        for block in model.blocks:
+            block.mode = mode
+        model.zero_grad()
+        with counting(sections) as forward:
+            result = model(**inputs_of(build))
+        with counting(sections) as backward:
+            result.pow(2).mean().backward()
+        whole = reference(**inputs_of(build))
+        whole.pow(2).mean().backward()
+        errors = {"result": relative_error(result.detach(), whole.detach())}
+        for name, parameter in reference.named_parameters():
+            mine = model.get_parameter(name).grad
+            if parameter.grad is None or mine is None:
+                errors[name] = 0.0 if parameter.grad is mine is None else float("inf")
+            else:
+                mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                errors[name] = relative_error(mine, parameter.grad)
+        found.append(({n: e for n, e in errors.items() if e > 1e-5}, forward.counts, backward.counts))
+    return found
+
+
+def counting(sections: dict[str, Any]) -> Any:
+    """torch.compile compiles nothing while somebody looks at operations."""
+    return nullcontext(SimpleNamespace(counts=Counter())) if "compile" in sections else CollectiveCounter()
+
+
+def run(kind: str, modes: tuple[str, ...] = ("",), **sections: Any) -> list[list[tuple[dict[str, float], Counter, Counter]]]:
+    results = on_ranks(2, trained, kind, modes, sections)
+    assert [[errors for errors, *_ in rank] for rank in results] == [[{}] * len(modes)] * 2
+    return results
+
+
+@pytest.mark.slow
+def test_joint_attention() -> None:
+    (((_, forward, backward),), _) = run("joint")
+    assert forward == Counter(all_reduce=4) and backward == Counter(all_reduce=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [["blocks.*"], ["blocks.*.attention"]], ids=["blocks", "parts"])
+def test_joint_attention_compiled(modules: list[str]) -> None:
+    """The readers are in the graph of their block, or in one inside it, where the block's table is outside."""
+    run("joint", compile={"modules": modules, "backend": "aot_eager"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [["blocks.*"], ["blocks.*.{first,second}"]], ids=["blocks", "parts"])
+@pytest.mark.parametrize("kind", ["reads", "sums"])
+def test_parts_compiled(kind: str, modules: list[str]) -> None:
+    run(kind, compile={"modules": modules, "backend": "aot_eager"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [["blocks.*"], ["blocks.*.first"], ["blocks.*.second"]], ids=["blocks", "first", "second"])
+@pytest.mark.parametrize("kind", ["reads", "sums"])
+def test_parts_recomputed(kind: str, modules: list[str]) -> None:
+    run(kind, activation_checkpointing={"modules": modules})
+
+
+@pytest.mark.slow
+def test_branches_that_the_proof_did_not_see() -> None:
+    run("reads", ("", "third", "skip first", "skip second", "checkpoint first", "checkpoint first reentrant"))
+    run("sums", ("", "third", "skip first"))
