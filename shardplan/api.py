@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.compiler.early import look_early
-from shardplan.compiler.inputs import AnyInputs, AnyPlan, ModelSource, find_model, plan_name, read_plan
+from shardplan.compiler.inputs import AnyInputs, AnyPlan, AnyReduced, ModelSource, find_model, plan_name, read_plan
 from shardplan.compiler.variants import (
     Variants,
     any_error,
@@ -81,6 +81,7 @@ def validate(
     quick: bool = False,
     allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
@@ -107,8 +108,11 @@ def validate(
             needed. What they do not decide for certain is a warning that says so.
         allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
             warning; else it is an error.
-        inputs: what to call a module of your own with, for the layouts: a function from a seed to keyword arguments of
-            its `forward`, or `module:callable`. Without it token ids are tried.
+        inputs: what to call the reduced model with: a function from a seed to keyword arguments of its `forward`, or
+            `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
+            it they are made from the configuration, and a module of your own is called with token ids.
+        reduced: what builds a small model of the same structure, a function without arguments or `module:callable`: for a
+            module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
         progress: is told what is being done.
@@ -119,7 +123,7 @@ def validate(
         TypeError: something that is no model or no plan.
     """
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate, cp=cp)
-    source = ModelSource(model, settings or {}, trust_remote_code, inputs)
+    source = ModelSource(model, settings or {}, trust_remote_code, inputs, reduced)
     report = look_early(source, plan, sizes, sequence_parallel, quick=quick)
     if report.ok and not quick:
         last = "proof" if layouts and proof else "layouts" if layouts else "structure"
@@ -217,6 +221,7 @@ def init_plan(
     sequence_parallel: bool = False,
     name: str | None = None,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
@@ -231,7 +236,7 @@ def init_plan(
         tp: the size for which rules are tried and the plan is proven; `validate` tells which others the model allows.
         sequence_parallel: with a sequence-parallel section.
         name: of the plan; None is the model's type.
-        inputs, settings, trust_remote_code: as for `validate`.
+        inputs, reduced, settings, trust_remote_code: as for `validate`.
         progress: is told what is being done.
 
     Raises:
@@ -246,7 +251,7 @@ def init_plan(
 
     if tp < 2:
         raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
-    source = ModelSource(model, settings or {}, trust_remote_code, inputs)
+    source = ModelSource(model, settings or {}, trust_remote_code, inputs, reduced)
     found, about_model = find_model(source)
     _raise_errors(about_model, SourceMap(), strict=False)
     made = new_plan(found, tp=tp, sequence_parallel=sequence_parallel, name=name, progress=progress)
@@ -299,6 +304,7 @@ def convert_plan(
     name: str | None = None,
     tp: int | None = None,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     shown_as: str = "<converted>",
@@ -317,7 +323,7 @@ def convert_plan(
             module is imported and its code run, which nothing else does.
         name: of the plan; None: the model's type, or the source's name.
         tp: a size to validate at; None: as for `validate`.
-        inputs, settings, trust_remote_code: as for `validate`.
+        inputs, reduced, settings, trust_remote_code: as for `validate`.
         shown_as: what findings call the plan's file.
 
     Raises:
@@ -334,7 +340,7 @@ def convert_plan(
         raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
     found, about_model = None, ()
     if model is not None:
-        wanted = ModelSource(model, settings or {}, trust_remote_code, inputs)
+        wanted = ModelSource(model, settings or {}, trust_remote_code, inputs, reduced)
         found, about_model = find_model(wanted)
         if found is None:
             return ConvertedPlan(None, None, Report(diagnostics=about_model, model=wanted.name))
@@ -346,7 +352,7 @@ def convert_plan(
     report = Report(diagnostics=parsed.diagnostics, plans=(shown_as,))
     if parsed.plan is not None and model is not None:
         plan = Plan(parsed.plan, parsed.sources, parsed.diagnostics)
-        options = {"settings": settings, "inputs": inputs, "trust_remote_code": trust_remote_code}
+        options = {"settings": settings, "inputs": inputs, "reduced": reduced, "trust_remote_code": trust_remote_code}
         report = validate(model, plan, tp=tp, **options)
     sources = SourceMap({**made.sources.files, **parsed.sources.files})
     findings = ordered((*made.diagnostics, *report.diagnostics), sources)
@@ -368,6 +374,7 @@ def compile_plan(
     strict: bool = False,
     allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
 ) -> Program:
@@ -386,14 +393,14 @@ def compile_plan(
             the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
-        allow_unproven, inputs, settings, trust_remote_code: as for `validate`.
+        allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
 
     Raises:
         PlanError: all that `validate` can tell before its last stage.
         TypeError, ValueError: a wrong argument.
     """
     return _compile(
-        ModelSource(model, settings or {}, trust_remote_code, inputs),
+        ModelSource(model, settings or {}, trust_remote_code, inputs, reduced),
         _sizes(mesh),
         plan,
         sequence_parallel=sequence_parallel,
@@ -426,6 +433,7 @@ def apply_plan(
     prove: bool = True,
     allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     axes: Mapping[str, str] | None = None,
     check_inputs: bool = False,
     src_data_rank: int | None = 0,
@@ -442,7 +450,7 @@ def apply_plan(
         mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
             understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
         plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
-        allow_unproven, inputs: as for `compile_plan`.
+        allow_unproven, inputs, reduced: as for `compile_plan`.
         prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
             it before (`validate`). Without it, `applied(model)` says "not proven".
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
@@ -468,7 +476,7 @@ def apply_plan(
     plan_mesh = read_mesh(mesh, axes)
     with same_on_all_ranks(mesh) as say:
         compiled = _compile(
-            ModelSource(model, inputs=inputs),
+            ModelSource(model, inputs=inputs, reduced=reduced),
             plan_mesh.sizes,
             plan,
             sequence_parallel=sequence_parallel,
@@ -516,6 +524,7 @@ def verify(
     processes: bool = False,
     allow_unproven: bool = False,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
@@ -529,7 +538,7 @@ def verify(
         sequence_parallel: with or without the overlay; None proves both where the plan has one.
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
             above 1.
-        allow_unproven, inputs, settings, trust_remote_code: as for `validate`.
+        allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
         progress: is told what is being done.
 
     Raises:
@@ -545,7 +554,7 @@ def verify(
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
     if sizes.world_size > tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    source = ModelSource(model, dict(settings or {}), trust_remote_code, inputs)
+    source = ModelSource(model, dict(settings or {}), trust_remote_code, inputs, reduced)
     found, about_model = find_model(source)
     read, sources, about_plan = read_plan(plan, found)
     _raise_errors((*about_model, *about_plan), sources, strict=False)
@@ -576,6 +585,7 @@ def estimate(
     activation_checkpointing: Override = None,
     regather: bool | None = None,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
@@ -593,7 +603,7 @@ def estimate(
         optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
         sequence_parallel, logits, data_parallel, activation_checkpointing, regather: as for `apply_plan`.
-        inputs, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
+        inputs, reduced, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
             whatever `seq_len` and `micro_batch` are.
         progress: is told what is being done.
 
@@ -604,7 +614,7 @@ def estimate(
     from shardplan.costs.asked import read_sizes
 
     (made,) = _estimates(
-        ModelSource(model, settings or {}, trust_remote_code, inputs),
+        ModelSource(model, settings or {}, trust_remote_code, inputs, reduced),
         plan,
         [read_sizes(mesh)],
         device=device,
@@ -639,6 +649,7 @@ def sweep(
     activation_checkpointing: Override = None,
     regather: bool | None = None,
     inputs: AnyInputs | None = None,
+    reduced: AnyReduced | None = None,
     settings: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
     progress: Callable[[str], None] = lambda text: None,
@@ -659,7 +670,7 @@ def sweep(
 
     meshes = meshes_of(gpus)
     made = _estimates(
-        ModelSource(model, settings or {}, trust_remote_code, inputs),
+        ModelSource(model, settings or {}, trust_remote_code, inputs, reduced),
         plan,
         meshes,
         device=device,

@@ -27,7 +27,7 @@ from shardplan.models.rebinding import NotBound, copied
 from shardplan.proof.simulate import simulated_mesh
 from shardplan.twin import make_twin
 from shardplan.twin.experts import unreached
-from shardplan.twin.outcome import outcome
+from shardplan.twin.outcome import loss_of
 from tests.proofs import assert_equal, collect, compare_results, fake_mesh, ranked, step, unsharded
 from tests.small_models import small_model
 
@@ -467,7 +467,7 @@ def test_inputs_that_are_not_text_are_made(name, kind):
     twin = make_twin(find_any(config), tp=2)
     assert twin.kinds == (kind,)
     model = twin.build()
-    outcome(model(**twin.inputs()))[0].backward()
+    loss_of(model(**twin.inputs())).backward()
     inside = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and ".layer" in n]
     assert not inside, "every layer of both sides gets a gradient"
 

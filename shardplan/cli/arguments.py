@@ -268,7 +268,12 @@ def _model_options(parser: Parser) -> None:
     parser.add_argument(
         "--inputs",
         metavar="MODULE:CALLABLE",
-        help="what to call a module of your own with: a function from a seed to keyword arguments of its forward",
+        help="what to call the reduced model with: a function from a seed to keyword arguments of its forward",
+    )
+    parser.add_argument(
+        "--reduced",
+        metavar="MODULE:CALLABLE",
+        help="what builds a small model of the same structure, for one that is too large or cannot be reduced",
     )
 
 

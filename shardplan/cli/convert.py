@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
                 tp=args.tp,
                 settings=dict(args.settings),
                 inputs=args.inputs,
+                reduced=args.reduced,
                 trust_remote_code=args.trust_remote_code,
                 shown_as=args.output or UNNAMED,
             )

@@ -61,6 +61,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "activation_checkpointing": CHECKPOINTING[args.activation_checkpointing],
         "regather": args.regather or None,
         "inputs": args.inputs,
+        "reduced": args.reduced,
         "settings": dict(args.settings),
         "trust_remote_code": args.trust_remote_code,
         "progress": progress,

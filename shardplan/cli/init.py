@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
                 name=args.name,
                 settings=dict(args.settings),
                 inputs=args.inputs,
+                reduced=args.reduced,
                 trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )

@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
                 sequence_parallel=args.sequence_parallel,
                 settings=dict(args.settings),
                 inputs=args.inputs,
+                reduced=args.reduced,
                 trust_remote_code=args.trust_remote_code,
             )
     except PlanError as error:

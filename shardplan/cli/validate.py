@@ -48,6 +48,7 @@ OPTIONS = (
     "strict",
     "trust_remote_code",
     "inputs",
+    "reduced",
     "quick",
     "proof",
     "allow_unproven",

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
                 allow_unproven=args.allow_unproven,
                 settings=dict(args.settings),
                 inputs=args.inputs,
+                reduced=args.reduced,
                 trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )

@@ -16,6 +16,7 @@ from shardplan.core.tree import ModuleTree, block, element
 from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin, make_twin
+from shardplan.twin.codes import NOT_CARRIED, NOT_REDUCED
 
 from . import randomness
 from .check import LayoutReport, Search, check_layout
@@ -236,7 +237,10 @@ UNPROVEN_HELP = "give what is missing, or accept a plan that is not proven (`--a
 
 
 def _unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
-    """What keeps a plan from being proven, as an error or, where that is accepted, a warning."""
+    """What keeps a plan from being proven, as an error or, where that is accepted, a warning. That another model was proven than
+    the one that is there (SP524, SP526) cannot be accepted."""
+    if diagnostic.code in (NOT_CARRIED.code, NOT_REDUCED.code):
+        return diagnostic
     return replace(
         diagnostic,
         severity=Severity.WARNING if allowed else Severity.ERROR,

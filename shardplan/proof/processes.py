@@ -27,6 +27,7 @@ from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
+from shardplan.twin.precision import in_dtype
 
 from .compare import compare_steps
 from .steps import STEPS, Steps, cast, reference_steps, run_steps
@@ -99,7 +100,7 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=AXES))
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
     reference = _combined_reference(case, index, replicas)
-    model = case.build().to(case.dtype)
+    model = in_dtype(case.build(), case.dtype)
     apply_program(model, mesh, case.program, src_data_rank=0)
     given = iter(reference.directions)
     outputs = run_steps(model, _batches(case, index, replicas), lambda results: next(given))
@@ -128,7 +129,7 @@ def _data_parallel_rank(mesh: Any) -> int:
 def _combined_reference(case: Case, index: int, replicas: int) -> Steps:
     """The unsharded steps on this rank's own batches, with the gradients of the batches of all data-parallel ranks,
     averaged as FSDP2 does."""
-    runs = [reference_steps(case.build().to(case.dtype), _batches(case, i, replicas)) for i in range(replicas)]
+    runs = [reference_steps(in_dtype(case.build(), case.dtype), _batches(case, i, replicas)) for i in range(replicas)]
     names = {name for run in runs for name in run.gradients}
     gradients = {
         name: sum(run.gradients[name] for run in runs if name in run.gradients) / replicas for name in sorted(names)

@@ -25,6 +25,7 @@ from shardplan.core.tree import full_name
 from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
 from shardplan.twin import Twin
+from shardplan.twin.precision import in_dtype
 
 from .compare import worst_of
 from .failure import sharded_run
@@ -137,7 +138,7 @@ def references(twin: Twin) -> References:
             assert twin is not None
             with twin.running():
                 batches = [cast(twin.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
-                return batches, reference_steps(twin.build().to(dtype), batches)
+                return batches, reference_steps(in_dtype(twin.build(), dtype), batches)
 
         _REFERENCES[twin] = of
     return _REFERENCES[twin]
@@ -166,7 +167,7 @@ def _run(
         runs = run_processes(case, dtype)
     else:
         made = (reference(kind, dtype) for kind in twin.kinds)
-        runs = [simulate(twin.build().to(dtype), batches, program, steps) for batches, steps in made]
+        runs = [simulate(in_dtype(twin.build(), dtype), batches, program, steps) for batches, steps in made]
     return worst_of(row for run in runs for row in run)
 
 
