@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
-from shardplan.core.plan import PlanFile, SummedOutputs, SumRule
+from shardplan.core.plan import PlanFile
 from shardplan.core.suggest import closest
+from shardplan.core.sums import SummedOutputs, SumRule
 from shardplan.core.tree import ModuleTree, named, starred
 
 from .dead import dead

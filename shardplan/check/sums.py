@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.layout import SEQ, I, Layout, P, V
-from shardplan.core.plan import Assignment, SumRule
+from shardplan.core.plan import Assignment
+from shardplan.core.sums import SumRule
 from shardplan.core.tree import named
 from shardplan.styles import STYLES
 

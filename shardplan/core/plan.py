@@ -11,6 +11,7 @@ from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import MeshSizes
 from .sources import SourceMap
+from .sums import SummedOutputs, SumRule
 from .tree import ModuleTree
 
 Section = Literal["tensor_parallel", "sequence_parallel"]
@@ -69,57 +70,6 @@ class Rule:
             "read_outside": self.read_outside,
             "regather": self.regather,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class SumRule:
-    """What `sum_outputs` of a rule says. It stands beside the rule's style and is laid over others of its kind alone.
-
-    Args:
-        pattern: the glob of the modules in whose forward the outputs are added up: blocks.
-        outputs: globs of the modules below such a block, named from it, in the order in which they run; none: what an
-            earlier rule says no longer holds.
-        location: of the list.
-        styled: the same rule has a style.
-        optional: it need not hold for a model: where it matches nothing, or the layout check does not see the block just add
-            the outputs up, each is reduced by itself.
-    """
-
-    pattern: str
-    outputs: tuple[str, ...]
-    location: Location
-    styled: bool = False
-    optional: bool = False
-
-    @property
-    def text(self) -> str:
-        """As a plan has it."""
-        return f"sum_outputs: [{', '.join(self.outputs)}]"
-
-
-@dataclass(frozen=True, slots=True)
-class SummedOutputs:
-    """Modules of one block whose partial sums are added up and reduced by one collective.
-
-    Args:
-        block: the module in whose forward they are added up.
-        members: their full names, in the order in which they run; the sum is reduced at the last.
-        rule: what says so.
-    """
-
-    block: str
-    members: tuple[str, ...]
-    rule: SumRule
-
-    @property
-    def carriers(self) -> tuple[str, ...]:
-        """Those whose partial sums wait for the last one's."""
-        return self.members[:-1]
-
-    @property
-    def closer(self) -> str:
-        """The last one."""
-        return self.members[-1]
 
 
 @dataclass(frozen=True, slots=True)

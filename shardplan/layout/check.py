@@ -10,7 +10,8 @@ from itertools import chain
 from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
-from shardplan.core.plan import Assignment, ResolvedPlan, SummedOutputs
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.sums import SummedOutputs
 from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.twin import Twin
 

@@ -12,7 +12,7 @@ from itertools import groupby
 
 import torch
 
-from shardplan.core.plan import SummedOutputs
+from shardplan.core.sums import SummedOutputs
 from shardplan.core.tree import ModuleTree, block, element
 from shardplan.twin.trace import Event, Trace
 

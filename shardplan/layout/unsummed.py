@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
-from shardplan.core.plan import SummedOutputs
+from shardplan.core.sums import SummedOutputs
 from shardplan.core.tree import ModuleTree, starred
 
 from .codes import UNSUMMED

@@ -15,8 +15,8 @@ from shardplan.core.plan import (
     MixedPrecision,
     PlanFile,
     Rule,
-    SumRule,
 )
+from shardplan.core.sums import SumRule
 from shardplan.styles import canonical_style
 
 from .models import (

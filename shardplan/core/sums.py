@@ -1,0 +1,58 @@
+"""`sum_outputs`: as a plan says it, and bound to a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .diagnostics import Location
+
+
+@dataclass(frozen=True, slots=True)
+class SumRule:
+    """What `sum_outputs` of a rule says. It stands beside the rule's style and is laid over others of its kind alone.
+
+    Args:
+        pattern: the glob of the modules in whose forward the outputs are added up: blocks.
+        outputs: globs of the modules below such a block, named from it, in the order in which they run; none: what an
+            earlier rule says no longer holds.
+        location: of the list.
+        styled: the same rule has a style.
+        optional: it need not hold for a model: where it matches nothing, or the layout check does not see the block just add
+            the outputs up, each is reduced by itself.
+    """
+
+    pattern: str
+    outputs: tuple[str, ...]
+    location: Location
+    styled: bool = False
+    optional: bool = False
+
+    @property
+    def text(self) -> str:
+        """As a plan has it."""
+        return f"sum_outputs: [{', '.join(self.outputs)}]"
+
+
+@dataclass(frozen=True, slots=True)
+class SummedOutputs:
+    """Modules of one block whose partial sums are added up and reduced by one collective.
+
+    Args:
+        block: the module in whose forward they are added up.
+        members: their full names, in the order in which they run; the sum is reduced at the last.
+        rule: what says so.
+    """
+
+    block: str
+    members: tuple[str, ...]
+    rule: SumRule
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """Those whose partial sums wait for the last one's."""
+        return self.members[:-1]
+
+    @property
+    def closer(self) -> str:
+        """The last one."""
+        return self.members[-1]
