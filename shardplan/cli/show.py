@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
                 MeshSizes(tp=args.tp),
                 args.plan,
                 sequence_parallel=args.sequence_parallel,
+                allow_unproven=True,  # it is shown, not applied
                 settings=dict(args.settings),
                 inputs=args.inputs,
                 reduced=args.reduced,
