@@ -92,7 +92,7 @@ def simulate(
         model: with the weights of the reference; it is used up.
     """
     tp = program.resolved.sizes.tp
-    batches = [{name: on_every_rank(value, tp) for name, value in batch.items()} for batch in batches]
+    batches = [private("tree_map")(lambda x: on_every_rank(x, tp), dict(batch)) for batch in batches]
     with simulated_mesh(tp) as mesh:
         apply_program(model, read_mesh(mesh, {"tp": axis_name()}), program, src_data_rank=0)
         _own_buffers(model, tp)

@@ -18,6 +18,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.report import VerifyReport
 from shardplan.layout import ModelLayouts
+from shardplan.torchlib.modes import outside_modes
 
 from .child import ChildEnded, in_child
 from .failure import raised
@@ -51,6 +52,7 @@ class Question:
         return MeshSizes(tp=self.small.tp)
 
 
+@outside_modes()
 def prove_stage(
     asked: Question, wanted: Sequence[On], progress: Callable[[str], None] = lambda text: None
 ) -> tuple[VerifyReport | None, Findings]:
@@ -77,6 +79,7 @@ def prove_stage(
     return report, found
 
 
+@outside_modes()
 def prove_on_first_rank(asked: Question, on: On, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
     """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
     and tells the others."""

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.torchlib.private import private
 from shardplan.twin.outcome import results_of
+from shardplan.twin.precision import cast as in_precision
 
 from .exact import in_precision_of
 
@@ -44,11 +46,8 @@ class Steps:
 
 
 def cast(inputs: Batch, dtype: torch.dtype) -> dict[str, Any]:
-    """The inputs with their floating-point tensors in another dtype."""
-    return {
-        name: value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in inputs.items()
-    }
+    """The inputs with their floating-point tensors in another dtype, those in tuples, lists and mappings too."""
+    return private("tree_map")(lambda x: in_precision(x, dtype), dict(inputs))
 
 
 def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:

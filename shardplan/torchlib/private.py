@@ -82,6 +82,7 @@ NAMES: dict[str, Private] = {
     "FakeTensorMode": Private(
         (("torch._subclasses.fake_tensor", "FakeTensorMode"),), "a step without memory, which `estimate` measures"
     ),
+    "FakeTensor": Private((("torch._subclasses.fake_tensor", "FakeTensor"),), "gradients that have no values to look at"),
     "fake_collectives": Private(
         (("torch.distributed._tools.fake_collectives", ""),), "collectives on tensors without memory"
     ),

@@ -18,7 +18,10 @@ from shardplan.core.layout import I, P
 from shardplan.core.program import Gradient
 
 from .moves import move, refuse_second_derivatives, sum_gradients, summed
+from .private import private
 from .regime import Regime
+
+_FakeTensor = private("FakeTensor")
 
 Member = tuple[nn.Module, str, Gradient]  # (its owner, its name there, how its gradient arrives)
 
@@ -46,7 +49,8 @@ class _Read(torch.autograd.Function):
         if any(found[i] is not None for i in which):
             parts = [found[i] if found[i] is not None else _zeros(ctx.like[i]) for i in which]
             for i, total in zip(which, summed(ctx.specs[0].mesh, parts, ctx.dtype), strict=True):
-                found[i] = total
+                unused = found[i] is None and not isinstance(total, _FakeTensor) and not total.any()
+                found[i] = None if unused else total  # as unsharded: optimizers leave alone what has no gradient on any rank
         return (None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
 
 

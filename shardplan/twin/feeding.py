@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardplan.models.found import Inputs
 from shardplan.models.numbers import config_value, text_config
 
+from .extras import extras_of
 from .features import features_of
 from .images import Fitting, fitting
 from .inputs import Labels, Padding, image_inputs, labels_of, text_inputs
@@ -59,13 +60,18 @@ def feeding(
     if features is not None:
         return Feeding((features.kind,), lambda kind, seed, padding: features.make(seed))
     images, unseen = _images(model, config, labels, seq_len)
+    extras = extras_of(model, config, text_inputs(config, labels, seq_len, 0, None))
 
     def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
         if kind in images:
             return image_inputs(config, labels, seq_len, seed, padding, images[kind])
-        return text_inputs(config, labels, seq_len, seed, padding)
+        made = text_inputs(config, labels, seq_len, seed, padding)
+        if kind in extras:
+            extra = extras[kind](made["input_ids"], seed)
+            made[kind] = tuple(cast(x, dtype) for x in extra) if isinstance(extra, tuple) else cast(extra, dtype)
+        return made
 
-    return Feeding(("text", *images), feed, unseen)
+    return Feeding(("text", *images, *extras), feed, unseen)
 
 
 def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
