@@ -107,6 +107,37 @@ def features(seed: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
 
 
+class UnitBlock(Block):
+    """Goes back with a gradient of length one, whatever its length was."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x))
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient / gradient.norm())
+        return x + self.down(hidden)
+
+
+def unit_blocks() -> nn.Module:
+    """Two blocks whose backward is not linear."""
+    return Stack([UnitBlock(), UnitBlock()])
+
+
+class TwoWays(Block):
+    """Takes another way where there is an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.box = Block()
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if image is None else super().forward(x) + self.box(image)
+
+
+def two_ways() -> nn.Module:
+    """A part of it is for images."""
+    return TwoWays()
+
+
 def no_features(seed: int) -> dict[str, torch.Tensor]:
     raise FileNotFoundError("no such dataset")
 

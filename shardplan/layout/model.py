@@ -32,7 +32,7 @@ class _Checked:
     """What is known of a plan: what may still be tried for it, and the report of each variant."""
 
     plan: PlanFile
-    search: Search = field(default_factory=Search)
+    search: Search
     reports: dict[bool, LayoutReport] = field(default_factory=dict)
 
 
@@ -163,7 +163,7 @@ class ModelLayouts:
         Args:
             resolved: the variant, bound to the reduced model.
         """
-        checked = self._plans.setdefault(id(plan), _Checked(plan))
+        checked = self._plans.setdefault(id(plan), _Checked(plan, Search()))
         if sequence_parallel not in checked.reports:
             report = self.check_copy(resolved, help=help, search=checked.search)
             checked.reports[sequence_parallel] = report
