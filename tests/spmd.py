@@ -56,9 +56,9 @@ class Typed(RankRecorder):
     def give(self, tensor: Tensor, kind: Any) -> None:
         set_local_type(tensor, {self.axis: kind})
 
-    def _new(self, tensor: Tensor, *, copy: bool = True) -> int:
+    def _new(self, tensor: Tensor, *made_from: Any, **options: Any) -> int:
         with spmd.no_typecheck():
-            return super()._new(tensor, copy=copy)
+            return super()._new(tensor, *made_from, **options)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         operands = [*tensors_in(args), *tensors_in(kwargs or {})]
