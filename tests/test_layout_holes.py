@@ -385,7 +385,8 @@ def test_both_variants_of_a_plan_share_one_search() -> None:
     left = []
     for sequence_parallel in (False, True):
         layouts.check(plan, sequence_parallel=sequence_parallel)
-        left.append(layouts._search[1].tries)
+        left.append(layouts._plans[id(plan)].search.tries)
     assert left[1] < left[0]
-    layouts.check(parse_plan("qwen3").plan, sequence_parallel=False)
-    assert layouts._search[1] == Search()
+    right = parse_plan("qwen3").plan
+    layouts.check(right, sequence_parallel=False)
+    assert layouts._plans[id(right)].search == Search()

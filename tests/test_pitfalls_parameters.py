@@ -90,7 +90,7 @@ def test_attributes_are_divided_on_the_instance_and_never_in_the_shared_config(n
     model.config._attn_implementation = "eager"
     assert model.get_submodule(owner).config._attn_implementation == "eager"
     monkeypatch.setattr(style, "divide_attributes", lambda module, names, by: None)
-    with pytest.raises(RuntimeError):
+    with pytest.raises((RuntimeError, ValueError)):  # of the shapes, or of a rank that has no heads
         case(name).rows_in(torch.float32)
 
 

@@ -120,7 +120,8 @@ def of_two_dtypes() -> None:
         return model
 
     model = build()
-    shardplan.apply_plan(model, mesh, "auto")
+    # A reduced model has one dtype, and these hooks ask for another.
+    shardplan.apply_plan(model, mesh, "auto", allow_unproven=True)
     assert units_of(model) == {"", "model.layers.0", "model.layers.1", "model.layers.1.mlp"}
     run = step(model, batch(mesh.get_local_rank("dp_shard")))
     reference = step(build(), batch(0), batch(1))

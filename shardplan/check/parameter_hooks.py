@@ -18,12 +18,6 @@ HOOKED = Code(
 and FSDP2 put DTensors in its place, and the hook would never be called: a clipped, scaled or frozen gradient would no
 longer be so, without a word. Register the hooks on the parameters that the model has after `apply_plan`; there they get
 this rank's DTensor. Where a parameter stays (tp=1 without FSDP), its hooks stay too.""",
-    bad="""model.lm_head.weight.register_hook(lambda grad: grad * 0.1)
-apply_plan(model, mesh, "auto")
-""",
-    good="""apply_plan(model, mesh, "auto")
-model.lm_head.weight.register_hook(lambda grad: grad * 0.1)
-""",
 )
 
 CODES = (HOOKED,)

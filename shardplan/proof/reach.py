@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardplan.core.tree import block, full_name
+from shardplan.core.tree import ModuleTree, block, full_name
 from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
 
@@ -26,12 +26,21 @@ def unreached_parameters(small: ModelLayouts, runs: Sequence[Steps]) -> Iterator
         for number in event.inputs
         if number in bench.reference.parameters
     }
-    groups = {name: group for group in small.tree.tied for name in group}
+    groups = {name: group for group in (*small.tree.tied, *_copies(small.tree)) for name in group}
     for name, (_, parameter) in small.tree.parameters.items():
         names = groups.get(name, (name,))
         reached = learned | (read - stuck) if parameter.requires_grad else read
         if reached.isdisjoint(names):
             yield name
+
+
+def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
+    """Parameters of which one at a time is there, in the same place (an adapter's trained copy, and the original)."""
+    for copies in tree.copies.values():
+        first = full_name(copies[0], "")
+        for name in tree.parameters:
+            if name.startswith(first):
+                yield tuple(full_name(copy, name.removeprefix(first)) for copy in copies)
 
 
 def unreached_modules(small: ModelLayouts, program: Program) -> Iterator[str]:
