@@ -83,7 +83,7 @@ del HALVES["layers.*.mlp.down"]
     [
         (MLP, "right", ""),
         (HALVES, "wrong", ""),
-        ({**MLP, "layers.*.mlp.down": "colwise"}, "crashed", "size"),
+        ({**MLP, "layers.*.mlp.down": "colwise"}, "crashed", "shapes"),
         ({"layers.*.mlp.upp": "colwise"}, "not applied", "SP2"),
     ],
 )
