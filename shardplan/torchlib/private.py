@@ -91,7 +91,6 @@ NAMES: dict[str, Private] = {
 }
 
 
-@cache
 def private(name: str) -> Any:
     """The torch object behind one of `NAMES`.
 
