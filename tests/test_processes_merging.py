@@ -29,7 +29,7 @@ def trained(kind: str, modes: tuple[str, ...], sections: dict[str, Any]) -> list
     build, rules = BUILDS[kind]
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     model = made(build, modes[0])
-    shardplan.apply_plan(model, mesh, document(rules), inputs=lambda seed: inputs_of(build), **sections)
+    shardplan.apply_plan(model, mesh, document(rules), inputs=lambda seed: inputs_of(build), allow_unproven=True, **sections)
     found = []
     for mode in modes:
         reference = made(build, mode)
