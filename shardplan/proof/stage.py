@@ -24,7 +24,7 @@ from .child import ChildEnded, in_child
 from .failure import raised
 from .findings import findings_of
 from .known import digest_of, known, remember
-from .prove import compile_for, prove
+from .prove import EAGER, compile_for, prove
 
 Findings = Mapping[On, tuple[Diagnostic, ...]]
 
@@ -86,7 +86,7 @@ def prove_on_first_rank(asked: Question, on: On, mesh: DeviceMesh) -> tuple[tupl
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         compiled = compile_for(asked.small, asked.plan, asked.sizes, {on})
-        digest = digest_of(asked.small, program_of(compiled, on, logits=asked.logits))
+        digest = digest_of(asked.small, program_of(compiled, on, logits=asked.logits, sections=EAGER))
         found = known(digest)
         if found is not None:
             return found, "by an earlier proof in this process"
