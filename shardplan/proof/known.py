@@ -17,7 +17,7 @@ from .prove import references
 _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 
 
-def digest_of(small: ModelLayouts, program: Program) -> str:
+def digest_of(small: ModelLayouts, program: Program, allow_unproven: bool) -> str:
     """What decides a proof's outcome: the program on the reduced model, and that model unsharded - every operation of its
     recorded run with its line of code, and every gradient of its steps - on each kind of input."""
     digest = hashlib.sha256()
@@ -25,7 +25,7 @@ def digest_of(small: ModelLayouts, program: Program) -> str:
     def add(*words: object) -> None:
         digest.update("\n".join(map(str, words)).encode())
 
-    add(torch.__version__, transformers.__version__, small.tp, small.twin.kinds, program.describe())
+    add(torch.__version__, transformers.__version__, small.tp, small.twin.kinds, allow_unproven, program.describe())
     for name, parameter in small.benches[0].model.named_parameters(remove_duplicate=False):
         add(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
     for bench in small.benches:

@@ -66,7 +66,7 @@ def prove_stage(
         options = {"logits": asked.logits, "allow_unproven": asked.allow_unproven, "progress": progress}
         proven = prove(asked.small, asked.source, asked.plan, asked.sizes, wanted, **options)
         found = findings_of(proven, asked.small, allow_unproven=asked.allow_unproven)
-        return proven.report, found, {on: digest_of(asked.small, one) for on, one in proven.programs.items()}
+        return proven.report, found, {on: digest_of(asked.small, one, asked.allow_unproven) for on, one in proven.programs.items()}
 
     try:
         report, found, digests = in_child(run) if dist.is_initialized() else run()
@@ -86,7 +86,8 @@ def prove_on_first_rank(asked: Question, on: On, mesh: DeviceMesh) -> tuple[tupl
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         compiled = compile_for(asked.small, asked.plan, asked.sizes, {on})
-        digest = digest_of(asked.small, program_of(compiled, on, logits=asked.logits, sections=EAGER))
+        program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
+        digest = digest_of(asked.small, program, asked.allow_unproven)
         found = known(digest)
         if found is not None:
             return found, "by an earlier proof in this process"
