@@ -102,3 +102,5 @@ def _forget_process_groups() -> None:
     world.default_pg = None
     for table in tables:
         table.clear()
+    private("unregister_process_groups")()
+    world.group_count = 0  # as after destroy_process_group: a mesh that torch remembers finds its group by the same name

@@ -44,6 +44,9 @@ NAMES: dict[str, Private] = {
     "process_groups": Private(
         (("torch.distributed.distributed_c10d", "_world"),), "a forked process that has none of its parent's groups"
     ),
+    "unregister_process_groups": Private(
+        (("torch._C._distributed_c10d", "_unregister_all_process_groups"),), "the same, for the groups' names"
+    ),
     "disable_modes": Private(
         (("torch.utils._python_dispatch", "_disable_current_modes"),), "small copies that are real inside a fake mode"
     ),

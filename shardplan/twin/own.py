@@ -140,10 +140,11 @@ def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     with torch.no_grad():
         for tensor in (*result.parameters(), *result.buffers()):
             tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    filled = {(id(b), b._version) for b in result.buffers()}
     for module in result.modules():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    unset = [n for n, b in result.named_buffers() if not b.is_floating_point() or bool(b.isnan().any())]
+    unset = [n for n, b in result.named_buffers() if (id(b), b._version) in filled or bool(b.isnan().any())]
     if unset:
         raise refuse(
             NO_TWIN,
