@@ -5,6 +5,8 @@
 The function is a module's own (it is pickled), and asks `torch.distributed` for its rank. A group is kept until
 another number of ranks is asked for or a call goes wrong. The imports, several seconds of them, are paid once: the
 processes are forked from a server that has torch, transformers and shardplan loaded and runs nothing.
+
+Runs that are held against the unsharded model here are applied with `prove=False`: they are the proof.
 """
 
 from __future__ import annotations

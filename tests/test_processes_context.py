@@ -33,7 +33,7 @@ def chunks(case: dict[str, Any]) -> None:
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=AXES)
     share, shares = mesh.get_local_rank("dp_shard"), sizes[0]
     model = small_model(name, tied=case.get("tied", False))
-    shardplan.apply_plan(model, mesh, "auto", **case.get("options", {}))
+    shardplan.apply_plan(model, mesh, "auto", **case.get("options", {}), prove=False)
     ids = batch(share, length=LENGTH)
     with shardplan.context_parallel(model, input_ids=ids, labels=labels_of(ids), use_cache=False) as inputs:
         assert inputs["input_ids"].shape[1] == LENGTH // sizes[1]
@@ -98,7 +98,7 @@ def test_more_chunks_are_as_the_whole_sequence():
 def refusals() -> None:
     mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=AXES)
     ids = batch(0, length=LENGTH)
-    model = shardplan.apply_plan(small_model("llama"), mesh, "auto")
+    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", prove=False)
 
     def refused(kind: type[Exception], words: str, **inputs: Any) -> None:
         with pytest.raises(kind, match=words), shardplan.context_parallel(model, **inputs) as own:
@@ -131,7 +131,7 @@ def test_without_a_cp_axis_inputs_are_passed_on():
 
 def passed_on() -> None:
     model = small_model("llama")
-    shardplan.apply_plan(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), "auto")
+    shardplan.apply_plan(model, init_device_mesh("cpu", (4,), mesh_dim_names=("tp",)), "auto", prove=False)
     ids = batch(0)
     with shardplan.context_parallel(model, input_ids=ids, labels=ids, use_cache=False) as inputs:
         assert set(inputs) == {"input_ids", "labels", "use_cache"} and inputs["labels"] is ids
