@@ -76,7 +76,7 @@ def config_of(name: str, layers: int) -> PretrainedConfig:
 
 
 def planned(config: PretrainedConfig, mesh: DeviceMesh, **options: object) -> nn.Module:
-    options = {"data_parallel": False, "compile": False, "logits": "replicated", **options}
+    options = {"data_parallel": False, "compile": False, "logits": "replicated", "prove": False, **options}
     return shardplan.apply_plan(fresh(config), mesh, "auto", src_data_rank=None, **options)
 
 

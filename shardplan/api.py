@@ -545,10 +545,7 @@ def verify(
         PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
         ValueError: data parallelism without `processes`.
     """
-    import torch.distributed as dist
-
     from shardplan.layout import ModelLayouts
-    from shardplan.proof.child import in_child
     from shardplan.proof.prove import prove
 
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=dp_replicate)
@@ -562,11 +559,7 @@ def verify(
     variants = check_variants(bind_variants(read, found.tree, sizes, wanted))
     _raise_errors((*about_model, *about_plan, *variants.together), sources, strict=False)
     options = {"logits": logits, "processes": processes, "allow_unproven": allow_unproven, "progress": progress}
-
-    def run() -> VerifyReport:
-        return prove(ModelLayouts(found, tp), source, read, sizes, wanted, **options).report
-
-    return in_child(run) if dist.is_initialized() and not processes else run()
+    return prove(ModelLayouts(found, tp), source, read, sizes, wanted, **options).report
 
 
 def estimate(

@@ -30,7 +30,7 @@ from shardplan.core.report import Comparison
 from shardplan.lower import Program
 from shardplan.models import find_any, tree_of
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
-from shardplan.proof.simulate import on_every_rank, simulated_mesh, whole_values
+from tests.simulation import on_every_rank, simulated_mesh, whole_values
 from shardplan.proof.steps import cast
 from shardplan.torchlib.private import private
 from shardplan.twin import Twin, make_twin

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardplan.apply import without_sequence_parallel
-from shardplan.proof.simulate import on_every_rank, rank_values
+from tests.simulation import on_every_rank, rank_values
 from tests.proofs import assert_equal, case, on_ranks, ranked, twin
 
 

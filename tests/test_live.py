@@ -24,7 +24,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.layout import ModelLayouts
 from shardplan.models import find_any
 from shardplan.models.rebinding import NotBound, copied
-from shardplan.proof.simulate import simulated_mesh
+from tests.simulation import simulated_mesh
 from shardplan.twin import make_twin
 from shardplan.twin.experts import unreached
 from shardplan.twin.outcome import loss_of

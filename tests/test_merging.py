@@ -27,7 +27,7 @@ from shardplan.lower.collectives import expected_collectives
 from shardplan.models import hf_tp_plan, tree_of
 from shardplan.parse import from_hf_tp_plan, parse_plan
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.proof.simulate import simulated_mesh
+from tests.simulation import simulated_mesh
 from shardplan.proof.steps import cast
 from shardplan.torchlib.boundaries import Enter
 from shardplan.torchlib.sums import Collects, Waiting

@@ -7,11 +7,10 @@ import torch
 
 from shardplan.core.layout import I, Layout, P, R, V
 from shardplan.core.moves import MOVES, move_ops
-from shardplan.proof.simulate import on_every_rank, rank_values, simulated_mesh
 from shardplan.torchlib.chunks import chunk_size, own_chunk
 from shardplan.torchlib.moves import move
 from shardplan.torchlib.packing import pack, packed_order, unpack
-from shardplan.torchlib.private import private
+from tests.simulation import LocalTensor, on_every_rank, rank_values, simulated_mesh
 
 TP = 4
 PAIRS = sorted(MOVES)
@@ -53,11 +52,10 @@ def test_a_move_changes_the_layout_and_neither_the_value_nor_the_gradient(pair, 
     generator = torch.Generator().manual_seed(5)
     value = torch.randn(2, 8, 12, generator=generator, dtype=torch.float64)
     gradient = torch.randn(2, 8, 12, generator=generator, dtype=torch.float64)
-    local = private("LocalTensor")
     with simulated_mesh(TP) as mesh:
-        x = local(spread(value, src, generator)).requires_grad_()
+        x = LocalTensor(spread(value, src, generator)).requires_grad_()
         y = move(x, mesh, src, dst)
-        y.backward(local(spread(gradient, dst.gradient, generator)))
+        y.backward(LocalTensor(spread(gradient, dst.gradient, generator)))
     torch.testing.assert_close(whole(rank_values(y.detach()), dst), value)
     torch.testing.assert_close(whole(rank_values(x.grad), src.gradient), gradient)
 
@@ -68,11 +66,10 @@ def test_uneven_chunks_of_the_last_dim(pair, size):
     src, dst = layout(pair[0], -1), layout(pair[1], -1)
     generator = torch.Generator().manual_seed(6)
     value, gradient = (torch.randn(2, size, generator=generator, dtype=torch.float64) for _ in range(2))
-    local = private("LocalTensor")
     with simulated_mesh(TP) as mesh:
-        x = local(spread(value, src, generator)).requires_grad_()
+        x = LocalTensor(spread(value, src, generator)).requires_grad_()
         y = move(x, mesh, src, dst, size=size)
-        y.backward(local(spread(gradient, dst.gradient, generator)))
+        y.backward(LocalTensor(spread(gradient, dst.gradient, generator)))
     torch.testing.assert_close(whole(rank_values(y.detach()), dst), value)
     torch.testing.assert_close(whole(rank_values(x.grad), src.gradient), gradient)
 
@@ -87,7 +84,7 @@ def test_what_is_no_move():
 @pytest.mark.parametrize("src", [I, R, P], ids=str)
 def test_a_sequence_that_tp_does_not_divide_is_refused_with_the_padded_length(src):
     with simulated_mesh(TP) as mesh:
-        x = private("LocalTensor")({rank: torch.ones(1, 10, 3) for rank in range(TP)})
+        x = LocalTensor({rank: torch.ones(1, 10, 3) for rank in range(TP)})
         with pytest.raises(ValueError, match="dim 1 has 10 elements, which tp=4 does not divide: pad it to 12"):
             move(x, mesh, src, V(1))
 

@@ -166,15 +166,14 @@ def test_grouping_changes_no_gradient(monkeypatch):
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_partial_gradients_are_summed_in_the_reduce_dtype(dtype):
     """Sums of bfloat16 gradients over ranks lose what float32 keeps: 256 + 1 is 256 in bfloat16."""
-    from shardplan.proof.simulate import rank_values, simulated_mesh
+    from tests.simulation import LocalTensor, rank_values, simulated_mesh
     from shardplan.torchlib.moves import sum_gradients
-    from shardplan.torchlib.private import private
 
     with simulated_mesh(4) as mesh:
         weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
         (read,) = sum_gradients(mesh, [weight], dtype)
         parts = {0: 256.0, 1: 1.0, 2: 1.0, 3: 0.0}
-        gradient = private("LocalTensor")({r: torch.tensor([v], dtype=torch.bfloat16) for r, v in parts.items()})
+        gradient = LocalTensor({r: torch.tensor([v], dtype=torch.bfloat16) for r, v in parts.items()})
         read.backward(gradient)
     exact = dtype is not None
     assert {value.item() for value in rank_values(weight.grad).values()} == {258.0 if exact else 256.0}

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from shardplan.proof.compare import compare
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.proof.simulate import rank_values, simulated_mesh, whole_values
+from tests.simulation import rank_values, simulated_mesh, whole_values
 from shardplan.styles import stored
 from shardplan.torchlib import reading, style
 from tests.proofs import (

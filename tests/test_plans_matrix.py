@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from shardplan import compile_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.proof.simulate import rank_values
+from tests.simulation import rank_values
 from shardplan.twin.weights import randomise
 from tests.proofs import (
     PLANS,

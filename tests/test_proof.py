@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import os
-import signal
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from processes import on_ranks
-from proofs import fake_mesh
+from proofs import fake_mesh, twin
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
-from shardplan.proof.child import ChildEnded, in_child
 from shardplan.proof.compare import relative_error
+from shardplan.proof.threads import on_threads
 from shardplan.render import report_text
 from shardplan.twin.outcome import results_of
 
@@ -247,21 +246,48 @@ def test_masks_are_no_scale() -> None:
     assert relative_error(infinite.clone(), infinite) == 0.0
 
 
-# In a forked copy of this process.
+# On threads, one for each rank.
 
 
-def test_a_child_answers_raises_and_may_end_by_a_signal() -> None:
-    assert in_child(lambda: 3) == 3
+def test_threads_answer_by_rank_and_compute_together() -> None:
+    def summed(rank: int) -> float:
+        x = torch.full((1,), float(rank), requires_grad=True)
+        y = x * 2
+        dist.all_reduce(y.detach())
+        y.sum().backward()
+        return y.item() + x.grad.item()
+
+    assert on_threads(3, summed) == [8.0, 8.0, 8.0]
+    assert not dist.is_initialized()
+
+
+def test_what_a_rank_raises_is_raised_though_others_wait_for_it() -> None:
+    def failing(rank: int) -> None:
+        if rank == 1:
+            raise KeyError("no")
+        dist.barrier()
+
     with pytest.raises(KeyError, match="no"):
-        in_child(lambda: {}["no"])
-    with pytest.raises(ChildEnded, match="SIGKILL"):
-        in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(ChildEnded, match="exit code 3"):
-        in_child(lambda: os._exit(3))
+        on_threads(3, failing)
+    assert on_threads(2, lambda rank: rank) == [0, 1]
+
+
+def test_ranks_that_wait_for_one_that_has_ended_are_told() -> None:
+    def uneven(rank: int) -> None:
+        for _ in range(3 - rank):
+            dist.barrier()
+
+    with pytest.raises(RuntimeError, match="rank 2 ended, and the other ranks wait"):
+        on_threads(3, uneven)
+
+
+def test_the_groups_of_the_process_are_there_again() -> None:
+    with fake_mesh(2) as mesh:
+        assert on_threads(4, lambda rank: dist.get_world_size()) == [4] * 4
+        assert dist.get_world_size() == 2 and mesh.get_group().size() == 2
 
 
 def test_a_plan_is_proven_where_a_process_group_exists() -> None:
-    torch.ones(4, 4, requires_grad=True).sum().backward()  # autograd's threads are not there in the copy
     with fake_mesh(2):
         assert validate(Model()).proven
         assert codes(validate(Clipped("hook"))) == ["SP420"]
@@ -299,6 +325,45 @@ def test_apply_plan_refuses_what_the_proof_refutes_and_leaves_the_model() -> Non
             assert type(model.layers[0].up.weight) is nn.Parameter
             with pytest.raises(ValueError, match="no plan was applied"):
                 shardplan.applied(model)
+
+
+def test_a_proof_that_accepts_what_is_not_proven_is_none_for_one_that_does_not() -> None:
+    with fake_mesh(2) as mesh:
+        shardplan.apply_plan(Branches(), mesh, BOX, inputs=features, allow_unproven=True)
+        model = Branches()
+        with pytest.raises(shardplan.PlanError, match="SP421"):
+            shardplan.apply_plan(model, mesh, BOX, inputs=features)
+        assert type(model.layers[0].up.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_process_proves_again_and_again(name: str) -> None:
+    """torch remembers the meshes of earlier threads, whose groups are gone."""
+    with fake_mesh(4) as mesh:
+        for _ in range(2):
+            model = twin(name, 4).build()
+            shardplan.apply_plan(model, mesh, name, sequence_parallel=True, src_data_rank=None)
+            assert "proven" in shardplan.applied(model).proof
+
+
+class Counting(Model):
+    """Its buffers, one of which is no floating point, have values of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x).transpose(1, 2))
+
+
+def test_buffers_on_the_meta_device_are_what_reset_parameters_makes_them() -> None:
+    with torch.device("meta"):
+        model, other = Counting(), Counting()
+    assert validate(model).proven
+    other.register_buffer("steps", torch.zeros((), dtype=torch.int64, device="meta"))
+    (unknown,) = validate(other).errors
+    assert unknown.code == "SP520" and unknown.notes == ("steps",)
 
 
 def _refused_and_applied() -> tuple[str, str]:

@@ -11,7 +11,6 @@ from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.models.findings import reason
 from shardplan.twin.lines import raising_line
 
-from .child import ChildEnded
 from .codes import RAISES
 
 PACKAGE = str(Path(__file__).parent.parent)
@@ -44,7 +43,7 @@ def raised(error: Exception) -> Diagnostic:
     while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
         cause = cause.__cause__
     line = raising_line(cause)
-    where = (f"{line.short}: `{line.text}`",) if line is not None and not isinstance(error, ChildEnded) else ()
+    where = (f"{line.short}: `{line.text}`",) if line is not None else ()
     return Diagnostic(
         code=RAISES.code,
         severity=Severity.ERROR,

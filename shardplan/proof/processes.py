@@ -17,20 +17,15 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
-from shardplan.apply.apply import apply_program
 from shardplan.apply.mesh import read_mesh
-from shardplan.apply.state import packed_parameters
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
-from shardplan.torchlib.packing import unpack
 from shardplan.twin.precision import in_dtype
 
-from .compare import compare_steps
-from .steps import STEPS, Steps, cast, reference_steps, run_steps
+from .rank import rank_rows
+from .steps import STEPS, Steps, cast, reference_steps
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
@@ -101,20 +96,7 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
     reference = _combined_reference(case, index, replicas)
     model = in_dtype(case.build(), case.dtype)
-    apply_program(model, mesh, case.program, src_data_rank=0)
-    given = iter(reference.directions)
-    outputs = run_steps(model, _batches(case, index, replicas), lambda results: next(given))
-    packed = packed_parameters(case.program)
-    gradients = {
-        name: [("", _whole(parameter.grad, packed.get(name), case.sizes.tp))]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if parameter.grad is not None
-    }
-    buffers = {name: [("", buffer.detach())] for name, buffer in model.named_buffers(remove_duplicate=False)}
-    found = [
-        {name: [("", x.full_tensor() if isinstance(x, DTensor) else x)] for name, x in step.items()} for step in outputs
-    ]
-    return compare_steps(reference, found, gradients, buffers)
+    return rank_rows(model, mesh, case.program, _batches(case, index, replicas), reference)
 
 
 def _batches(case: Case, index: int, replicas: int) -> list[dict[str, Any]]:
@@ -135,8 +117,3 @@ def _combined_reference(case: Case, index: int, replicas: int) -> Steps:
         name: sum(run.gradients[name] for run in runs if name in run.gradients) / replicas for name in sorted(names)
     }
     return replace(runs[index], gradients=gradients)
-
-
-def _whole(gradient: torch.Tensor, packed: ParameterProgram | None, tp: int) -> torch.Tensor:
-    whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return unpack(whole, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else whole

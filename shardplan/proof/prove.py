@@ -24,6 +24,7 @@ from shardplan.core.report import Comparison, VariantProof, VerifyReport, varian
 from shardplan.core.tree import full_name
 from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
+from shardplan.torchlib.modes import outside_modes
 from shardplan.twin import Twin
 from shardplan.twin.precision import in_dtype
 
@@ -67,6 +68,8 @@ def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: I
     return replace(variants, layouts={on: small.layouts_of(plan, on, one) for on, one in variants.resolved.items()})
 
 
+@outside_modes()
+@torch.random.fork_rng(devices=[])
 def prove(
     small: ModelLayouts,
     source: ModelSource,
@@ -88,7 +91,6 @@ def prove(
 
     Raises:
         PlanError: no reduced model can be made, or the sharded one does not run.
-        ValueError: a process group exists already, and the simulation needs its own.
     """
     start = time.monotonic()
     progress("building a reduced model")
@@ -121,7 +123,7 @@ def prove(
     return Proven(report, compiled, programs, missing)
 
 
-EAGER = {"compile": False}  # the simulation of all ranks cannot be compiled, and compiling changes no number
+EAGER = {"compile": False}  # compiling takes long, and changes no number
 References = Callable[[str, torch.dtype], tuple[list[Mapping[str, Any]], Steps]]
 
 
@@ -168,8 +170,13 @@ def _run(
         runs = run_processes(case, dtype)
     else:
         made = (reference(kind, dtype) for kind in twin.kinds)
-        runs = [simulate(in_dtype(twin.build(), dtype), batches, program, steps) for batches, steps in made]
+        build = partial(_built, twin, dtype)
+        runs = [simulate(build, batches, program, steps) for batches, steps in made]
     return worst_of(row for run in runs for row in run)
+
+
+def _built(twin: Twin, dtype: torch.dtype) -> nn.Module:
+    return in_dtype(twin.build(), dtype)
 
 
 def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Comparison, ...]:

@@ -20,8 +20,6 @@ from shardplan.core.report import VerifyReport
 from shardplan.layout import ModelLayouts
 from shardplan.torchlib.modes import outside_modes
 
-from .child import ChildEnded, in_child
-from .failure import raised
 from .findings import findings_of
 from .known import digest_of, known, remember
 from .prove import EAGER, compile_for, prove
@@ -58,25 +56,18 @@ def prove_stage(
 ) -> tuple[VerifyReport | None, Findings]:
     """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
 
-    What is found is kept by digest. Where this process has a process group, the proof is made in a forked copy: the
-    simulation needs a group of its own.
+    What is found is kept by digest.
     """
 
-    def run() -> tuple[VerifyReport, Findings, Mapping[On, str]]:
-        options = {"logits": asked.logits, "allow_unproven": asked.allow_unproven, "progress": progress}
-        proven = prove(asked.small, asked.source, asked.plan, asked.sizes, wanted, **options)
-        found = findings_of(proven, asked.small, allow_unproven=asked.allow_unproven)
-        return proven.report, found, {on: digest_of(asked.small, one, asked.allow_unproven) for on, one in proven.programs.items()}
-
+    options = {"logits": asked.logits, "allow_unproven": asked.allow_unproven, "progress": progress}
     try:
-        report, found, digests = in_child(run) if dist.is_initialized() else run()
+        proven = prove(asked.small, asked.source, asked.plan, asked.sizes, wanted, **options)
     except PlanError as error:
         return None, dict.fromkeys(wanted, error.diagnostics)
-    except ChildEnded as error:
-        return None, dict.fromkeys(wanted, (raised(error),))
-    for on, digest in digests.items():
-        remember(digest, found[on])
-    return report, found
+    found = findings_of(proven, asked.small, allow_unproven=asked.allow_unproven)
+    for on, program in proven.programs.items():
+        remember(digest_of(asked.small, program, asked.allow_unproven), found[on])
+    return proven.report, found
 
 
 @outside_modes()

@@ -23,13 +23,18 @@ class Private:
 
 
 _COLLECTIVES = "torch.distributed._functional_collectives"
-_LOCAL_TENSOR = "torch.distributed._local_tensor"
+_THREADED = "torch.testing._internal.distributed.multi_threaded_pg"
 
 NAMES: dict[str, Private] = {
-    "LocalTensor": Private(((_LOCAL_TENSOR, "LocalTensor"),), "all ranks of the tp axis in one process"),
-    "LocalTensorMode": Private(((_LOCAL_TENSOR, "LocalTensorMode"),), "all ranks of the tp axis in one process"),
+    "ThreadedGroup": Private(((_THREADED, "ProcessLocalGroup"),), "all ranks of the tp axis in one process"),
+    "install_threaded_groups": Private(((_THREADED, "_install_threaded_pg"),), "a process group for each thread"),
+    "uninstall_threaded_groups": Private(((_THREADED, "_uninstall_threaded_pg"),), "a process group for each thread"),
+    "isolate_threads": Private(
+        (("torch._C._distributed_c10d", "_set_thread_isolation_mode"),), "names of process groups for each thread"
+    ),
     "run_per_rank": Private(
-        ((_LOCAL_TENSOR, "maybe_run_for_local_tensor"),), "slices that depend on the rank, in the simulation too"
+        (("torch.distributed._local_tensor", "maybe_run_for_local_tensor"),),
+        "slices that depend on the rank, under torch's LocalTensorMode too",
     ),
     "fake_pg": Private((("torch.testing._internal.distributed.fake_pg", ""),), "the process group backend `fake`"),
     "all_reduce": Private(((_COLLECTIVES, "all_reduce"),), "collectives that torch.compile can trace"),
@@ -40,12 +45,6 @@ NAMES: dict[str, Private] = {
     "reduce_scatter": Private(
         ((_COLLECTIVES, "reduce_scatter_single"), (_COLLECTIVES, "reduce_scatter_tensor")),
         "collectives that torch.compile can trace",
-    ),
-    "process_groups": Private(
-        (("torch.distributed.distributed_c10d", "_world"),), "a forked process that has none of its parent's groups"
-    ),
-    "unregister_process_groups": Private(
-        (("torch._C._distributed_c10d", "_unregister_all_process_groups"),), "the same, for the groups' names"
     ),
     "disable_modes": Private(
         (("torch.utils._python_dispatch", "_disable_current_modes"),), "small copies that are real inside a fake mode"

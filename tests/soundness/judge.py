@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,10 +149,10 @@ def _numbers_of_program(subject: Subject, program: Program) -> tuple[bool, bool,
 
 def _numbers_of(subject: Subject, program: Program, kind: str) -> tuple[bool, bool, str]:
     for dtype in (torch.float32, torch.float64):
-        model = copy.deepcopy(subject.models[dtype])
+        build = partial(copy.deepcopy, subject.models[dtype])
         try:
             batches = [cast(batch, dtype) for batch in subject.batches[kind]]
-            rows = simulate(model, batches, program, subject.steps[kind][dtype])
+            rows = simulate(build, batches, program, subject.steps[kind][dtype])
         except Exception as error:
             return False, False, f"{type(error).__name__}: {str(error)[:160]}"
         wrong = [row for row in rows if row.verdict == "differs"]

@@ -1,0 +1,92 @@
+"""All ranks in one process: a thread each, with torch's process group for threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from shardplan.torchlib.private import private
+
+T = TypeVar("T")
+OFTEN = 0.1  # seconds between two looks at whether ranks wait for one that has ended
+
+
+def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
+    """Call a function on every rank, and return what each returned.
+
+    Each thread has torch's modes, and process groups, of its own; the groups of the process are out of sight until all have
+    ended. What lies outside the modules that a rank is given (globals of their code, the default dtype) it shares with the
+    others.
+
+    Args:
+        function: of the rank; the default process group is there while it runs.
+
+    Raises:
+        RuntimeError: a rank has ended, and others wait for it in a collective.
+        Exception: what the first rank that raised did.
+    """
+    results: dict[int, T] = {}
+    errors: dict[int, BaseException] = {}
+    group = private("ThreadedGroup")
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+            results[rank] = function(rank)
+        except BaseException as error:  # of a rank that waited for one that raised: SystemExit
+            errors[rank] = error
+            group.exception_handle(error)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    with _threaded_groups():
+        store = dist.HashStore()
+        threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
+        try:
+            for thread in threads:
+                thread.start()
+            _wait_for(threads)
+        except BaseException as error:
+            group.exception_handle(error)
+            raise
+        finally:
+            for thread in threads:
+                thread.join()
+    for _, error in sorted(errors.items(), key=lambda one: (isinstance(one[1], SystemExit), one[0])):
+        raise error
+    return [results[rank] for rank in range(ranks)]
+
+
+@contextmanager
+def _threaded_groups() -> Iterator[None]:
+    install, isolate = private("install_threaded_groups"), private("isolate_threads")
+    install()
+    isolate(True)
+    try:
+        yield
+    finally:
+        private("ThreadedGroup").reset()
+        isolate(False)
+        private("uninstall_threaded_groups")()
+
+
+def _wait_for(threads: list[threading.Thread]) -> None:
+    """Until all have ended.
+
+    Raises:
+        RuntimeError: some have, and all others wait in a collective, which then never comes about.
+    """
+    group = private("ThreadedGroup")
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(OFTEN)
+            left = [one for one in threads if one.is_alive()]
+            waiting: list[Any] = list(group._cur_coll_on_pgs.values())
+            if 0 < len(left) < len(threads) and any(one._count == len(left) for one in waiting):
+                names = ", ".join(one.name for one in threads if one not in left)
+                raise RuntimeError(f"{names} ended, and the other ranks wait for it in a collective")
