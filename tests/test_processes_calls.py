@@ -94,9 +94,7 @@ def run_few_rows() -> dict[tuple[bool, str], dict[str, Tensor]]:
     results = {}
     for tied in (False, True):
         for logits in ("replicated", "sharded"):
-            # The simulation of all ranks cannot have logits that are split unevenly.
-            options = {"sequence_parallel": tied, "logits": logits, "prove": logits == "replicated"}
-            model = shardplan.apply_plan(few_rows_model(tied), mesh, "auto", **options)
+            model = shardplan.apply_plan(few_rows_model(tied), mesh, "auto", sequence_parallel=tied, logits=logits)
             results[tied, logits] = few_rows(model)
     return results
 

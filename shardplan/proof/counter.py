@@ -32,7 +32,7 @@ class CollectiveCounter(private("TorchDispatchMode")):
     """While the context lasts, notes every collective that this process starts, on whatever group, in calls and in
     their backward: torch's functional collectives and those of `torch.distributed`.
 
-    Inside a compiled graph nothing is seen. In the simulation of all ranks (`simulated_mesh`) collectives are carried
+    Inside a compiled graph nothing is seen. Under torch's LocalTensorMode collectives are carried
     out by something else; count with one rank of a group, which may be the fake one.
 
     Attributes:

@@ -126,19 +126,9 @@ def _small_vocabulary(values: set[int], tp: int) -> dict[int, int]:
     small: dict[int, int] = {}
     floor = max(VOCABULARY, 16 * tp)
     for value in sorted(values):
-        small[value] = _without_lone_rows(value if value < floor else like(value, tp, at_least=floor), tp)
+        small[value] = value if value < floor else like(value, tp, at_least=floor)
         floor = max(floor, small[value] + 1)
     return small
-
-
-def _without_lone_rows(rows: int, tp: int) -> int:
-    """As many rows, or a few more, that tp divides or not as before, and of which no rank gets a single one, where ranks get
-    more: the simulation of all ranks cannot tell a dim of one from one that is broadcast."""
-    chunk = -(-rows // tp)
-    while chunk > 1 and rows % chunk == 1:
-        rows = next(n for n in range(rows + 1, rows + tp + 2) if (n % tp == 0) == (rows % tp == 0))
-        chunk = -(-rows // tp)
-    return rows
 
 
 def _small_tokens(config: PreTrainedConfig, rows: int) -> dict[int, int]:

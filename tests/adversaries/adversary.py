@@ -110,8 +110,10 @@ class Adversary:
         return None if self.own_inputs else self.inputs
 
     def batch(self, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-        """The keyword arguments of a call; what is floating in `dtype`."""
+        """The keyword arguments of a call; in float64 if that is asked for."""
         made = self.inputs(seed)
+        if dtype == torch.float32:
+            return made
         return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in made.items()}
 
 

@@ -49,7 +49,7 @@ class Interleaved(Packed):
     """The same matrix, head by head: each head's queries, keys and values stand together."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.size)).transpose(1, 3).unbind(2)
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.size)).transpose(1, 3).unbind(1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(y.transpose(1, 2).flatten(-2))
 
