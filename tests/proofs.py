@@ -26,14 +26,17 @@ from shardplan.compiler.program import program_of as lowered
 from shardplan.compiler.variants import bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower import Program
 from shardplan.models import find_any, tree_of
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
-from tests.simulation import on_every_rank, simulated_mesh, whole_values
 from shardplan.proof.steps import cast
+from shardplan.proof.threads import on_threads
+from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 from shardplan.twin import Twin, make_twin
+from tests.simulation import on_every_rank, simulated_mesh, whole_values
 
 torch.set_num_threads(1)
 
@@ -155,13 +158,37 @@ def collect(model: nn.Module, values: Mapping[str, Tensor]) -> Results:
     return Results({name: list(whole_values(value)) for name, value in values.items()}, grads)
 
 
-def sharded(model: nn.Module, inputs: dict[str, Any], plan: Any, tp: int, call: Call = step, **options: Any) -> Results:
-    """`unsharded` on simulated ranks."""
-    with on_ranks(model, plan, tp, **options):
-        values = call(model, ranked(inputs, tp))
-        if values.get("loss") is not None and values["loss"].requires_grad:
-            values["loss"].backward()
-    return collect(model, values)
+def sharded(
+    build: Callable[[], nn.Module], inputs: dict[str, Any], plan: Any, tp: int, call: Call = step, **options: Any
+) -> Results:
+    """`unsharded` on ranks that are threads; each rank's results, whole."""
+    models = [build() for _ in range(tp)]
+    program = program_of(models[0], plan, tp, **options)
+    packed = packed_parameters(program)
+
+    def of_rank(rank: int) -> Results:
+        mesh, model = init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), models[rank]
+        apply_program(model, read_mesh(mesh), program, src_data_rank=0)
+        found = unsharded(model, copy.deepcopy(inputs), call)
+        return Results(
+            {name: _whole(value) for name, value in found.values.items()},
+            {name: _whole(value, packed.get(name), tp) for name, value in found.gradients.items()},
+        )
+
+    found = on_threads(tp, of_rank)
+    return Results(_by_name([one.values for one in found]), _by_name([one.gradients for one in found]))
+
+
+def _whole(value: Tensor, packed: ParameterProgram | None = None, tp: int = 1) -> Tensor:
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    return unpack(whole, packed.dim, packed.parts, tp) if packed is not None else whole
+
+
+def _by_name(ranks: list[Mapping[str, Tensor]]) -> dict[str, list[tuple[str, Tensor]]]:
+    """What each rank has. A rank that has not what others have differs from them."""
+    names = {name: None for one in ranks for name in one}
+    missing = torch.full((), float("nan"))
+    return {name: [(f"rank {i}", one.get(name, missing)) for i, one in enumerate(ranks)] for name in names}
 
 
 def compare_results(reference: Results, result: Results) -> tuple[Comparison, ...]:
@@ -207,7 +234,7 @@ class Case:
     def rows_in(self, dtype: torch.dtype) -> tuple[Comparison, ...]:
         inputs = cast(self.inputs, dtype)
         reference = unsharded(self.model(dtype), copy.deepcopy(inputs), self.call)
-        result = sharded(self.model(dtype), inputs, self.plan, self.tp, self.call, **self.options)
+        result = sharded(functools.partial(self.model, dtype), inputs, self.plan, self.tp, self.call, **self.options)
         return compare_results(reference, result)
 
     def rows(self) -> tuple[Comparison, ...]:

@@ -220,7 +220,7 @@ def test_bfloat16(name, sp):
     inputs = small.inputs()
     exact = unsharded(small.build(), inputs)
     plain = unsharded(small.build().bfloat16(), inputs)
-    split = sharded(small.build().bfloat16(), inputs, name, 2, sequence_parallel=sp)
+    split = sharded(lambda: small.build().bfloat16(), inputs, name, 2, sequence_parallel=sp)
     (_, first), *others = split.values["logits"]
     assert first.dtype == plain.values["logits"].dtype
     assert all(first.equal(other) for _, other in others), "the ranks agree"
