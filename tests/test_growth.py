@@ -93,7 +93,7 @@ def test_this_test_can_fail():
 def sent_while_applying(src_data_rank: int | None) -> dict[str, int]:
     with fake_mesh(2, 4, names=("dp_shard", "tp")) as mesh, CollectiveCounter() as counter:
         options = {"sequence_parallel": True, "src_data_rank": src_data_rank, "prove": False}
-        shardplan.apply_plan(small_model("llama"), mesh, "llama", **options, prove=False)
+        shardplan.apply_plan(small_model("llama"), mesh, "llama", **options)
     return dict(counter.counts)
 
 

@@ -33,14 +33,20 @@ def simulate(
     tp = program.resolved.sizes.tp
     models = [build() for _ in range(tp)]  # one after the other: they draw from one generator
 
-    def rows(rank: int) -> list[Comparison]:
+    def rows(rank: int) -> tuple[Comparison, ...]:
         mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
         with NothingEmpty():
-            found = rank_rows(models[rank], mesh, program, [_copied(batch) for batch in batches], reference)
-        return [replace(row, where=f"rank {rank}") for row in found]
+            return rank_rows(models[rank], mesh, program, [_copied(batch) for batch in batches], reference)
 
     with in_precision_of(models[0]):  # the default dtype is no thread's own
-        return worst_of(row for found in on_threads(tp, rows) for row in found)
+        found = on_threads(tp, rows)
+    return worst_of(replace(row, where=_where(rank, row, found)) for rank, mine in enumerate(found) for row in mine)
+
+
+def _where(rank: int, row: Comparison, found: Sequence[Sequence[Comparison]]) -> str:
+    """In words, which ranks have what a row says."""
+    others = [other.error for mine in found for other in mine if (other.kind, other.name) == (row.kind, row.name)]
+    return "all ranks" if others == [row.error] * len(found) else f"rank {rank}"
 
 
 def _copied(batch: Batch) -> Batch:
