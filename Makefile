@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo test test-all exhaustive soundness adversaries zoo bench bench-gpu generated clean
+.PHONY: demo gates test test-all exhaustive soundness adversaries zoo bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -18,6 +18,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 	@$(BIN)/python -m demo
+
+gates: $(VENV)/.installed  ## what is seen without running anything
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 
 test: $(VENV)/.installed  ## what every change must pass
 	$(PYTEST) -m "not slow and not exhaustive"

@@ -14,7 +14,20 @@ import time
 from .page import write_section
 
 # In the order of the page. Those that need a CUDA device are asked for by name (`make bench-gpu`).
-CPU = ("collectives", "plans", "kept", "memory", "host", "steps", "startup", "growth", "applying", "layout", "refusing", "proving")
+CPU = (
+    "collectives",
+    "plans",
+    "kept",
+    "memory",
+    "host",
+    "steps",
+    "startup",
+    "growth",
+    "applying",
+    "layout",
+    "refusing",
+    "proving",
+)
 CPU += ("loading",)
 GPU = ("gpu",)
 

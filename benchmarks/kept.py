@@ -87,9 +87,8 @@ def kept(model: nn.Module) -> int:
 
 def rows() -> Iterator[tuple[str, str]]:
     for name, way in WAYS.items():
-        with fake_ranks(TP) as mesh:
-            with torch.device("meta"):
-                few, many = (kept(way(llama(depth, **SHAPES["8B"]), mesh).to(torch.bfloat16)) for depth in DEPTHS)
+        with fake_ranks(TP) as mesh, torch.device("meta"):
+            few, many = (kept(way(llama(depth, **SHAPES["8B"]), mesh).to(torch.bfloat16)) for depth in DEPTHS)
         yield name, f"{(many - few) / unit():.2f} A"
 
 

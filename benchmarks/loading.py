@@ -124,7 +124,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.way:
         figures = load(args.way, args.folder, args.tp, args.dp_shard)
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("RANK", "0")) == 0:
             print(json.dumps(figures), flush=True)
         return
     with tempfile.TemporaryDirectory() as temporary:

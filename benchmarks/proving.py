@@ -49,7 +49,11 @@ if "--no-proof" not in sys.argv:
 
 def one_of_each_plan() -> list[str]:
     """A model type for each built-in plan that is right at tp 2."""
-    known = {row["plan"]: row["name"] for row in json.loads(TYPES.read_text("utf-8")) if row["verdicts"].get("tp2") == "right"}
+    known = {
+        row["plan"]: row["name"]
+        for row in json.loads(TYPES.read_text("utf-8"))
+        if row["verdicts"].get("tp2") == "right"
+    }
     return sorted(known.values())
 
 

@@ -78,7 +78,7 @@ def with_counting() -> None:
     """Count the searches of every check that follows."""
     from shardplan.layout import model
 
-    check.Search, model.Search = Counted, Counted  # noqa: F811
+    check.Search, model.Search = Counted, Counted
 
 
 if __name__ == "__main__":

@@ -72,7 +72,10 @@ def main() -> None:
             repeats,
         )
         long = in_turns(
-            {"build": ["-c", BUILD, llama], "validate": ["-m", "shardplan", "validate", llama, "llama", "--tp", "8", "--no-proof"]},
+            {
+                "build": ["-c", BUILD, llama],
+                "validate": ["-m", "shardplan", "validate", llama, "llama", "--tp", "8", "--no-proof"],
+            },
             max(3, repeats // 2),
         )
     print(SECTION.format(repeats=repeats))

@@ -68,7 +68,14 @@ def planned(
 ) -> nn.Module:
     options = {"data_parallel": False, "compile": {"modules": ["model.layers.*"]} if compile else False}
     return shardplan.apply_plan(
-        fresh(config), mesh, "llama", sequence_parallel=sp, regather=regather, src_data_rank=None, prove=False, **options
+        fresh(config),
+        mesh,
+        "llama",
+        sequence_parallel=sp,
+        regather=regather,
+        src_data_rank=None,
+        prove=False,
+        **options,
     )
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits, Override
     from shardplan.core.coverage import Coverage
     from shardplan.core.estimate import Device, Estimate, OptimizerName, Precision, Sweep
-    from shardplan.layout import ModelLayouts
     from shardplan.lower import Program
     from shardplan.models import FoundModel
     from shardplan.proof.stage import Question

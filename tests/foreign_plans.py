@@ -98,7 +98,7 @@ def raises() -> dict[str, ParallelStyle]:
 
 
 AUTOMODEL_SP = automodel_llama(sequence_parallel=True)
-NAMES = {name: "colwise" for name in (*QKV, *UP)} | {
+NAMES = dict.fromkeys((*QKV, *UP), "colwise") | {
     "model.embed_tokens": "rowwise_rep",
     O_PROJ: "rowwise",
     DOWN: "rowwise",

@@ -78,7 +78,7 @@ class Ranks:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                errors |= {rank: "no answer in time: it hangs, or waits for another rank" for rank in waiting.values()}
+                errors |= dict.fromkeys(waiting.values(), "no answer in time: it hangs, or waits for another rank")
                 break
             for connection in ready:
                 rank = waiting.pop(connection)

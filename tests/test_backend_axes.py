@@ -34,8 +34,6 @@ SHARDS = Backend(name="shards", splits=frozenset({"dp_shard", "cp", "tp"}), hybr
 MADE_UP = {backend.name: backend for backend in (FLAT, SHARDS)}
 
 
-
-
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, backend in MADE_UP.items():
@@ -141,5 +139,7 @@ def test_the_net_below_the_checks() -> None:
     """A backend whose record does not know an axis of the mesh never leaves ranks on their own, whoever asks."""
     with fake_mesh(2, 2, names=("dp_replicate", "dp_shard")) as mesh:
         plan_mesh = read_mesh(mesh)
-        with pytest.raises(ValueError, match="4 data-parallel ranks, and the backend shards would wrap the model over 2"):
+        with pytest.raises(
+            ValueError, match="4 data-parallel ranks, and the backend shards would wrap the model over 2"
+        ):
             plan_mesh.check_sections(resolved("shards", plan_mesh.sizes))

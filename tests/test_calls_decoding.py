@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shardplan.apply import without_sequence_parallel
-from tests.simulation import on_every_rank, rank_values
 from tests.proofs import assert_equal, case, on_ranks, ranked, twin
+from tests.simulation import on_every_rank, rank_values
 
 
 def steps(model, inputs):

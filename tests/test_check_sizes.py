@@ -75,8 +75,10 @@ def test_layers_with_other_head_counts_are_checked_each():
     model = llama_8b(layers=4, kv_heads=lambda layer: 8 if layer < 2 else 4)
     found = checked(ATTENTION, model, 8)
     assert messages(found) == [
-        "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4: "
-        "with tp=8 there are more ranks than key-value heads",
+        (
+            "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4: "
+            "with tp=8 there are more ranks than key-value heads"
+        ),
     ]
     assert {name.split(".")[2] for name in found[0].modules} == {"2", "3"}
     assert allowed_tp(bound(ATTENTION, model, None)) == (1, 2, 4)
@@ -242,8 +244,10 @@ def test_no_allowed_size_is_an_error_that_names_the_odd_one():
     model = llama_8b(layers=1, kv_heads=1)
     (finding,) = checked("llama", model, None)
     assert messages((finding,)) == [
-        "SP307: no tp size above 1 divides everything that this plan splits: num_attention_heads 32, "
-        "num_key_value_heads 1 and intermediate_size 14336"
+        (
+            "SP307: no tp size above 1 divides everything that this plan splits: num_attention_heads 32, "
+            "num_key_value_heads 1 and intermediate_size 14336"
+        )
     ]
     assert "num_key_value_heads" in finding.help
     assert allowed_tp(bound("llama", model, None)) == (1,)

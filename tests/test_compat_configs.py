@@ -253,7 +253,7 @@ def test_the_tables_name_tests_that_there_are() -> None:
     there = {
         name
         for path in TESTS.glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.M)
+        for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
     }
     assert len(named) > 15 and named <= there
     files = set(re.findall(r"`tests/(test_\w+\.py)`", PAGE))

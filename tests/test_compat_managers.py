@@ -323,7 +323,12 @@ def test_megatron_fsdp_strategy_parallelize(world: None, calls: list[SimpleNames
 def test_arguments_have_their_names_and_defaults() -> None:
     """Those that people's scripts use, in their order."""
     names = list(inspect.signature(fsdp2_strategy_parallelize).parameters)
-    assert names[:7] == ["model", "device_mesh", "mp_policy", "offload_policy", "sequence_parallel"] + [
+    assert names[:7] == [
+        "model",
+        "device_mesh",
+        "mp_policy",
+        "offload_policy",
+        "sequence_parallel",
         "activation_checkpointing",
         "tp_shard_plan",
     ]
@@ -332,7 +337,11 @@ def test_arguments_have_their_names_and_defaults() -> None:
     assert {n: p.default for n, p in given.items() if n in fields} == {
         n: p.default for n, p in fields.items() if n != "activation_checkpointing"
     }
-    assert list(inspect.signature(parallelize_model).parameters) == ["model", "dp_mesh", "tp_mesh", "param_dtype"] + [
+    assert list(inspect.signature(parallelize_model).parameters) == [
+        "model",
+        "dp_mesh",
+        "tp_mesh",
+        "param_dtype",
         "sequence_parallel",
         "activation_checkpointing",
         "cpu_offload",

@@ -207,8 +207,23 @@ def broken(name: str, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["no file", "cut off", "a length beyond all", "no JSON", "deeply nested", "a pipe", "outside", "negative", "text"]
-    + ["many dims", "no number", "an empty segment", "a name inside a name", "too deep", "too deep in lists"],
+    [
+        "no file",
+        "cut off",
+        "a length beyond all",
+        "no JSON",
+        "deeply nested",
+        "a pipe",
+        "outside",
+        "negative",
+        "text",
+        "many dims",
+        "no number",
+        "an empty segment",
+        "a name inside a name",
+        "too deep",
+        "too deep in lists",
+    ],
 )
 def test_a_checkpoint_that_is_not_as_it_should_be_says_nothing(name, tmp_path):
     folder = written(tmp_path / "checkpoint", configuration("llama"))

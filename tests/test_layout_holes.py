@@ -222,7 +222,9 @@ def test_what_the_body_of_a_function_does_is_looked_at(run: Callable) -> None:
     assert codes(inner)[:1] == ["SP401"] and inner.diagnostics[0].modules == ("block.scale",)
     misfit = of(lambda m, x, h: m.head(run(lambda y: mlp(m, y), m.norm(x))), {"up": "colwise", "down": "colwise"})
     assert codes(misfit)[:1] == ["SP402"]
-    hidden = of(lambda m, x, h: m.head(run(lambda y: mlp(m, y), m.norm(x))), {"up": "colwise", "down.weight": "rowwise"})
+    hidden = of(
+        lambda m, x, h: m.head(run(lambda y: mlp(m, y), m.norm(x))), {"up": "colwise", "down.weight": "rowwise"}
+    )
     assert codes(hidden)[:1] == ["SP403"]
 
 

@@ -24,11 +24,11 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.layout import ModelLayouts
 from shardplan.models import find_any
 from shardplan.models.rebinding import NotBound, copied
-from tests.simulation import simulated_mesh
 from shardplan.twin import make_twin
 from shardplan.twin.experts import unreached
 from shardplan.twin.outcome import loss_of
 from tests.proofs import assert_equal, collect, compare_results, fake_mesh, ranked, step, unsharded
+from tests.simulation import simulated_mesh
 from tests.small_models import small_model
 
 GLOBAL = nn.Linear(2, 2)
@@ -244,9 +244,7 @@ def test_added_parameters_and_parametrizations():
     model = llama()
     for layer in model.model.layers:
         layer.mlp.gain = nn.Parameter(torch.ones(model.config.hidden_size))
-        layer.mlp.forward = types.MethodType(
-            lambda self, x: self.down_proj(self.up_proj(x)) * self.gain, layer.mlp
-        )
+        layer.mlp.forward = types.MethodType(lambda self, x: self.down_proj(self.up_proj(x)) * self.gain, layer.mlp)
     assert reduced_of(model).model.layers[0].mlp.gain.shape == (reduced_of(model).config.hidden_size,)
 
     class Doubled(nn.Module):

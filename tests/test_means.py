@@ -96,7 +96,7 @@ def test_means_over_groups_of_features_are_a_ranks_own(tp: int) -> None:
 def test_a_norm_whose_means_are_not_seen_is_refused(norm) -> None:
     """torch's own norms, which take their means inside one operator and know the width."""
     report = validate(**subject(norm), tp=2)
-    assert [d.code for d in report.diagnostics][0] == "SP408", report
+    assert next(d.code for d in report.diagnostics) == "SP408", report
 
 
 def test_without_it_the_norm_is_refused_with_the_rule_that_is_missing() -> None:

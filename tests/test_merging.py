@@ -27,12 +27,25 @@ from shardplan.lower.collectives import expected_collectives
 from shardplan.models import hf_tp_plan, tree_of
 from shardplan.parse import from_hf_tp_plan, parse_plan
 from shardplan.proof.counter import CollectiveCounter
-from tests.simulation import simulated_mesh
 from shardplan.proof.steps import cast
 from shardplan.torchlib.boundaries import Enter
 from shardplan.torchlib.sums import Collects, Waiting
-from tests.merging_models import FLAT, JOINT, SPLIT, SUMMED, Flat, Joint, Stack, bound, checked, document, inputs_of, made
+from tests.merging_models import (
+    FLAT,
+    JOINT,
+    SPLIT,
+    SUMMED,
+    Flat,
+    Joint,
+    Stack,
+    bound,
+    checked,
+    document,
+    inputs_of,
+    made,
+)
 from tests.proofs import assert_equal, collect, compare_results, differing, fake_mesh, ranked, unsharded
+from tests.simulation import simulated_mesh
 from tests.soundness.judge import _numbers, subject
 from tests.zoo.entry import collectives
 
@@ -247,7 +260,9 @@ def test_a_change_between_two_readers_in_a_graph_is_refused_by_torch() -> None:
 # Sums.
 
 
-@pytest.mark.parametrize("mode", ["", "third", "skip first", "checkpoint first", "checkpoint second", "checkpoint both"])
+@pytest.mark.parametrize(
+    "mode", ["", "third", "skip first", "checkpoint first", "checkpoint second", "checkpoint both"]
+)
 def test_what_a_block_adds_up_is_reduced_once(mode: str) -> None:
     """Also where the first part did not run, and where a checkpoint runs a part again."""
     plan, report = checked(Stack, SUMMED)
@@ -260,7 +275,9 @@ def test_what_a_block_adds_up_is_reduced_once(mode: str) -> None:
 def test_the_last_part_that_does_not_run() -> None:
     """Its block says so before it returns, and names the line to delete; without the line all is right."""
     plan, _ = checked(Stack, SUMMED)
-    with pytest.raises(RuntimeError, match=r"second\.o did not run after blocks\.0\.first\.o.*delete `sum_outputs: \[first\.o, "):
+    with pytest.raises(
+        RuntimeError, match=r"second\.o did not run after blocks\.0\.first\.o.*delete `sum_outputs: \[first\.o, "
+    ):
         rows(Stack, plan, "skip second")
     assert_equal(rows(Stack, checked(Stack, SPLIT)[0], "skip second"))
 
@@ -279,7 +296,7 @@ def test_a_part_in_a_reentrant_checkpoint_would_lose_its_gradient(part: str) -> 
 
 
 def test_a_checkpoint_that_needs_the_sum_again() -> None:
-    plan, report = checked(Stack, SUMMED)
+    plan, _report = checked(Stack, SUMMED)
     with pytest.raises(RuntimeError, match="checkpoint the block"):
         rows(Stack, plan, "checkpoint sum")
 
@@ -338,7 +355,9 @@ def test_a_sum_behind_a_dropout() -> None:
     report = check_layout(plan, Workbench(model, inputs_of(Stack), plan.tree))
     assert report.ok and {name for _, name in report.through} == {"blocks.0.drop", "blocks.1.drop"}
     real = tree_of(real)
-    assert acting(real, "blocks.0.drop") == ("blocks.0.drop", "blocks.1.drop") and acting(plan.tree, "blocks.0.drop") == ()
+    assert (
+        acting(real, "blocks.0.drop") == ("blocks.0.drop", "blocks.1.drop") and acting(plan.tree, "blocks.0.drop") == ()
+    )
     (found,) = dropping(real, report.through)
     assert found.code == "SP412" and "blocks.*.drop drops elements (p=0.1)" in found.message
 
@@ -434,7 +453,8 @@ def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: in
 
 
 @pytest.mark.parametrize(
-    ("name", "sp"), [("cpmant", False), ("bitnet", True), ("granitemoehybrid", False), ("granitemoehybrid", True), ("gptj", True)]
+    ("name", "sp"),
+    [("cpmant", False), ("bitnet", True), ("granitemoehybrid", False), ("granitemoehybrid", True), ("gptj", True)],
 )
 def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
     """The number of collectives is read off the layout check's run; that they are so many is decided when the model runs."""

@@ -86,7 +86,7 @@ def test_size_is_limited_before_anything_is_expanded() -> None:
         assert raised.value.too_large
     layers = ",".join(map(str, range(126)))
     assert len(parse_glob(f"model.layers.{{{layers}}}.self_attn.{{q,k,v,o}}_proj").alternatives) == 126 * 4
-    assert 126 * 4 <= MAX_ALTERNATIVES
+    assert MAX_ALTERNATIVES >= 126 * 4
 
 
 def test_many_stars_do_not_backtrack() -> None:

@@ -166,8 +166,8 @@ def test_grouping_changes_no_gradient(monkeypatch):
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_partial_gradients_are_summed_in_the_reduce_dtype(dtype):
     """Sums of bfloat16 gradients over ranks lose what float32 keeps: 256 + 1 is 256 in bfloat16."""
-    from tests.simulation import LocalTensor, rank_values, simulated_mesh
     from shardplan.torchlib.moves import sum_gradients
+    from tests.simulation import LocalTensor, rank_values, simulated_mesh
 
     with simulated_mesh(4) as mesh:
         weight = torch.ones(1, dtype=torch.bfloat16, requires_grad=True)

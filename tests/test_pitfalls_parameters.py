@@ -12,7 +12,6 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from shardplan.proof.compare import compare
 from shardplan.proof.counter import CollectiveCounter
-from tests.simulation import rank_values, simulated_mesh, whole_values
 from shardplan.styles import stored
 from shardplan.torchlib import reading, style
 from tests.proofs import (
@@ -28,6 +27,7 @@ from tests.proofs import (
     ranked,
     twin,
 )
+from tests.simulation import rank_values, simulated_mesh, whole_values
 
 
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
@@ -218,9 +218,10 @@ def test_getattr_finds_the_parameter_during_and_after_forward(sp):
     small, seen = twin("llama", 2), []
     inputs = small.inputs()
     with on_ranks(model := small.build(), "llama", 2, sequence_parallel=sp):
-        look = lambda module, args: seen.append(
-            type(model.lm_head.weight) is nn.Parameter or isinstance(model.lm_head.weight, DTensor)
-        )  # noqa: E731, E501
+
+        def look(module, args):
+            seen.append(type(model.lm_head.weight) is nn.Parameter or isinstance(model.lm_head.weight, DTensor))
+
         model.model.layers[1].self_attn.v_proj.register_forward_pre_hook(look)
         first = model(**ranked(inputs, 2)).logits
         assert seen == [True]

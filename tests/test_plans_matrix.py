@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from shardplan import compile_plan
 from shardplan.core.mesh import MeshSizes
-from tests.simulation import rank_values
 from shardplan.twin.weights import randomise
 from tests.proofs import (
     PLANS,
@@ -28,6 +27,7 @@ from tests.proofs import (
     program_of,
     twin,
 )
+from tests.simulation import rank_values
 
 
 @dataclass(frozen=True)

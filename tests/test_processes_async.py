@@ -35,7 +35,7 @@ def on_cpu(sections: dict[str, Any]) -> dict[str, Any]:
     try:
         shardplan.apply_plan(model, mesh, "auto", sequence_parallel=True, compile=ASYNC, **sections, prove=False)
         with pytest.raises(ValueError, match="run a step first"):
-            shardplan.applied(model).async_collectives
+            _ = shardplan.applied(model).async_collectives
         ids = batch(mesh.get_local_rank("dp_shard"))
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()

@@ -119,7 +119,13 @@ def selectively(*cases: tuple[Any, Any]) -> list[tuple[float, Counter[str]]]:
     for checkpointing, compiled in cases:
         model = small_model("qwen3", tied=True)
         shardplan.apply_plan(
-            model, mesh, "auto", sequence_parallel=True, activation_checkpointing=checkpointing, compile=compiled, prove=False
+            model,
+            mesh,
+            "auto",
+            sequence_parallel=True,
+            activation_checkpointing=checkpointing,
+            compile=compiled,
+            prove=False,
         )
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         with Collectives("mm", "silu", "_scaled_dot_product_flash_attention_for_cpu") as backward:

@@ -118,7 +118,7 @@ def check_top_k(vocabulary: int, dtype: torch.dtype, mesh: DeviceMesh) -> None:
     reference = whole_logits(vocabulary, dtype)
     for k in sorted({1, 3, vocabulary}):
         leaf = reference.clone().requires_grad_()
-        values, ids = leaf.topk(k, -1)
+        values, _ids = leaf.topk(k, -1)
         (values.masked_fill(values == -torch.inf, 0.0) * weights(values.shape, dtype)).sum().backward()
         for name, (own, kwargs) in forms(reference, mesh).items():
             found, tokens = top_k(own, k, **kwargs)

@@ -22,14 +22,18 @@ from shardplan.proof.counter import CollectiveCounter
 BUILDS = {"joint": (Joint, JOINT), "reads": (Stack, SPLIT), "sums": (Stack, SUMMED)}
 
 
-def trained(kind: str, modes: tuple[str, ...], sections: dict[str, Any]) -> list[tuple[dict[str, float], Counter, Counter]]:
+def trained(
+    kind: str, modes: tuple[str, ...], sections: dict[str, Any]
+) -> list[tuple[dict[str, float], Counter, Counter]]:
     """On one rank, for each mode of a model that was sharded once: what differs, and the collectives of forward and backward.
     The proof before it sees the first mode alone."""
     torch._dynamo.reset()  # these processes serve many tests
     build, rules = BUILDS[kind]
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))
     model = made(build, modes[0])
-    shardplan.apply_plan(model, mesh, document(rules), inputs=lambda seed: inputs_of(build), allow_unproven=True, **sections)
+    shardplan.apply_plan(
+        model, mesh, document(rules), inputs=lambda seed: inputs_of(build), allow_unproven=True, **sections
+    )
     found = []
     for mode in modes:
         reference = made(build, mode)
@@ -59,7 +63,9 @@ def counting(sections: dict[str, Any]) -> Any:
     return nullcontext(SimpleNamespace(counts=Counter())) if "compile" in sections else CollectiveCounter()
 
 
-def run(kind: str, modes: tuple[str, ...] = ("",), **sections: Any) -> list[list[tuple[dict[str, float], Counter, Counter]]]:
+def run(
+    kind: str, modes: tuple[str, ...] = ("",), **sections: Any
+) -> list[list[tuple[dict[str, float], Counter, Counter]]]:
     results = on_ranks(2, trained, kind, modes, sections)
     assert [[errors for errors, *_ in rank] for rank in results] == [[{}] * len(modes)] * 2
     return results
@@ -86,7 +92,9 @@ def test_parts_compiled(kind: str, modules: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [["blocks.*"], ["blocks.*.first"], ["blocks.*.second"]], ids=["blocks", "first", "second"])
+@pytest.mark.parametrize(
+    "modules", [["blocks.*"], ["blocks.*.first"], ["blocks.*.second"]], ids=["blocks", "first", "second"]
+)
 @pytest.mark.parametrize("kind", ["reads", "sums"])
 def test_parts_recomputed(kind: str, modules: list[str]) -> None:
     run(kind, activation_checkpointing={"modules": modules})

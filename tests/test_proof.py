@@ -106,7 +106,9 @@ def test_every_output_of_any_structure_is_compared(nest: str) -> None:
 def test_outputs_are_named_by_their_paths() -> None:
     a, b = torch.ones(1), torch.zeros(2)
     found = results_of({"x": (a, torch.ones(1, dtype=torch.long)), "y": Result(b, b), "cache": object()})
-    assert {name: value is a or value is b for name, value in found.items()} == dict.fromkeys(["x.0", "y.aux", "y.sample"], True)
+    assert {name: value is a or value is b for name, value in found.items()} == dict.fromkeys(
+        ["x.0", "y.aux", "y.sample"], True
+    )
     with pytest.raises(ValueError, match="nothing to compare"):
         results_of({"ids": torch.ones(1, dtype=torch.long)})
 

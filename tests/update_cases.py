@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.case_tree import cases, run_command  # noqa: E402 - the root must be on the path first
+from tests.case_tree import cases, run_command
 
 
 def update(names: list[str]) -> int:

@@ -176,12 +176,13 @@ def main(argv: Iterable[str]) -> None:
         if not new:
             continue
         if have:
-            plan = existing["llama" if "llama" in have else sorted(have)[0]]
+            plan = existing["llama" if "llama" in have else min(have)]
             path = builtin_plans()[plan.name]
             text = path.read_text("utf-8")
             listed = sorted({*plan.models, *new}, key=lambda n: (n not in plan.models, n))
             path.write_text(
-                re.sub(r"^models: \[.*?\]", f"models: [{', '.join(listed)}]", text, flags=re.M | re.S), "utf-8"
+                re.sub(r"^models: \[.*?\]", f"models: [{', '.join(listed)}]", text, flags=re.MULTILINE | re.DOTALL),
+                "utf-8",
             )
             print(f"{plan.name}: also {', '.join(new)}")
             continue
@@ -254,7 +255,7 @@ def _models(names: Iterable[str]) -> str:
 
 
 def _listed_models(text: str, names: list[str]) -> str:
-    return re.sub(r"^models: \[.*\]$", _models(names), text, count=1, flags=re.M)
+    return re.sub(r"^models: \[.*\]$", _models(names), text, count=1, flags=re.MULTILINE)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,9 @@ def declared_sums(
             if len(members) < 2:
                 continue
             if twice := used.intersection(members):
-                wrong.append(_finding(rule, f"{named(sorted(twice))} is in two sums", "name it in one of them", members))
+                wrong.append(
+                    _finding(rule, f"{named(sorted(twice))} is in two sums", "name it in one of them", members)
+                )
                 continue
             used.update(members)
             found.append(SummedOutputs(name, members, rule))

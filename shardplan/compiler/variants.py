@@ -84,9 +84,7 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
     return Variants(variants.resolved, found)
 
 
-def prove_layouts(
-    variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False
-) -> Variants:
+def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
     """Add what the layout check finds, without a tp size above 1 nothing, and what keeps the sequence from being split over
     a cp axis. It is for plans without structural errors.
 

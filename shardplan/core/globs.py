@@ -336,7 +336,7 @@ class _Reader:
         if character in _SPECIAL:
             return _SPECIAL[character]
         if character in _REFUSED or character.isspace() or not character.isprintable():
-            reason = _REFUSED.get(character, f"the character {ascii(character)} cannot be in a name")
+            reason = _REFUSED.get(character, f"the character {character!a} cannot be in a name")
             raise GlobError(reason, at, at + 1)
         return character
 

@@ -174,9 +174,7 @@ class ModelLayouts:
         return modules_of(self.found.tree, self.tree, self.twin.layers, tuple(names))
 
     @outside_modes()
-    def check_copy(
-        self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None
-    ) -> LayoutReport:
+    def check_copy(self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None) -> LayoutReport:
         """As `check`, for a plan that is bound to the small copy's tree, and in its names.
 
         Args:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.models.rebinding import copied
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.tree import named, starred
+from shardplan.models.rebinding import copied
 from shardplan.torchlib.private import private
 from shardplan.twin.lines import model_line
 from shardplan.twin.nests import tensors_in

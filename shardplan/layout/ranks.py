@@ -95,7 +95,9 @@ class RankRecorder(Recorder):
         count."""
         empty = next((t for t in operands if not t.numel()), None)
         if empty is not None and self._scopes[-1][0] not in self.reference.empty:
-            raise ValueError(f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: nothing is left for it")
+            raise ValueError(
+                f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: nothing is left for it"
+            )
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among

@@ -71,9 +71,7 @@ def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(length, size - start)
 
 
-def spread_of(
-    locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, rounding: float = 0.0
-) -> Spread | None:
+def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spread | None:
     """How the ranks' tensors make up the reference; None where they do not.
 
     Args:

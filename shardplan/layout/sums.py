@@ -104,9 +104,7 @@ def _calls(
     return calls
 
 
-def _seen(
-    tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one: SummedOutputs, ran: _Call
-) -> SeenSum:
+def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one: SummedOutputs, ran: _Call) -> SeenSum:
     """One call of the block."""
     names = [name for name, _ in ran if name in one.members]
     if not names:
@@ -129,7 +127,9 @@ def _seen(
     passed = dict.fromkeys(module for _, modules in paths.values() for module in modules)
     changed = next((module for module in passed if tree.modules[module].kind != "dropout"), None)
     if changed is not None:
-        return SeenSum(one, "passes an operation on the way that may change it on other batches (dropout in code)", changed)
+        return SeenSum(
+            one, "passes an operation on the way that may change it on other batches (dropout in code)", changed
+        )
     return SeenSum(one, through=tuple(passed))
 
 

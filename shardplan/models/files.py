@@ -128,9 +128,7 @@ def _own_code(data: dict[str, Any]) -> list[str]:
         prefix, node = stack.pop()
         for key, value in node.items():
             name = f"{prefix}{key}"
-            if key == "auto_map" and value:
-                found.append(name)
-            elif key in IMPLEMENTATIONS and isinstance(value, str) and "/" in value:
+            if (key == "auto_map" and value) or (key in IMPLEMENTATIONS and isinstance(value, str) and "/" in value):
                 found.append(name)
             elif isinstance(value, dict):
                 stack.append((f"{name}.", value))

@@ -58,7 +58,7 @@ def config_value(config: Any, name: str, default: Any = None) -> Any:
     field."""
     stored = getattr(config, "attribute_map", {}).get(name, name)
     attributes = _attributes(config)
-    return attributes[stored] if stored in attributes else default
+    return attributes.get(stored, default)
 
 
 def _dotted(config: Any, prefix: str = "") -> Iterator[tuple[str, Number]]:

@@ -69,7 +69,9 @@ def find_reduced(reduced: str | Callable[[], nn.Module]) -> Callable[[], nn.Modu
 
 def _function(given: str | Callable, argument: str) -> Callable:
     if isinstance(given, nn.Module):
-        raise TypeError(f"{argument} must be a function or `module:callable`, not a module: pass a function that builds it")
+        raise TypeError(
+            f"{argument} must be a function or `module:callable`, not a module: pass a function that builds it"
+        )
     if callable(given):
         return given
     if not isinstance(given, str):

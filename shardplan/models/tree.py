@@ -87,7 +87,7 @@ def kind_of(module: nn.Module) -> ModuleKind:
     utils: Any = sys.modules.get("transformers.pytorch_utils")
     if utils is not None and isinstance(module, utils.Conv1D):
         return "conv1d"
-    own = [p for p in module.parameters(recurse=False)]
+    own = list(module.parameters(recurse=False))
     if own and next(module.children(), None) is None and all(p.ndim <= 1 for p in own):
         return "norm"
     return "other"

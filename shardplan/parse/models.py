@@ -6,7 +6,7 @@ follows from the style records (`options`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -38,7 +38,7 @@ def either(*options: tuple[type, Any, str]) -> Any:
         fits = type(value) in words and value in literals.get(type(value), (value,))
         return words[type(value)] if fits else ""
 
-    return Annotated[Union[tagged], Discriminator(choose)]
+    return Annotated[tagged, Discriminator(choose)]
 
 
 def _default(cls: type, name: str) -> Any:
@@ -94,7 +94,9 @@ class _Model(BaseModel):
 
 
 ALONE = ("sum_outputs", "optional")  # what a rule without a style may say
-SAYS_SOMETHING = {"anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]}
+SAYS_SOMETHING = {
+    "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
+}
 
 
 class RuleOptions(_Model):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardplan.core.report import Comparison, Compared
+from shardplan.core.report import Compared, Comparison
 
 from .steps import Steps
 

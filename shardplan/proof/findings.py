@@ -20,7 +20,9 @@ MOST_ROWS = 5  # of what differs, in a finding's notes
 ORDER = {"output": 0, "buffer": 1, "gradient": 2}
 
 
-def findings_of(proven: Proven, small: ModelLayouts, *, allow_unproven: bool = False) -> dict[bool, tuple[Diagnostic, ...]]:
+def findings_of(
+    proven: Proven, small: ModelLayouts, *, allow_unproven: bool = False
+) -> dict[bool, tuple[Diagnostic, ...]]:
     """By variant (with the overlay or without): what differs, and what is split and was not reached.
 
     Args:
@@ -77,7 +79,11 @@ def _badness(row: Comparison) -> float:
 
 
 def _amount(row: Comparison) -> str:
-    return "of another shape, missing or not finite" if row.error == float("inf") else f"{row.error:.1e} of its largest value"
+    return (
+        "of another shape, missing or not finite"
+        if row.error == float("inf")
+        else f"{row.error:.1e} of its largest value"
+    )
 
 
 def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:

@@ -57,7 +57,10 @@ def touched(missing: Sequence[str], program: Program, small: ModelLayouts) -> It
     """Of what no run reached, what the plan splits, and what lies in a block that the plan moves values in."""
     moving = {block(name) for name, module in program.modules.items() if module.enter or module.leave}
     split = {
-        full_name(name, p.name) for name, module in program.modules.items() for p in module.parameters if p.dim is not None
+        full_name(name, p.name)
+        for name, module in program.modules.items()
+        for p in module.parameters
+        if p.dim is not None
     }
     for name in missing:
         owner = small.tree.parameters[name][0].name if name in small.tree.parameters else name

@@ -67,12 +67,17 @@ class FindingsReport:
     mesh: Mesh | None
     checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
     variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
-    allowed_tp: Annotated[tuple[int, ...] | None, "the tp sizes that divide what is split; layouts and numbers are checked at checked_tp alone"]
+    allowed_tp: Annotated[
+        tuple[int, ...] | None,
+        "the tp sizes that divide what is split; layouts and numbers are checked at checked_tp alone",
+    ]
     stages: Annotated[
         tuple[Literal["plan", "names", "structure", "layouts", "proof"], ...],
         "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts, numbers",
     ]
-    proven: Annotated[bool, "whether two steps of every variant that was checked are proven equal to the unsharded model's"]
+    proven: Annotated[
+        bool, "whether two steps of every variant that was checked are proven equal to the unsharded model's"
+    ]
     unreached: Annotated[tuple[str, ...], "what no run of the proof reached, and the plan does not touch"]
     count: Count
     findings: tuple[Finding, ...]
@@ -83,7 +88,9 @@ class FindingsReport:
 class ComparisonRecord:
     """One tensor of the sharded model against the unsharded one's."""
 
-    name: Annotated[str, "the path of an output in what the model returns (loss, 0, aux.1), or a parameter's or buffer's name"]
+    name: Annotated[
+        str, "the path of an output in what the model returns (loss, 0, aux.1), or a parameter's or buffer's name"
+    ]
     kind: Literal["output", "gradient", "buffer"]
     error: Annotated[
         float | None, "largest difference over largest reference value, the worst rank's; null: not a number"

@@ -63,10 +63,7 @@ class Enter:
             return tuple(each(x) for x in args), {name: each(x) for name, x in kwargs.items()}
         name = boundary.argument or self.parameters[0]
         position = self.parameters.index(name) if name in self.parameters else len(args)
-        if position < len(args):
-            value = args[position]
-        else:
-            value = kwargs.get(name)
+        value = args[position] if position < len(args) else kwargs.get(name)
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{program.name}: style {program.style} moves the argument {name!r}, "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -69,7 +68,8 @@ NAMES: dict[str, Private] = {
         (("torch._C._functorch", "is_functorch_wrapped_tensor"),), "leaving what happens inside torch.vmap unrecorded"
     ),
     "FunctionBase": Private(
-        (("torch.autograd.function", "_SingleLevelFunction"),), "recording a call of an autograd.Function, bound early too"
+        (("torch.autograd.function", "_SingleLevelFunction"),),
+        "recording a call of an autograd.Function, bound early too",
     ),
     "vmap_home": Private((("torch._functorch.apis", ""),), "recording a call of torch.vmap as one operation"),
     "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
@@ -84,7 +84,9 @@ NAMES: dict[str, Private] = {
     "FakeTensorMode": Private(
         (("torch._subclasses.fake_tensor", "FakeTensorMode"),), "a step without memory, which `estimate` measures"
     ),
-    "FakeTensor": Private((("torch._subclasses.fake_tensor", "FakeTensor"),), "gradients that have no values to look at"),
+    "FakeTensor": Private(
+        (("torch._subclasses.fake_tensor", "FakeTensor"),), "gradients that have no values to look at"
+    ),
     "fake_collectives": Private(
         (("torch.distributed._tools.fake_collectives", ""),), "collectives on tensors without memory"
     ),

@@ -35,10 +35,7 @@ def _sums(x: Tensor, temperature: float, chunk: int, moment: bool) -> tuple[Tens
 
 def _sums_of_piece(x: Tensor, temperature: float, moment: bool) -> tuple[Tensor, ...]:
     above = accumulated(x, temperature)
-    if x.shape[-1] == 0:
-        maximum = above.new_full((*x.shape[:-1], 1), -torch.inf)
-    else:
-        maximum = above.amax(-1, keepdim=True)
+    maximum = above.new_full((*x.shape[:-1], 1), -torch.inf) if x.shape[-1] == 0 else above.amax(-1, keepdim=True)
     above.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0))
     if not moment:
         return maximum, above.exp_().sum(-1, keepdim=True)

@@ -71,13 +71,13 @@ class _Carrying:
     def run(self) -> nn.Module:
         changed = [triple for triple in self.triples if triple[0] in self.live.differences]
         for name, own, plain, reduced in changed:
-            with _at(name or type(own).__name__):
+            with _At(name or type(own).__name__):
                 self._structure(own, plain, reduced)
         for name, own, plain, reduced in changed:  # these may use any module of the model
-            with _at(name or type(own).__name__):
+            with _At(name or type(own).__name__):
                 self._attributes(own, plain, reduced)
         for child, new in self.made:
-            with _at(type(child).__name__):
+            with _At(type(child).__name__):
                 for key in vars(child).keys() - IGNORED - set(FLAGS):
                     self._attribute(key, child, None, new)
         self._all_are_there()
@@ -231,7 +231,7 @@ def _triples(live: Live, small: nn.Module, original: Callable[[str], str]) -> It
             yield there, *found[there], reduced
 
 
-class _at:
+class _At:
     """Names the module at which something cannot be carried over."""
 
     def __init__(self, name: str):

@@ -45,7 +45,11 @@ def features_of(model: PreTrainedModel, config: PreTrainedConfig, seq_len: int) 
 
     def make(seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed + 1)
-        text = text_inputs(config, "next" if labels == "next" and decodes else None, seq_len, seed, None) if decodes else {}
+        text = (
+            text_inputs(config, "next" if labels == "next" and decodes else None, seq_len, seed, None)
+            if decodes
+            else {}
+        )
         ids = text.pop("input_ids", None)
         made: dict[str, Any] = {}
         if main is None:

@@ -119,5 +119,3 @@ def _images(
         elif images:
             unseen.append(f"{kind}s: {images}")
     return found, "; ".join(unseen)
-
-

@@ -142,9 +142,8 @@ def _numbers(config: PreTrainedConfig, *, nested: bool = False) -> Iterator[tupl
     """Integers of a configuration and in its lists; of nested ones those that describe no model of their
     own."""
     for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            if nested or hidden_size(value) is None:
-                yield from _numbers(value, nested=nested)
+        if isinstance(value, PreTrainedConfig) and (nested or hidden_size(value) is None):
+            yield from _numbers(value, nested=nested)
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, int) and not isinstance(item, bool):
                 yield name, item

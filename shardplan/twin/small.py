@@ -82,7 +82,9 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
     except NotBound as error:
         raise not_carried(name, error) from error
     except Exception as error:  # of the configuration and the modelling code
-        raise refuse(NO_TWIN, f"{name} cannot be built from its class and configuration", notes=(reason(error),)) from error
+        raise refuse(
+            NO_TWIN, f"{name} cannot be built from its class and configuration", notes=(reason(error),)
+        ) from error
 
 
 def small_of(

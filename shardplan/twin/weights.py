@@ -53,7 +53,6 @@ def fill_zero_buffers(model: nn.Module, seed: int) -> None:
             buffer.copy_(NOISE * (0.5 + noise))
 
 
-
 def _is_random(parameter: torch.Tensor) -> bool:
     """Whether it looks drawn from a distribution around zero rather than set to something."""
     values = parameter.float()

@@ -150,7 +150,9 @@ class _Gathered:
             name = kept_name(held, model)
             if not any(ignored in held.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
                 self.tensors[name] = held
-                self.packed |= {name: packed[other] for other in held.names if other in packed}
+                for other in held.names:
+                    if other in packed:
+                        self.packed[name] = packed[other]
 
     def lazies(self) -> dict[str, Lazy]:
         return {

@@ -55,7 +55,7 @@ class Side(Stack):
 
     def forward(self, x: Tensor, flag: bool = False) -> Tensor:
         x = self.trunk(x) if not self.by_data else x
-        if flag or self.by_data and bool(x.mean() > 1):
+        if flag or (self.by_data and bool(x.mean() > 1)):
             x = x + self.side(x)
         return self.trunk(x) if self.by_data else x
 

@@ -55,6 +55,6 @@ def as_expected(adversary: Adversary, said: Said) -> bool:
     if "RAISED" in said.codes:
         return False
     if adversary.verdict == "right":
-        return said.passed or bool(adversary.codes) and set(said.codes) <= set(adversary.codes)
+        return said.passed or (bool(adversary.codes) and set(said.codes) <= set(adversary.codes))
     expected = adversary.codes or (UNPROVEN if adversary.verdict == "unproven" else said.codes)
     return not said.passed and bool(set(said.codes) & set(expected))

@@ -90,8 +90,10 @@ def page(found: Sequence[Own]) -> str:
     unjudged = [own for own in found if own.has and own.verdict is None]
     unknown = [own for own in found if own.has is None]
     lines = [
-        f"{len(judged)} plans: {len(right)} right, {len(wrong)} wrong; `validate` and the numeric proof disagree on "
-        f"{len(disagree)}.",
+        (
+            f"{len(judged)} plans: {len(right)} right, {len(wrong)} wrong; `validate` and the numeric proof disagree on "
+            f"{len(disagree)}."
+        ),
         "",
         "## Wrong",
         "",

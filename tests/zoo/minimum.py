@@ -88,11 +88,10 @@ def _moved(run: Trace, event: Event, program: ModuleProgram) -> Iterator[tuple[i
             moved = event.inputs if move.argument == "*" else (named.get(move.argument or event.names[0]),)
             if share:
                 yield from ((number, share) for number in moved if number is not None and run.requires_grad[number])
-    if event.kind == "leave":
-        if program.leave is not None and program.link != "source" and program.joins is None:
-            share = SHARES.get(move_ops(program.leave.src, program.leave.dst).backward, 0)
-            if share:
-                yield event.inputs[0], share
+    if event.kind == "leave" and program.leave is not None and program.link != "source" and program.joins is None:
+        share = SHARES.get(move_ops(program.leave.src, program.leave.dst).backward, 0)
+        if share:
+            yield event.inputs[0], share
 
 
 def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int]]:

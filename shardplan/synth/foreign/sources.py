@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -40,7 +40,7 @@ class Source:
     name: str
     data: Any
     sequence_parallel: Any = None
-    sources: SourceMap = SourceMap()
+    sources: SourceMap = field(default_factory=SourceMap)
     diagnostics: tuple[Diagnostic, ...] = ()
 
 
