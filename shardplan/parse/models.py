@@ -6,7 +6,7 @@ follows from the style records (`options`).
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -38,7 +38,7 @@ def either(*options: tuple[type, Any, str]) -> Any:
         fits = type(value) in words and value in literals.get(type(value), (value,))
         return words[type(value)] if fits else ""
 
-    return Annotated[tagged, Discriminator(choose)]
+    return Annotated[Union[tagged], Discriminator(choose)]  # noqa: UP007  of a tuple
 
 
 def _default(cls: type, name: str) -> Any:

@@ -50,9 +50,8 @@ class _Read(torch.autograd.Function):
             parts = [found[i] if found[i] is not None else _zeros(ctx.like[i]) for i in which]
             for i, total in zip(which, summed(ctx.specs[0].mesh, parts, ctx.dtype), strict=True):
                 unused = found[i] is None and not isinstance(total, _FakeTensor) and not total.any()
-                found[i] = (
-                    None if unused else total
-                )  # as unsharded: optimizers leave alone what has no gradient on any rank
+                # As unsharded: optimizers leave alone what has no gradient on any rank.
+                found[i] = None if unused else total
         return (None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
 
 

@@ -115,7 +115,7 @@ def _listed(names: list[str]) -> str:
 def _header(path: Path) -> list[StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file}
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
             kinds = {name: (tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()}
     except SafetensorError as error:
         size = path.stat().st_size
