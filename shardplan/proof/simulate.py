@@ -31,7 +31,9 @@ def simulate(
         build: makes the model on the CPU, with the weights of the reference.
     """
     tp = program.resolved.sizes.tp
-    models = [build() for _ in range(tp)]  # one after the other: they draw from one generator
+    models = [build()]
+    while len(models) < tp:  # one after the other: they draw from one generator
+        models.append(_sharing(build(), models[0]))
 
     def rows(rank: int) -> tuple[Comparison, ...]:
         mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
@@ -41,6 +43,14 @@ def simulate(
     with in_precision_of(models[0]):  # the default dtype is no thread's own
         found = on_threads(tp, rows)
     return worst_of(replace(row, where=_where(rank, row, found)) for rank, mine in enumerate(found) for row in mine)
+
+
+def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
+    """The model with the memory of another's trained parameters, which no forward changes. Applying leaves each rank its part."""
+    for mine, other in zip(model.parameters(), first.parameters(), strict=True):
+        if mine.requires_grad:
+            mine.data = other.data
+    return model
 
 
 def _where(rank: int, row: Comparison, found: Sequence[Sequence[Comparison]]) -> str:
