@@ -479,9 +479,10 @@ def load_others(good: Path, folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     with torch.device("meta"):
         model = Own()
-    shardplan.apply_plan(model, mesh, OWN_PLAN)
+    shardplan.apply_plan(model, mesh, OWN_PLAN, inputs=lambda seed: {"ids": torch.randperm(30)})
     shardplan.load_checkpoint(model, folder)
     expected = own()
+    expected.load_state_dict(load_file(folder / "model.safetensors"))  # a mean of another process may differ in its last bit
     state, buffers = whole_state(model), dict(model.named_buffers())
     assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
     assert all(torch.equal(buffers[name], value) for name, value in expected.named_buffers())
@@ -510,7 +511,7 @@ def test_models_of_ones_own_wrapped_ones_and_those_on_the_cpu(tmp_path):
     folder.mkdir()
     save_file(own().state_dict(), folder / "model.safetensors")
     on_ranks(4, load_others, good, folder)
-    again, expected = load_file(tmp_path / "again" / "model.safetensors"), own().state_dict()
+    again, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "again", folder))
     assert again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in expected)
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["model.safetensors"]
     assert load_file(tmp_path / "ddp" / "model.safetensors").keys() == load_file(good / "model.safetensors").keys()
