@@ -482,7 +482,8 @@ def load_others(good: Path, folder: Path) -> None:
     shardplan.apply_plan(model, mesh, OWN_PLAN, inputs=lambda seed: {"ids": torch.randperm(30)})
     shardplan.load_checkpoint(model, folder)
     expected = own()
-    expected.load_state_dict(load_file(folder / "model.safetensors"))  # a mean of another process may differ in its last bit
+    # What another process computed may differ in its last bit.
+    expected.load_state_dict(load_file(folder / "model.safetensors"))
     state, buffers = whole_state(model), dict(model.named_buffers())
     assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
     assert all(torch.equal(buffers[name], value) for name, value in expected.named_buffers())
