@@ -24,6 +24,7 @@ from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.twin.precision import in_dtype
 
+from .compare import worst_of
 from .rank import rank_rows
 from .steps import STEPS, Steps, cast, reference_steps
 
@@ -87,7 +88,7 @@ def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, rendezvous: str, resu
 def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
-    return tuple(max(same, key=lambda row: row.error) for same in zip(*gathered, strict=True))
+    return worst_of(row for rows in gathered for row in rows)  # by name: ranks may have other tensors
 
 
 def _prove(case: Case) -> tuple[Comparison, ...]:
