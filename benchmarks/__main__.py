@@ -27,8 +27,8 @@ CPU = (
     "layout",
     "refusing",
     "proving",
+    "loading",
 )
-CPU += ("loading",)
 GPU = ("gpu",)
 
 

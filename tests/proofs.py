@@ -26,14 +26,13 @@ from shardplan.compiler.program import program_of as lowered
 from shardplan.compiler.variants import bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower import Program
 from shardplan.models import find_any, tree_of
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
+from shardplan.proof.rank import whole
 from shardplan.proof.steps import cast
 from shardplan.proof.threads import on_threads
-from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 from shardplan.twin import Twin, make_twin
 from tests.simulation import on_every_rank, simulated_mesh, whole_values
@@ -171,17 +170,12 @@ def sharded(
         apply_program(model, read_mesh(mesh), program, src_data_rank=0)
         found = unsharded(model, copy.deepcopy(inputs), call)
         return Results(
-            {name: _whole(value) for name, value in found.values.items()},
-            {name: _whole(value, packed.get(name), tp) for name, value in found.gradients.items()},
+            {name: whole(value) for name, value in found.values.items()},
+            {name: whole(value, packed.get(name), tp) for name, value in found.gradients.items()},
         )
 
     found = on_threads(tp, of_rank)
     return Results(_by_name([one.values for one in found]), _by_name([one.gradients for one in found]))
-
-
-def _whole(value: Tensor, packed: ParameterProgram | None = None, tp: int = 1) -> Tensor:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return unpack(whole, packed.dim, packed.parts, tp) if packed is not None else whole
 
 
 def _by_name(ranks: list[Mapping[str, Tensor]]) -> dict[str, list[tuple[str, Tensor]]]:

@@ -60,11 +60,11 @@ def compare(name: str, kind: Compared, values: Ranked, reference: Tensor, floor:
 
 def compare_steps(
     reference: Steps,
-    outputs: Sequence[Mapping[str, Ranked]],
-    gradients: Mapping[str, Ranked],
-    buffers: Mapping[str, Ranked],
+    outputs: Sequence[Mapping[str, Tensor]],
+    gradients: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
 ) -> tuple[Comparison, ...]:
-    """Compare sharded steps with the unsharded ones: every output of each, every gradient, every buffer.
+    """Compare one rank's steps with the unsharded ones: every output of each, every gradient, every buffer, whole.
 
     What the unsharded model has and the sharded one has not, or the other way round, differs.
     """
@@ -78,9 +78,9 @@ def compare_steps(
 
 
 def _all(
-    kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, Ranked], floor: float = 0.0
+    kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, Tensor], floor: float = 0.0
 ) -> list[Comparison]:
-    rows = [compare(name, kind, found[name], value, floor) for name, value in expected.items() if name in found]
+    rows = [compare(name, kind, [("", found[name])], value, floor) for name, value in expected.items() if name in found]
     dtypes = {str(value.dtype).removeprefix("torch.") for value in expected.values()}
     dtype = "float64" if "float64" in dtypes else "float32"
     rows += [

@@ -35,15 +35,16 @@ def rank_rows(
     outputs = run_steps(model, batches, lambda results: next(given))
     packed, tp = packed_parameters(program), program.resolved.sizes.tp
     gradients = {
-        name: [("", _whole(parameter.grad, packed.get(name), tp))]
+        name: whole(parameter.grad, packed.get(name), tp)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
-    buffers = {name: [("", buffer.detach())] for name, buffer in model.named_buffers(remove_duplicate=False)}
-    found = [{name: [("", _whole(value))] for name, value in step.items()} for step in outputs]
+    buffers = {name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False)}
+    found = [{name: whole(value) for name, value in step.items()} for step in outputs]
     return compare_steps(reference, found, gradients, buffers)
 
 
-def _whole(value: torch.Tensor, packed: ParameterProgram | None = None, tp: int = 1) -> torch.Tensor:
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
-    return unpack(whole, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else whole
+def whole(value: torch.Tensor, packed: ParameterProgram | None = None, tp: int = 1) -> torch.Tensor:
+    """The whole tensor, the rows of a packed parameter in the original order. A collective, of a DTensor."""
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return unpack(full, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else full

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +44,15 @@ def simulate(
 
     with in_precision_of(models[0]):  # the default dtype is no thread's own
         found = on_threads(tp, rows)
-    return worst_of(replace(row, where=_where(rank, row, found)) for rank, mine in enumerate(found) for row in mine)
+    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row in chain.from_iterable(found):
+        errors[row.kind, row.name].append(row.error)
+    alike = {key for key, seen in errors.items() if len(seen) == tp and len(set(seen)) == 1}
+    return worst_of(
+        replace(row, where="all ranks" if (row.kind, row.name) in alike else f"rank {rank}")
+        for rank, mine in enumerate(found)
+        for row in mine
+    )
 
 
 def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
@@ -51,12 +61,6 @@ def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
         if mine.requires_grad:
             mine.data = other.data
     return model
-
-
-def _where(rank: int, row: Comparison, found: Sequence[Sequence[Comparison]]) -> str:
-    """In words, which ranks have what a row says."""
-    others = [other.error for mine in found for other in mine if (other.kind, other.name) == (row.kind, row.name)]
-    return "all ranks" if others == [row.error] * len(found) else f"rank {rank}"
 
 
 def _copied(batch: Batch) -> Batch:

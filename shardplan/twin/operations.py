@@ -68,9 +68,8 @@ class OperationRecorder(TorchFunctionMode):
         self._inside = 0  # atoms and operations that run now
         self._entered: list[tuple[int, ...]] = []
         self._bodies: list[Body] = []  # of autograd.Functions that run now
-        self._mapped: dict[int, None] | None = (
-            None  # in torch.vmap, the values that its function reads beside its arguments
-        )
+        # In torch.vmap, the values that its function reads beside its arguments.
+        self._mapped: dict[int, None] | None = None
         self._failed: tuple[Exception, Event] | None = None
 
     def runs_inside(self, module: str) -> bool:
