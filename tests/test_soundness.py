@@ -8,7 +8,7 @@ from shardplan.parse import parse_plan
 from tests.soundness.edits import edits, written_out
 from tests.soundness.hf import own_plan
 from tests.soundness.judge import judge, parse, subject
-from tests.soundness.table import Row, table
+from tests.soundness.table import Row, row_of, table
 from tests.soundness.tasks import Task
 
 SAMPLED = (
@@ -81,3 +81,13 @@ def test_the_table_counts_what_is_missed() -> None:
     refused = Row("dropped", "right", "layout", None, None, "")
     assert missed.disagrees and refused.disagrees
     assert "| dropped | 2 | 0 | 0 | 0 | 1 | 1 | 1 | 1 |" in table([missed, refused])
+
+
+def test_a_module_that_nothing_reads_has_no_number_to_compare() -> None:
+    """The head of Gemma 3's vision tower runs, and its result is dropped: what is refused there is not right by proof."""
+    model = subject("gemma3", 2)
+    document = written_out(parse_plan("gemma3").plan, model.tree)
+    head = "model.vision_tower.head.mlp.fc2: replicated_with_grad_allreduce"
+    edit = next(e for e in edits(document, sequence_parallel=True) if e.what == head)
+    row = row_of("gemma3", model, True, edit, judge(model, parse(edit.document), sequence_parallel=True, help=False))
+    assert (row.truth, row.verdict, row.disagrees) == ("unread", "layout", False)

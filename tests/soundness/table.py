@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from shardplan.core.tree import starred
 
-from .edits import Edit
+from .edits import Edit, pattern_of
 from .judge import Subject, Verdict
 
 
@@ -18,7 +18,8 @@ class Row:
 
     Args:
         kind: of the edit.
-        truth: "right", "wrong", or "silent" (wrong, with the right loss).
+        truth: "right", "wrong", "silent" (wrong, with the right loss), or "unread": no gradient reaches the edited modules,
+            so that there is nothing to compare.
         verdict: "valid", "structure" (refused before the layout check), "layout".
         named: the first finding names the edited rule ("rule"), a module around or beside it ("parent"), or another.
         mended: the help lines together mend the plan; None where there was nothing to mend or none was looked for.
@@ -34,7 +35,9 @@ class Row:
 
     @property
     def disagrees(self) -> bool:
-        return (self.truth == "right") != (self.verdict == "valid") and not self.only_structure
+        return (
+            self.truth != "unread" and (self.truth == "right") != (self.verdict == "valid") and not self.only_structure
+        )
 
     @property
     def only_structure(self) -> bool:
@@ -45,6 +48,8 @@ class Row:
 def row_of(plan: str, subject: Subject, sequence_parallel: bool, edit: Edit, verdict: Verdict) -> Row:
     truth = "right" if verdict.right else "silent" if verdict.silent else "wrong"
     said = "valid" if verdict.valid else "structure" if verdict.structure else "layout"
+    if truth == "right" and said == "layout" and _unread(subject, edit):
+        truth = "unread"
     named = mended = None
     findings = [d.message for d in verdict.structure] or [d.message for d in verdict.layout.diagnostics]
     if said == "layout" and truth != "right":
@@ -57,6 +62,18 @@ def row_of(plan: str, subject: Subject, sequence_parallel: bool, edit: Edit, ver
         f"  numbers: {truth} {verdict.worst}\n  validate: {said} {findings[:2]}\n  help: {helps} {named} {mended}"
     )
     return Row(edit.kind, truth, said, named, mended, text)
+
+
+def _unread(subject: Subject, edit: Edit) -> bool:
+    """Whether no parameter of the edited modules has a gradient in any step of the unsharded model."""
+    learned = {name for runs in subject.steps.values() for steps in runs.values() for name in steps.gradients}
+    inside = tuple(f"{target}." for target in edit.targets)
+    edited = [
+        name
+        for name in subject.tree.parameters
+        if any(f"{written}.".startswith(inside) for written in (name, pattern_of(name)))
+    ]
+    return bool(edited) and learned.isdisjoint(edited)
 
 
 def _named(edit: Edit, verdict: Verdict) -> str:
@@ -96,13 +113,15 @@ def table(rows: Iterable[Row]) -> str:
             sum(r.verdict != "valid" for r in right),
         )
         lines.append(f"| {kind or '**all**'} | " + " | ".join(map(str, numbers)) + " |")
-    by = Counter(row.verdict for row in rows if row.truth != "right")
+    by = Counter(row.verdict for row in rows if row.truth not in ("right", "unread"))
     lines += [
         "",
         f"Of the wrong plans the structural checks refuse {by['structure']}, the layout check {by['layout']}.",
     ]
     held = sum(row.only_structure for row in rows)
     lines.append(f"{held} more compute the right numbers, and are refused by a structural check for another reason.")
+    unread = sum(row.truth == "unread" for row in rows)
+    lines.append(f"{unread} more are refused in modules whose results nothing reads: there is no number to compare.")
     named = Counter(row.named for row in rows if row.named)
     if total := named.total():
         lines.append(
