@@ -25,7 +25,7 @@ from tqdm import tqdm
 from shardplan import compile_plan
 from shardplan.bind import bind
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.estimate import Question
+from shardplan.core.estimate import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.costs.estimate import step_ledger
@@ -112,7 +112,7 @@ def sent(found: FoundModel, program: Program, tp: int) -> Size:
     """What a step sends on the tp axis."""
     amounts = []
     for batch, length in SHAPES:
-        asked = Question(found.name, "", False, length, batch, "fp32", "none")
+        asked = Question(found.name, "", False, TrainingStep(length, batch, "fp32", "none"))
         ledger = step_ledger(found, program, asked)
         whole = sum(n for (axis, _), n in ledger.bytes.items() if axis == "tp")
         amounts.append(whole / ITEM / (2 * (tp - 1) / tp))

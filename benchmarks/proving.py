@@ -31,7 +31,7 @@ find(sys.argv[1])
 # As `validate`, for the nearest configuration to a type's default that can be built, and whatever its dropout is.
 VALIDATE = """
 import sys
-from shardplan.compiler.inputs import ModelSource, auto_plan
+from shardplan.compiler.inputs import Model, auto_plan
 from shardplan.compiler.variants import wanted_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout import ModelLayouts
@@ -43,7 +43,7 @@ plan = auto_plan(found.tree).plan
 small, wanted = ModelLayouts(found, 2), wanted_variants(plan, None)
 compile_for(small, plan, MeshSizes(tp=2), wanted)
 if "--no-proof" not in sys.argv:
-    prove_stage(Question(small, ModelSource(sys.argv[1]), plan), wanted)
+    prove_stage(Question(small, Model(sys.argv[1]), plan), wanted)
 """
 
 

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     )
     from .apply import build_mesh, micro_batches, without_sequence_parallel
     from .compat import DDPConfig, FSDP2Config, MegatronFSDPConfig
+    from .compiler.inputs import Model
     from .core.diagnostics import PlanError
+    from .core.estimate import TrainingStep
     from .core.plan import Plan
     from .core.report import Report
     from .training import (
@@ -52,17 +54,17 @@ if TYPE_CHECKING:
 # What the package offers, and where it is: imported when it is first asked for, so that `import shardplan`
 # and linting a plan import neither torch nor pydantic.
 _EXPORTS = {
-    "load_plan": "shardplan.api",
-    "init_plan": "shardplan.api",
-    "convert_plan": "shardplan.api",
-    "coverage": "shardplan.api",
-    "validate": "shardplan.api",
-    "compile_plan": "shardplan.api",
-    "apply_plan": "shardplan.api",
-    "verify": "shardplan.api",
-    "estimate": "shardplan.api",
-    "sweep": "shardplan.api",
-    "applied": "shardplan.api",
+    "load_plan": "shardplan.api.plans",
+    "init_plan": "shardplan.api.plans",
+    "convert_plan": "shardplan.api.plans",
+    "coverage": "shardplan.api.check",
+    "validate": "shardplan.api.check",
+    "compile_plan": "shardplan.api.apply",
+    "apply_plan": "shardplan.api.apply",
+    "verify": "shardplan.api.check",
+    "estimate": "shardplan.api.cost",
+    "sweep": "shardplan.api.cost",
+    "applied": "shardplan.api.apply",
     "build_mesh": "shardplan.apply",
     "without_sequence_parallel": "shardplan.apply",
     "micro_batches": "shardplan.apply",
@@ -88,6 +90,8 @@ _EXPORTS = {
     "FSDP2Config": "shardplan.compat",
     "MegatronFSDPConfig": "shardplan.compat",
     "DDPConfig": "shardplan.compat",
+    "Model": "shardplan.compiler.inputs",
+    "TrainingStep": "shardplan.core.estimate",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
     "Report": "shardplan.core.report",

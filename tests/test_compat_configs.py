@@ -146,8 +146,8 @@ WRONG = {
     ),
     "a dtype": (
         FSDP2Config,
-        {"mp_policy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": "bf16"}},
-        "param_dtype must be bfloat16, float16 or float32, not 'bf16'",
+        {"mp_policy": {"_target_": "torch.distributed.fsdp.MixedPrecisionPolicy", "param_dtype": "bf61"}},
+        "param_dtype must be bfloat16, float16 or float32, not 'bf61'",
     ),
     "autocast": (DDPConfig, {"autocast_dtype": "float32"}, "autocast_dtype must be bfloat16 or float16"),
     "the other policy": (

@@ -249,7 +249,7 @@ def test_a_device_file_that_is_none(tmp_path):
         ({"mesh": {"dp": 2, "fsdp": 2}}, "two sizes of the mesh mean dp_shard"),
         ({"mesh": {"tp": 0}}, "positive integer"),
         ({"micro_batch": 0}, "micro_batch must be a positive integer"),
-        ({"precision": "fp8"}, "precision must be one of bf16, fp16, fp32"),
+        ({"precision": "fp8"}, "precision must be bfloat16, float16 or float32"),
         ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, none"),
         ({"device": "h10"}, "did you mean h100"),
         ({"mesh": {"dp_replicate": 2}, "data_parallel": {"backend": "ddp"}}, "not ddp"),

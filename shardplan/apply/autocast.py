@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardplan.core.dtypes import dtype_name
 from shardplan.core.plan import DataParallel
 from shardplan.torchlib.forward import wrap_forward
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ALLOWED = ("bfloat16", "float16")
 
 
 def read_dtype(dtype: torch.dtype | str | None, section: DataParallel | None) -> torch.dtype | None:
@@ -22,9 +23,7 @@ def read_dtype(dtype: torch.dtype | str | None, section: DataParallel | None) ->
     """
     if dtype is None:
         return None
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise ValueError(f"autocast_dtype must be torch.bfloat16 or torch.float16, not {dtype!r}")
+    found: torch.dtype = getattr(torch, dtype_name(dtype, "autocast_dtype", ALLOWED))
     param = section.mixed_precision.param if section is not None and section.mixed_precision else None
     if param is not None and getattr(torch, param) is not found:
         raise ValueError(

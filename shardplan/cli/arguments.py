@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardplan import __version__
+
+if TYPE_CHECKING:
+    from shardplan.compiler.inputs import Model
 
 Parser = argparse.ArgumentParser
 
@@ -275,6 +278,13 @@ def _model_options(parser: Parser) -> None:
         metavar="MODULE:CALLABLE",
         help="what builds a small model of the same structure, for one that is too large or cannot be reduced",
     )
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model that a command line names."""
+    from shardplan.compiler.inputs import Model
+
+    return Model(args.model, dict(args.settings), args.inputs, args.reduced, args.trust_remote_code)
 
 
 def _allow_unproven(parser: Parser) -> None:

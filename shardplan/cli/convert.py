@@ -10,6 +10,7 @@ from pathlib import Path
 from shardplan import api
 from shardplan.render import report_text, wants_color
 
+from .arguments import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .output import finish, progress, write_file
 
@@ -19,8 +20,8 @@ UNNAMED = "<converted>"
 def run(args: argparse.Namespace) -> int:
     if (args.source is None) == (args.import_path is None):
         raise UsageError("give SOURCE or --import, one of both")
-    if args.model is None and (args.tp or args.settings or args.inputs or args.trust_remote_code):
-        raise UsageError("--tp, --set, --inputs and --trust-remote-code are for --model")
+    if args.model is None and (args.tp or args.settings or args.inputs or args.reduced or args.trust_remote_code):
+        raise UsageError("--tp, --set, --inputs, --reduced and --trust-remote-code are for --model")
     if args.output is not None and Path(args.output).exists() and not args.force:
         raise UsageError(f"{args.output} exists; --force overwrites it")
     progress("converting")
@@ -28,15 +29,11 @@ def run(args: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr):  # what imported code prints
             made = api.convert_plan(
                 args.source,
-                model=args.model,
+                model=None if args.model is None else model_of(args),
                 form=args.form,
                 import_path=args.import_path,
                 name=args.name,
                 tp=args.tp,
-                settings=dict(args.settings),
-                inputs=args.inputs,
-                reduced=args.reduced,
-                trust_remote_code=args.trust_remote_code,
                 shown_as=args.output or UNNAMED,
             )
     finally:

@@ -13,6 +13,7 @@ from shardplan.core.estimate import Estimate, Sweep
 from shardplan.core.report import Report
 from shardplan.render import json_text, to_json, wants_color
 
+from .arguments import model_of
 from .exits import CLEAN, UsageError
 from .output import finish, progress
 
@@ -60,15 +61,11 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "logits": args.logits,
         "activation_checkpointing": CHECKPOINTING[args.activation_checkpointing],
         "regather": args.regather or None,
-        "inputs": args.inputs,
-        "reduced": args.reduced,
-        "settings": dict(args.settings),
-        "trust_remote_code": args.trust_remote_code,
         "progress": progress,
     }
     if args.sweep is not None:
-        return api.sweep(args.model, args.plan, args.sweep, **options)
-    return api.estimate(args.model, args.plan, dict(args.mesh), **options)
+        return api.sweep(model_of(args), args.plan, args.sweep, **options)
+    return api.estimate(model_of(args), args.plan, dict(args.mesh), **options)
 
 
 def _plot(made: Sweep, file: str) -> None:

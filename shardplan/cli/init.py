@@ -14,6 +14,7 @@ from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 from shardplan.render import text, wants_color
 
+from .arguments import model_of
 from .exits import CLEAN, UsageError
 from .output import finish, progress, write_file
 
@@ -26,14 +27,10 @@ def run(args: argparse.Namespace) -> int:
     try:
         with redirect_stdout(sys.stderr):
             made = api.init_plan(
-                args.model,
+                model_of(args),
                 tp=args.tp,
                 sequence_parallel=args.sequence_parallel,
                 name=args.name,
-                settings=dict(args.settings),
-                inputs=args.inputs,
-                reduced=args.reduced,
-                trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )
     except PlanError as error:

@@ -12,6 +12,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.render import wants_color
 
+from .arguments import model_of
 from .exits import CLEAN
 from .output import finish, warn
 from .validate import report_of
@@ -28,15 +29,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         with redirect_stdout(sys.stderr):
             program = api.compile_plan(
-                args.model,
+                model_of(args),
                 MeshSizes(tp=args.tp),
                 args.plan,
                 sequence_parallel=args.sequence_parallel,
                 allow_unproven=True,  # it is shown, not applied
-                settings=dict(args.settings),
-                inputs=args.inputs,
-                reduced=args.reduced,
-                trust_remote_code=args.trust_remote_code,
             )
     except PlanError as error:
         return finish(replace(findings, diagnostics=error.diagnostics), args)

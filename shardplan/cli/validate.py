@@ -10,6 +10,7 @@ from shardplan import api
 from shardplan.compiler.early import NoCheckpoint
 from shardplan.core.report import Report
 
+from .arguments import model_of
 from .exits import UsageError
 from .output import finish, progress
 
@@ -31,9 +32,7 @@ def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
     progress(f"reading {args.model}")
     try:
         with redirect_stdout(sys.stderr):
-            return api.validate(
-                args.model, args.plan, layouts=layouts, settings=dict(args.settings), progress=progress, **options
-            )
+            return api.validate(model_of(args), args.plan, layouts=layouts, progress=progress, **options)
     finally:
         progress("")
 
@@ -46,9 +45,6 @@ OPTIONS = (
     "sequence_parallel",
     "seq_len",
     "strict",
-    "trust_remote_code",
-    "inputs",
-    "reduced",
     "quick",
     "proof",
     "allow_unproven",

@@ -13,6 +13,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.render import json_text, to_json, wants_color
 from shardplan.render.proof import proof_text
 
+from .arguments import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .output import finish, progress, warn
 from .validate import report_of
@@ -30,17 +31,13 @@ def run(args: argparse.Namespace) -> int:
     try:
         with redirect_stdout(sys.stderr):
             report = api.verify(
-                args.model,
+                model_of(args),
                 args.plan,
                 tp=args.tp,
                 dp_shard=args.dp_shard,
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
                 allow_unproven=args.allow_unproven,
-                settings=dict(args.settings),
-                inputs=args.inputs,
-                reduced=args.reduced,
-                trust_remote_code=args.trust_remote_code,
                 progress=progress,
             )
     except PlanError as error:  # there is no small copy, or it does not run

@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardplan.apply.autocast import DTYPES as AUTOCAST
+from shardplan.apply.autocast import ALLOWED as AUTOCAST
+from shardplan.core.dtypes import dtype_name
 from shardplan.core.suggest import closest
 from shardplan.models.adapters import unwrapped
 
-from .policies import check_names, name_of, plain, read_dtype, read_policy
+from .policies import check_names, name_of, plain, read_policy
 
 Checkpointing = bool | Literal["full", "selective"]
 _C = TypeVar("_C", bound="Config")
@@ -96,10 +97,7 @@ def _check_checkpointing(mode: Any, scope: Any) -> None:
 
 
 def _check_autocast(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    found = read_dtype(dtype, "autocast_dtype")
-    if found is not None and found not in AUTOCAST.values():
-        raise ValueError(f"autocast_dtype must be bfloat16 or float16, not {dtype!r}")
-    return found
+    return None if dtype is None else getattr(torch, dtype_name(dtype, "autocast_dtype", AUTOCAST))
 
 
 def _check_depth(value: Any, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from shardplan.core.dtypes import dtype_name
 from shardplan.core.suggest import closest
 
 # All that `_target_` may name. Nothing is imported by a name that a file says.
@@ -16,7 +17,6 @@ TARGETS: dict[str, type] = {
     f"torch.distributed.fsdp.{policy.__name__}": policy
     for policy in (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)
 }
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def check_names(given: Mapping[str, Any], known: Mapping[str, Any] | list[str], what: str) -> None:
@@ -35,10 +35,7 @@ def read_dtype(dtype: torch.dtype | str | None, what: str) -> torch.dtype | None
     """
     if dtype is None:
         return None
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
-        raise ValueError(f"{what} must be bfloat16, float16 or float32, not {dtype!r}")
-    return found
+    return getattr(torch, dtype_name(dtype, what))
 
 
 def name_of(dtype: torch.dtype) -> str:

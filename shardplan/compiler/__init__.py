@@ -2,7 +2,9 @@
 
 | file | stage |
 |---|---|
-| inputs | the model and the plan file |
+| pipeline | all of them in their order, each collecting its findings |
+| inputs | the model, the mesh and the plan file, as users give them |
+| early | what can be said before torch is imported |
 | overrides | keyword arguments over the plan's sections |
 | variants | bind, check, prove layouts: for tensor parallel, and with the sequence-parallel overlay |
 | program | lower |

@@ -21,7 +21,7 @@ from shardplan.models.sources import LEGACY, Source, source_of
 from shardplan.models.stored import Element, Folded, fold, stored_tensors
 from shardplan.models.words import classify
 
-from .inputs import AnyPlan, ModelSource, auto_plan, plan_name, read_plan
+from .inputs import AnyPlan, Model, auto_plan, plan_name, read_plan
 from .variants import bind_variants, wanted_variants
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _apart(plan: PlanFile) -> Callable[[str], bool]:
 
 
 def look_early(
-    source: ModelSource, plan: AnyPlan, sizes: MeshSizes, sequence_parallel: bool | None, *, quick: bool
+    source: Model, plan: AnyPlan, sizes: MeshSizes, sequence_parallel: bool | None, *, quick: bool
 ) -> Report:
     """Everything that can be told without torch. Where the report has errors, nothing else needs to be looked at.
 
@@ -95,12 +95,12 @@ def look_early(
         diagnostics=(*about_model, *about_plan),
         sources=sources,
         plans=(plan_name(plan),),
-        model=source.name,
+        model=source.shown,
         sizes=sizes,
     )
     if not report.ok or (named and not quick):
         return report
-    checkpoint = checkpoint_of(file, source.settings)
+    checkpoint = checkpoint_of(file, source.settings or {})
     if checkpoint is None or (quick and plan == "hf"):
         if quick:
             raise NoCheckpoint(_why(source, file, plan))
@@ -116,23 +116,23 @@ def look_early(
     return replace(report, diagnostics=(*report.diagnostics, *found), stages=("plan", "names"))
 
 
-def _why(source: ModelSource, file: ConfigFile | None, plan: AnyPlan) -> str:
+def _why(source: Model, file: ConfigFile | None, plan: AnyPlan) -> str:
     """Why there is nothing to look at quickly."""
     if plan == "hf":
         return "the plan `hf` is read from the model itself, which a quick look does not build"
     if source.settings:
         return "a quick look is at a checkpoint as it is: its numbers cannot be changed"
     if file is None:
-        return f"{source.name} is no folder: a quick look is at the files of a checkpoint"
-    return f"{source.name} holds no whole checkpoint in safetensors beside its config.json"
+        return f"{source.shown} is no folder: a quick look is at the files of a checkpoint"
+    return f"{source.shown} holds no whole checkpoint in safetensors beside its config.json"
 
 
-def config_file(source: ModelSource) -> tuple[ConfigFile | None, tuple[Diagnostic, ...]]:
+def config_file(source: Model) -> tuple[ConfigFile | None, tuple[Diagnostic, ...]]:
     """The configuration of a model that is named by a path, and what is wrong with it; None for other models."""
-    if not isinstance(source.model, str) or classify(source.model).kind != "path":
+    if not isinstance(source.name, str) or classify(source.name).kind != "path":
         return None, ()
     try:
-        return read_folder_or_file(source.model, trust_remote_code=source.trust_remote_code), ()
+        return read_folder_or_file(source.name, trust_remote_code=source.trust_remote_code), ()
     except PlanError as error:
         return None, error.diagnostics
 

@@ -4,63 +4,130 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, Union
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.mesh import MeshSizes, named_sizes
 from shardplan.core.plan import Plan, PlanFile
 from shardplan.core.sources import SourceMap
 from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
     from transformers import PreTrainedConfig
 
     from shardplan.models import FoundModel
     from shardplan.parse import Parsed
 
-    AnyModel = str | nn.Module | PreTrainedConfig
 AnyInputs = str | Callable[[int], Mapping[str, Any]]
 AnyReduced = str | Callable[[], "nn.Module"]
+AnyModel = Union[str, "nn.Module", "PreTrainedConfig", "Model"]
 AnyPlan = Plan | Mapping[str, Any] | str | os.PathLike[str]
+AnyMesh = Union[Mapping[str, int], MeshSizes, "DeviceMesh"]
+
+
+class ModelOptions(TypedDict, total=False):
+    """The fields of `Model` beside its name, as keyword arguments of the functions that take a model."""
+
+    settings: Mapping[str, Any] | None
+    inputs: AnyInputs | None
+    reduced: AnyReduced | None
+    trust_remote_code: bool
+
+
+class MeshOptions(TypedDict, total=False):
+    """The sizes of a mesh as keyword arguments of the functions that take one."""
+
+    tp: int | None
+    dp_shard: int
+    dp_replicate: int
+    cp: int
 
 
 @dataclass(frozen=True)
-class ModelSource:
-    """What names a model, as the user gave it, so that other processes can find it too.
+class Model:
+    """A model as the user names it, so that other processes can find it too.
 
     Args:
-        model: a word, a configuration or a module.
+        name: a word, a configuration or a module.
         settings: numbers of the configuration to change, where it is a word.
-        trust_remote_code: run code that a model's folder brings along, where it is a word.
         inputs: what to call the reduced model with: `module:callable`, or the function.
         reduced: what builds a small model of the same structure: `module:callable`, or the function.
+        trust_remote_code: run code that a model's folder brings along, where it is a word.
     """
 
-    model: AnyModel
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
+    name: str | nn.Module | PreTrainedConfig
+    settings: Mapping[str, Any] | None = None
     inputs: AnyInputs | None = None
     reduced: AnyReduced | None = None
+    trust_remote_code: bool = False
 
     @property
-    def name(self) -> str:
-        return self.model if isinstance(self.model, str) else type(self.model).__name__
+    def shown(self) -> str:
+        return self.name if isinstance(self.name, str) else type(self.name).__name__
 
     def find(self) -> FoundModel:
         """Raises PlanError (SP501 to SP515) and TypeError."""
         from shardplan.models import find_any
 
         return find_any(
-            self.model,
-            settings=self.settings,
+            self.name,
+            settings=self.settings or {},
             trust_remote_code=self.trust_remote_code,
             inputs=self.inputs,
             reduced=self.reduced,
         )
 
 
-def find_model(source: ModelSource) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
+def said(function: str, options: Mapping[str, Any], *kinds: type) -> list[Any]:
+    """The keyword arguments of a function by the TypedDict that has them.
+
+    Raises:
+        TypeError: a name that none of these has.
+    """
+    known = {name for kind in kinds for name in kind.__annotations__}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return [{name: options[name] for name in kind.__annotations__ if name in options} for kind in kinds]
+
+
+def model_of(model: AnyModel, options: ModelOptions) -> Model:
+    """What a function was called with, as one record.
+
+    Raises:
+        TypeError: a `Model`, and options that belong into it.
+    """
+    if not isinstance(model, Model):
+        return Model(model, **options)
+    if given := [name for name, value in options.items() if value]:
+        raise TypeError(f"{', '.join(given)}: say it in the Model that is given, not beside it")
+    return model
+
+
+def sizes_of(mesh: AnyMesh | None, options: MeshOptions) -> MeshSizes:
+    """The sizes that a function was called with: of a mesh, a mapping from axes, or by keywords.
+
+    Raises:
+        ValueError: an axis that is none, two names of one axis, a size that is no positive integer.
+        TypeError: both a mesh and sizes.
+    """
+    if mesh is None:
+        return MeshSizes(**options)
+    if options:
+        raise TypeError(f"{', '.join(options)}: say the sizes in the mesh or beside it, not both")
+    if isinstance(mesh, MeshSizes):
+        return mesh
+    if isinstance(mesh, Mapping):
+        return named_sizes(mesh)
+    from shardplan.apply.mesh import read_mesh
+
+    return read_mesh(mesh).sizes
+
+
+def find_model(source: Model) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:
     """The model, or None and why not."""
     try:
         found = source.find()

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .dtypes import dtype_name
 from .mesh import MeshSizes
 
 Phase = Literal["forward", "backward", "optimizer step"]
 Precision = Literal["bf16", "fp16", "fp32"]
+SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OptimizerName = Literal["adamw", "sgd", "none"]
 # What memory is used for. "gathered parameters" are FSDP's whole copies of units; "activations" are what a forward keeps
 # for its backward; "logits" every tensor over tokens and (a rank's part of) the vocabulary; "temporaries" all else.
@@ -47,25 +49,49 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingStep:
+    """The step whose cost is asked for.
+
+    Args:
+        seq_len: tokens of a sequence.
+        micro_batch: sequences of a data-parallel rank in one forward.
+        precision: the dtype in which parameters, gradients and optimizer state are stored; also as "bfloat16" or
+            torch.bfloat16.
+        optimizer: "adamw", "sgd" or "none".
+
+    Raises:
+        ValueError: a size that is no positive integer, an unknown word.
+    """
+
+    seq_len: int
+    micro_batch: int = 1
+    precision: Precision = "bf16"
+    optimizer: OptimizerName = "adamw"
+
+    def __post_init__(self) -> None:
+        for name in ("seq_len", "micro_batch"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        if self.optimizer not in get_args(OptimizerName):
+            raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, not {self.optimizer!r}")
+        object.__setattr__(self, "precision", SHORT[dtype_name(self.precision, "precision")])
+
+
+@dataclass(frozen=True, slots=True)
 class Question:
     """What an estimate is asked for.
 
     Args:
         model, plan: the names.
         sequence_parallel: with the plan's overlay.
-        seq_len: tokens of a sequence.
-        micro_batch: sequences of a data-parallel rank in one forward.
-        precision: the dtype in which parameters, gradients and optimizer state are stored.
-        optimizer: "adamw", "sgd" or "none".
+        step: of which it is the cost.
     """
 
     model: str
     plan: str
     sequence_parallel: bool
-    seq_len: int
-    micro_batch: int
-    precision: Precision
-    optimizer: OptimizerName
+    step: TrainingStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +191,7 @@ class Estimate:
     @property
     def tokens(self) -> int:
         """Tokens of all data-parallel ranks in a step."""
-        return self.asked.micro_batch * self.asked.seq_len * self.sizes.dp_shard * self.sizes.dp_replicate
+        return self.asked.step.micro_batch * self.asked.step.seq_len * self.sizes.dp_shard * self.sizes.dp_replicate
 
     @property
     def fits(self) -> bool | None:

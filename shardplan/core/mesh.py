@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -58,6 +58,23 @@ class MeshSizes:
         for axis in AXES:
             world *= getattr(self, axis) or 1
         return world
+
+
+def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
+    """The sizes of a mesh from axis names, in any of their spellings.
+
+    Raises:
+        ValueError: an axis that is none, two names of one axis, a size that is no positive integer.
+    """
+    given: dict[str, int] = {}
+    for name, size in mesh.items():
+        axis = canonical_axis(name)
+        if axis is None:
+            raise ValueError(f"there is no mesh axis {name!r}: the axes are {', '.join(AXES)}")
+        if axis in given:
+            raise ValueError(f"two sizes of the mesh mean {axis}")
+        given[axis] = size
+    return MeshSizes(**given)
 
 
 def duplicate_axes(names: Iterable[str]) -> tuple[str, ...]:

@@ -2,46 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import get_args
+from dataclasses import replace
+from typing import TypedDict
 
-from shardplan.core.estimate import OptimizerName, Precision, Question
-from shardplan.core.mesh import AXES, MeshSizes, canonical_axis
+from shardplan.core.estimate import OptimizerName, Precision, TrainingStep
+from shardplan.core.mesh import AXES, MeshSizes
 
-from .ranks import AXES as MODELLED
+MODELLED = ("dp_replicate", "dp_shard", "tp")  # the axes that estimates know
 
 
-def read_sizes(mesh: Mapping[str, int] | MeshSizes) -> MeshSizes:
-    """The sizes of a mesh, tp 1 where it is not said.
+class StepOptions(TypedDict, total=False):
+    """The fields of a `TrainingStep` as keyword arguments."""
+
+    seq_len: int
+    micro_batch: int
+    precision: Precision
+    optimizer: OptimizerName
+
+
+def modelled(sizes: MeshSizes) -> MeshSizes:
+    """The sizes, tp 1 where it is not said.
 
     Raises:
-        ValueError: an axis that is none or that estimates leave out, two names of one axis, a size that is no positive
-            integer.
+        ValueError: an axis that estimates leave out.
     """
-    if isinstance(mesh, MeshSizes):
-        given = {axis: getattr(mesh, axis) for axis in AXES}
-    else:
-        given = {}
-        for name, size in mesh.items():
-            axis = canonical_axis(name)
-            if axis is None:
-                raise ValueError(f"there is no mesh axis {name!r}: an estimate knows {', '.join(MODELLED)}")
-            if axis in given:
-                raise ValueError(f"two sizes of the mesh mean {axis}")
-            given[axis] = size
-    sizes = MeshSizes(**{"tp": 1} | {axis: size for axis, size in given.items() if size is not None})
     for axis in AXES:
         if axis not in MODELLED and getattr(sizes, axis) > 1:
             raise ValueError(f"an estimate knows {', '.join(MODELLED)}, not {axis}")
-    return sizes
+    return replace(sizes, tp=sizes.tp or 1)
 
 
-def check_question(asked: Question) -> None:
-    """Raise ValueError for a size that is no positive integer, and for unknown words."""
-    for name in ("seq_len", "micro_batch"):
-        value = getattr(asked, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    for name, words in (("precision", get_args(Precision)), ("optimizer", get_args(OptimizerName))):
-        if getattr(asked, name) not in words:
-            raise ValueError(f"{name} must be one of {', '.join(words)}, not {getattr(asked, name)!r}")
+def step_of(step: TrainingStep | None, options: StepOptions) -> TrainingStep:
+    """What a function was called with, as one record.
+
+    Raises:
+        TypeError: neither or both are given.
+    """
+    if step is not None and options:
+        raise TypeError(f"{', '.join(options)}: say it in the TrainingStep that is given, not beside it")
+    if step is None and "seq_len" not in options:
+        raise TypeError("an estimate needs seq_len, the tokens of a sequence")
+    return step or TrainingStep(**options)

@@ -106,7 +106,7 @@ def step_ledger(
         offloaded: parameters and optimizer state are in the host's memory.
         shorten: takes layers away.
     """
-    model = found.build("meta", DTYPES[asked.precision]).train()
+    model = found.build("meta", DTYPES[asked.step.precision]).train()
     shorten(model)
     with fake_mesh(program.resolved.sizes) as mesh, _quietly():
         mesh.check_sections(program.resolved)
@@ -114,8 +114,8 @@ def step_ledger(
         return trace(
             applied,
             mesh,
-            inputs_of(found, model, asked.micro_batch, asked.seq_len),
-            optimizer=asked.optimizer,
+            inputs_of(found, model, asked.step.micro_batch, asked.step.seq_len),
+            optimizer=asked.step.optimizer,
             logits=_logits(found, asked, program.resolved.sizes.tp or 1),
             offloaded=offloaded,
             name=found.name,
@@ -128,7 +128,7 @@ def _logits(found: FoundModel, asked: Question, tp: int) -> list[tuple[int, int]
     rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
     if not isinstance(rows, int):
         return []
-    tokens = [asked.micro_batch * length for length in (asked.seq_len, asked.seq_len - 1)]
+    tokens = [asked.step.micro_batch * length for length in (asked.step.seq_len, asked.step.seq_len - 1)]
     return [(n * width, width) for n in tokens for width in (rows, -(-rows // tp))]
 
 

@@ -15,8 +15,7 @@ from shardplan.apply.mesh import PlanMesh, read_mesh
 from shardplan.core.mesh import MeshSizes
 from shardplan.torchlib.private import private
 
-AXES = ("dp_replicate", "dp_shard", "tp")
-
+from .asked import MODELLED
 
 _serial = count()
 
@@ -34,7 +33,7 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     if dist.is_initialized():
         raise ValueError("an estimate needs a process group of its own: make it before init_process_group")
     private("fake_pg")
-    shape = {axis: getattr(sizes, axis) or 1 for axis in AXES}
+    shape = {axis: getattr(sizes, axis) or 1 for axis in MODELLED}
     if shape["dp_replicate"] == 1:  # FSDP2 takes an axis of one rank for hybrid sharding
         del shape["dp_replicate"]
     serial = next(_serial)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from shardplan.compiler.inputs import ModelSource
+from shardplan.compiler.inputs import Model
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import On, Variants, any_error, bind_variants, check_variants
@@ -72,7 +72,7 @@ def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: I
 @torch.random.fork_rng(devices=[])
 def prove(
     small: ModelLayouts,
-    source: ModelSource,
+    source: Model,
     plan: PlanFile,
     sizes: MeshSizes,
     variants: Sequence[On],
@@ -113,7 +113,7 @@ def prove(
         counts = _counts(small.benches[0].model, program.modules)
         proofs.append(VariantProof(variant_name(on), rows, *counts, *names))
     report = VerifyReport(
-        model=source.name,
+        model=source.shown,
         plan=plan.name,
         sizes=sizes,
         variants=tuple(proofs),
@@ -151,7 +151,7 @@ def references(twin: Twin) -> References:
 class TwinCase:
     """One proof, as something that other processes can be handed."""
 
-    source: ModelSource
+    source: Model
     program: Program
     sizes: MeshSizes
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.compiler.inputs import ModelSource
+from shardplan.compiler.inputs import Model
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import On
@@ -40,7 +40,7 @@ class Question:
     """
 
     small: ModelLayouts
-    source: ModelSource
+    source: Model
     plan: PlanFile
     logits: Logits = "plan"
     allow_unproven: bool = False

@@ -80,8 +80,8 @@ def _title(estimate: Estimate) -> str:
     overlay = ", sequence parallel" if asked.sequence_parallel else ""
     return (
         f"{printable(asked.model)} ({estimate.parameters:,} parameters), plan {printable(asked.plan)}{overlay}\n"
-        f"{asked.micro_batch:,} x {asked.seq_len:,} tokens on a data-parallel rank, {asked.precision}, optimizer "
-        f"{asked.optimizer}"
+        f"{asked.step.micro_batch:,} x {asked.step.seq_len:,} tokens on a data-parallel rank, {asked.step.precision}, optimizer "
+        f"{asked.step.optimizer}"
     )
 
 

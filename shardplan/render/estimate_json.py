@@ -43,10 +43,10 @@ def _asked(asked: Question) -> AskedRecord:
         asked.model,
         asked.plan,
         asked.sequence_parallel,
-        asked.seq_len,
-        asked.micro_batch,
-        asked.precision,
-        asked.optimizer,
+        asked.step.seq_len,
+        asked.step.micro_batch,
+        asked.step.precision,
+        asked.step.optimizer,
     )
 
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan import load_plan
 from shardplan.apply.apply import apply_program
 from shardplan.apply.mesh import read_mesh
-from shardplan.compiler.inputs import ModelSource, find_model, read_plan
+from shardplan.compiler.inputs import Model, find_model, read_plan
 from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts
 from shardplan.core.mesh import MeshSizes
@@ -27,7 +27,7 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     Raises:
         NotAppliedError: binding or the structural checks have errors.
     """
-    source = ModelSource(model, inputs=adversary.given_inputs)
+    source = Model(model, inputs=adversary.given_inputs)
     found, _ = find_model(source)
     plan = load_plan(adversary.plan) if adversary.plan not in ("auto", "hf") else adversary.plan
     read, _, about = read_plan(plan, found)

@@ -1,0 +1,29 @@
+"""The public functions, a file for each task.
+
+| file | functions |
+|---|---|
+| plans | load_plan, init_plan, convert_plan |
+| check | validate, verify, coverage |
+| apply | compile_plan, apply_plan, applied |
+| cost | estimate, sweep |
+"""
+
+from .apply import applied, apply_plan, compile_plan
+from .check import coverage, validate, verify
+from .cost import estimate, sweep
+from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
+
+__all__ = [
+    "ConvertedPlan",
+    "applied",
+    "apply_plan",
+    "compile_plan",
+    "convert_plan",
+    "coverage",
+    "estimate",
+    "init_plan",
+    "load_plan",
+    "sweep",
+    "validate",
+    "verify",
+]

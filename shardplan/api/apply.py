@@ -1,0 +1,186 @@
+"""Compiling a plan, and sharding a model with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from shardplan.compiler.inputs import (
+    AnyInputs,
+    AnyMesh,
+    AnyModel,
+    AnyPlan,
+    AnyReduced,
+    Model,
+    ModelOptions,
+    model_of,
+    said,
+    sizes_of,
+)
+from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardplan.apply import Applied
+    from shardplan.lower import Program
+
+
+class CompileOptions(ModelOptions, Changes, total=False):
+    """Keyword arguments of `compile_plan`."""
+
+
+class LiveModelOptions(TypedDict, total=False):
+    """What is said of a module that is there."""
+
+    inputs: AnyInputs | None
+    reduced: AnyReduced | None
+
+
+class ApplyOptions(LiveModelOptions, Changes, total=False):
+    """Keyword arguments of `apply_plan`."""
+
+
+def compile_plan(
+    model: AnyModel,
+    mesh: AnyMesh,
+    plan: AnyPlan,
+    *,
+    seq_len: int | None = None,
+    strict: bool = False,
+    allow_unproven: bool = False,
+    **options: Unpack[CompileOptions],
+) -> Program:
+    """Compile a plan for a model, without touching it. Deterministic, and equal on all ranks. Its layouts are checked;
+    `validate` and `apply_plan` prove it numerically too.
+
+    Args:
+        model, plan: as for `validate`.
+        mesh: a DeviceMesh with axis names, or the sizes alone, `{"tp": 8}`.
+        sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
+        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
+        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
+            leaves the section out, True takes its defaults (on the plan's data-parallel units, wrapped or not), None is as
+            the plan says.
+        regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
+            the plan says.
+        seq_len: the sequence length in tokens, to check its divisibility.
+        strict: warnings are errors.
+        allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
+
+    Raises:
+        PlanError: all that `validate` can tell before its last stage.
+        TypeError, ValueError: a wrong argument.
+    """
+    of_model, changes = said("compile_plan", options, ModelOptions, Changes)
+    compiled = compile_variant(
+        model_of(model, of_model),
+        sizes_of(mesh, {}),
+        plan,
+        changes,
+        seq_len=seq_len,
+        strict=strict,
+        allow_unproven=allow_unproven,
+    )
+    return program_or_raise(compiled)
+
+
+def program_or_raise(compiled: Compiled) -> Program:
+    """The program. Raises PlanError with what was found where there is none."""
+    from shardplan.render.errors import raise_errors
+
+    raise_errors(compiled.findings, compiled.given.sources)
+    assert compiled.program is not None
+    return compiled.program
+
+
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: AnyPlan,
+    *,
+    seq_len: int | None = None,
+    strict: bool = False,
+    prove: bool = True,
+    allow_unproven: bool = False,
+    axes: Mapping[str, str] | None = None,
+    check_inputs: bool = False,
+    src_data_rank: int | None = 0,
+    autocast_dtype: torch.dtype | str | None = None,
+    patch_is_packed_sequence: bool = False,
+    **options: Unpack[ApplyOptions],
+) -> nn.Module:
+    """Shard a model as a plan says: tensor and sequence parallelism, ties, activation checkpointing, compile, FSDP2.
+
+    The model is changed in place and returned (with the backend ddp, its wrapper). Names of modules and parameters
+    stay. Make the optimizer afterwards.
+
+    Args:
+        model: on the meta device, the CPU or a CUDA device, not sharded yet.
+        mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
+            understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
+        plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
+        allow_unproven, inputs, reduced: as for `compile_plan`.
+        prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
+            it before (`validate`). Without it, `applied(model)` says "not proven".
+        axes: axis -> the mesh's name for it, where it is none of the known spellings.
+        check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
+        src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
+        autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
+        patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,
+            which makes the device wait; in this process, with a warning, and an error for packed inputs.
+
+    Raises:
+        PlanError: all that `validate` can tell; the model is untouched.
+        ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
+        RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
+    """
+    from shardplan.apply.agreement import check_inputs_once, intention, same_on_all_ranks
+    from shardplan.apply.apply import apply_program, refuse_used
+    from shardplan.apply.autocast import read_dtype
+    from shardplan.apply.mesh import read_mesh
+    from shardplan.models.packed import patch_is_packed_sequence as patch_packed
+    from shardplan.proof.stage import Question, prove_on_first_rank
+    from shardplan.render.errors import raise_errors
+
+    of_model, changes = said("apply_plan", options, LiveModelOptions, Changes)
+    refuse_used(model)
+    plan_mesh, named = read_mesh(mesh, axes), Model(model, **of_model)
+    with same_on_all_ranks(mesh) as say:
+        compiled = compile_variant(
+            named, plan_mesh.sizes, plan, changes, seq_len=seq_len, strict=strict, allow_unproven=allow_unproven
+        )
+        program, warnings = program_or_raise(compiled), compiled.findings
+        plan_mesh.check_sections(program.resolved)
+        autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
+        say(f"{intention(program)}\nautocast {autocast}")
+    proof = "not proven: nothing is split" if plan_mesh.sizes.tp == 1 else "not proven: it cannot be (allow_unproven)"
+    if not prove:
+        proof = "not proven: prove=False"
+    elif compiled.small is not None:
+        _, read = compiled.given.both
+        asked = Question(compiled.small, named, read, changes.get("logits", "plan"), allow_unproven)
+        found, how = prove_on_first_rank(asked, program.sequence_parallel, mesh)
+        raise_errors(found, compiled.given.sources, strict=strict)
+        warnings, proof = (*warnings, *found), f"proven {how}, on a reduced model"
+    result = apply_program(
+        model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings, proof=proof
+    )
+    if patch_is_packed_sequence:
+        patch_packed()
+    if check_inputs and plan_mesh.tp is not None:
+        check_inputs_once(result, plan_mesh.tp)
+    return result
+
+
+def applied(model: nn.Module) -> Applied:
+    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives; printable.
+
+    Raises:
+        ValueError: no plan was applied to it, or applying one failed half-way.
+    """
+    from shardplan.apply import applied as lookup
+
+    return lookup(model)

@@ -1,0 +1,225 @@
+"""Checking and proving a plan for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
+
+from shardplan.compiler.early import look_early
+from shardplan.compiler.inputs import (
+    AnyMesh,
+    AnyModel,
+    AnyPlan,
+    MeshOptions,
+    Model,
+    ModelOptions,
+    model_of,
+    said,
+    sizes_of,
+)
+from shardplan.compiler.pipeline import at_a_size, look_up
+from shardplan.compiler.variants import bind_variants, prove_layouts, wanted_variants
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered, variant_name
+
+if TYPE_CHECKING:
+    from shardplan.compiler.overrides import Logits
+    from shardplan.core.coverage import Coverage
+
+
+class Options(ModelOptions, MeshOptions, total=False):
+    """Keyword arguments that say what is checked."""
+
+
+def validate(
+    model: AnyModel,
+    plan: AnyPlan,
+    mesh: AnyMesh | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+    seq_len: int | None = None,
+    strict: bool = False,
+    layouts: bool = True,
+    proof: bool = True,
+    quick: bool = False,
+    allow_unproven: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[Options],
+) -> Report:
+    """Check a plan against a model, without touching it; every finding at once. The last stage proves it: two training steps
+    of the reduced model on simulated ranks, against the same steps unsharded.
+
+    What can be told without torch is told first: errors in the plan itself, and for a checkpoint's folder what its names and
+    sizes alone decide. Where there are such errors, torch is not imported and the model not built (`Report.stages`).
+
+    Args:
+        model: a module on any device, a transformers configuration, a word as on the command line (a folder or config.json, a
+            cached hub id, a model type, `module:callable`), or a `Model` of one of these.
+        plan: as for `load_plan`, or "auto" (the built-in plan for the model) or "hf" (the model's own tp_plan).
+        mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; in place of it the keywords `tp`, `dp_shard`,
+            `dp_replicate`, `cp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
+            that the model allows.
+        sequence_parallel: check the plan with, or without, its overlay; None checks both.
+        seq_len: the sequence length in tokens, to check its divisibility.
+        strict: warnings are errors.
+        layouts: check the layouts of activations and gradients too, where the structure is right; without it, and so
+            without the proof, the check is done sooner and says less.
+        proof: prove the plan numerically, where the layouts are right; without it the report says "not proven".
+        quick: stop behind what the files of a checkpoint's folder tell, for which neither torch nor the model's code is
+            needed. What they do not decide for certain is a warning that says so.
+        allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
+            warning; else it is an error.
+        progress: is told what is being done.
+        inputs: what to call the reduced model with: a function from a seed to keyword arguments of its `forward`, or
+            `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
+            it they are made from the configuration, and a module of your own is called with token ids.
+        reduced: what builds a small model of the same structure, a function without arguments or `module:callable`: for a
+            module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
+        settings: numbers of the model's configuration to change, where `model` is a word.
+        trust_remote_code: run code that a model's folder brings along, where `model` is a word.
+
+    Raises:
+        ValueError: a mesh size that is not a positive integer; `quick` for what is no checkpoint's folder
+            (`compiler.early.NoCheckpoint`).
+        TypeError: something that is no model or no plan; the same said twice.
+    """
+    of_model, of_mesh = said("validate", options, ModelOptions, MeshOptions)
+    named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
+    report = look_early(named, plan, sizes, sequence_parallel, quick=quick)
+    if report.ok and not quick:
+        last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
+        report = _look(report, named, plan, sequence_parallel, seq_len, last, allow_unproven, progress)
+    findings = ordered(report.diagnostics, report.sources)
+    return replace(report, diagnostics=as_errors(findings) if strict else findings)
+
+
+def _look(
+    report: Report,
+    model: Model,
+    plan: AnyPlan,
+    sequence_parallel: bool | None,
+    seq_len: int | None,
+    last: Stage,
+    allow_unproven: bool,
+    progress: Callable[[str], None],
+) -> Report:
+    """Look at the model itself, up to the stage `last`; `report` is of what was looked at before."""
+    from shardplan.layout import ModelLayouts
+
+    given = look_up(model, plan)
+    report = replace(report, sources=given.sources, diagnostics=given.findings)
+    if given.found is None or given.plan is None:
+        return report
+    wanted = wanted_variants(given.plan, sequence_parallel)
+    assert report.sizes is not None  # `look_early` was given them
+    variants, allowed = at_a_size(given, report.sizes, wanted, seq_len=seq_len)
+    report = replace(
+        report,
+        stages=(*report.stages, "structure"),
+        checked_tp=next(iter(variants.resolved.values())).sizes.tp,
+        variants=tuple(map(variant_name, wanted)),
+        allowed_tp=allowed,
+    )
+    if last != "structure" and not variants.any_error:
+        progress("checking layouts")
+        small = ModelLayouts(given.found, report.checked_tp or 1)
+        variants = prove_layouts(variants, given.plan, small, allow_unproven=allow_unproven)
+        report = replace(report, stages=(*report.stages, "layouts") if variants.layouts else report.stages)
+        report = replace(report, allowed_tp=variants.allowed(allowed))
+        if last == "proof" and variants.layouts and small.runs and not variants.any_error:
+            from shardplan.proof.stage import Question, prove_stage
+
+            asked = Question(small, model, given.plan, allow_unproven=allow_unproven)
+            proven, about = prove_stage(asked, tuple(variants.resolved), progress)
+            variants = variants.with_findings(about)
+            report = replace(report, stages=(*report.stages, "proof"), proof=proven)
+    return replace(
+        report,
+        diagnostics=(*given.findings, *variants.together),
+        secondary=ordered(variants.secondary, given.sources),
+    )
+
+
+def coverage(
+    model: AnyModel,
+    plan: AnyPlan = "auto",
+    **options: Unpack[ModelOptions],
+) -> Coverage:
+    """What a plan splits of a model, what stays whole on every rank, and the tp sizes that both allow; nothing is proven.
+
+    Args:
+        model, plan, settings, trust_remote_code: as for `validate`.
+
+    Raises:
+        PlanError: the model cannot be found, or the plan does not bind to it.
+    """
+    from shardplan.check import allowed_tp
+    from shardplan.core.coverage import Coverage, covered
+    from shardplan.lower import split_parameters
+    from shardplan.render.errors import raise_errors
+
+    (of_model,) = said("coverage", options, ModelOptions)
+    given = look_up(model_of(model, of_model), plan)
+    raise_errors(given.findings, given.sources)
+    found, read = given.both
+    bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None))
+    raise_errors(bound.together, given.sources)
+    split, whole = covered(found.tree, split_parameters(bound.resolved[False]))
+    allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
+    return Coverage(given.model.shown, read.name, allowed, split, whole)
+
+
+def verify(
+    model: AnyModel,
+    plan: AnyPlan,
+    mesh: AnyMesh | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+    logits: Logits = "plan",
+    processes: bool = False,
+    allow_unproven: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[Options],
+) -> VerifyReport:
+    """Prove a plan numerically: two training steps of a reduced model, sharded, against the same steps unsharded - every
+    output, every gradient and every buffer, on every rank.
+
+    Args:
+        model, plan, mesh: as for `validate`; a size of tp is needed.
+        sequence_parallel: with or without the overlay; None proves both where the plan has one.
+        processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
+            above 1.
+        allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
+        ValueError: data parallelism without `processes`.
+    """
+    from shardplan.layout import ModelLayouts
+    from shardplan.proof.prove import prove
+    from shardplan.render.errors import raise_errors
+
+    of_model, of_mesh = said("verify", options, ModelOptions, MeshOptions)
+    named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
+    if sizes.tp is None:
+        raise TypeError("verify needs a size of tp")
+    if sizes.world_size > sizes.tp and not processes:
+        raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
+    given = look_up(named, plan)
+    raise_errors(given.findings, given.sources)
+    found, read = given.both
+    wanted = wanted_variants(read, sequence_parallel)
+    raise_errors((*given.findings, *given.structure(sizes, wanted).together), given.sources)
+    return prove(
+        ModelLayouts(found, sizes.tp),
+        named,
+        read,
+        sizes,
+        wanted,
+        logits=logits,
+        processes=processes,
+        allow_unproven=allow_unproven,
+        progress=progress,
+    ).report

@@ -1,0 +1,150 @@
+"""What a training step of a planned model costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Unpack
+
+from shardplan.compiler.inputs import (
+    AnyMesh,
+    AnyModel,
+    AnyPlan,
+    MeshOptions,
+    Model,
+    ModelOptions,
+    model_of,
+    plan_name,
+    said,
+    sizes_of,
+)
+from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.sources import SourceMap
+from shardplan.costs.asked import StepOptions, modelled, step_of
+
+from .apply import program_or_raise
+
+if TYPE_CHECKING:
+    from shardplan.core.estimate import Device, Estimate, Sweep, TrainingStep
+
+
+class SweepOptions(ModelOptions, StepOptions, Changes, total=False):
+    """Keyword arguments of `sweep`."""
+
+
+class EstimateOptions(SweepOptions, MeshOptions, total=False):
+    """Keyword arguments of `estimate`."""
+
+
+def estimate(
+    model: AnyModel,
+    plan: AnyPlan,
+    mesh: AnyMesh | None = None,
+    step: TrainingStep | None = None,
+    *,
+    device: Device | str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[EstimateOptions],
+) -> Estimate:
+    """What a training step of a planned model costs each rank, without memory and without a device: bytes, floating point
+    operations, communication and, for a device, the least time. A few layers are traced and the rest extrapolated.
+
+    Args:
+        model, plan: as for `validate`.
+        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`; in place of it the keywords `tp`, `dp_shard`, `dp_replicate`.
+        step: what one step is; in place of it the keywords of its fields:
+        seq_len: tokens of a sequence.
+        micro_batch: sequences that a data-parallel rank takes at once.
+        precision: in what parameters, gradients and optimizer state are stored: "bf16", "bfloat16", torch.bfloat16; likewise
+            fp16 and fp32. What is computed in follows from it and from the plan's mixed_precision.
+        optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
+        device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
+        sequence_parallel, logits, data_parallel, activation_checkpointing, regather: as for `apply_plan`.
+        inputs, reduced, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
+            whatever `seq_len` and `micro_batch` are.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
+        ValueError: a wrong size, word or device; cp, or a data-parallel backend other than fsdp2; a process group exists.
+    """
+    of_model, of_mesh, of_step, changes = said("estimate", options, ModelOptions, MeshOptions, StepOptions, Changes)
+    meshes = [modelled(sizes_of(mesh, of_mesh))]
+    (made,) = _estimates(model_of(model, of_model), plan, meshes, step_of(step, of_step), device, changes, progress)
+    if isinstance(made, PlanError):
+        raise made
+    return made
+
+
+def sweep(
+    model: AnyModel,
+    plan: AnyPlan,
+    gpus: int,
+    step: TrainingStep | None = None,
+    *,
+    device: Device | str,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[SweepOptions],
+) -> Sweep:
+    """The estimate of every mesh for a number of devices: dp_replicate x dp_shard x tp.
+
+    Args:
+        gpus: how many devices.
+        sequence_parallel: with the plan's overlay, where tp is above 1.
+        model, plan and all others: as for `estimate`.
+
+    Raises:
+        PlanError: no mesh can be estimated.
+        ValueError: as for `estimate`.
+    """
+    from shardplan.core.estimate import Sweep
+    from shardplan.costs.meshes import in_order, meshes_of
+
+    meshes = meshes_of(gpus)
+    of_model, of_step, changes = said("sweep", options, ModelOptions, StepOptions, Changes)
+    made = _estimates(model_of(model, of_model), plan, meshes, step_of(step, of_step), device, changes, progress)
+    errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
+    if len(errors) == len(meshes):
+        raise errors[meshes[0]]
+    first = ((sizes, next(d for d in error.diagnostics if d.is_error)) for sizes, error in errors.items())
+    reasons = ((sizes, " ".join((d.message, *(f"({note})" for note in d.notes[:1])))) for sizes, d in first)
+    return Sweep(gpus, in_order(one for one in made if not isinstance(one, PlanError)), tuple(reasons))
+
+
+def _estimates(
+    model: Model,
+    plan: AnyPlan,
+    meshes: Iterable[MeshSizes],
+    step: TrainingStep,
+    device: Device | str | None,
+    changes: Changes,
+    progress: Callable[[str], None],
+) -> list[Estimate | PlanError]:
+    """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the tp axis."""
+    from shardplan.check import check
+    from shardplan.core.estimate import Question
+    from shardplan.costs.devices import read_device
+    from shardplan.costs.estimate import estimate_mesh
+    from shardplan.render.errors import raise_errors
+
+    asked = Question(model.shown, plan_name(plan), changes.get("sequence_parallel", False), step)
+    known = read_device(device) if isinstance(device, str) else device
+    compiled: dict[int | None, Compiled] = {}
+    made: list[Estimate | PlanError] = []
+    for sizes in meshes:
+        try:
+            if sizes.tp not in compiled:
+                progress(f"compiling for tp {sizes.tp}")
+                compiled[sizes.tp] = compile_variant(
+                    model, sizes, plan, changes, seq_len=step.seq_len, allow_unproven=True
+                )
+            program = program_or_raise(compiled[sizes.tp])
+            resolved = replace(program.resolved, sizes=sizes)
+            raise_errors(check(resolved, seq_len=step.seq_len), SourceMap())
+            found, _ = compiled[sizes.tp].given.both
+            made.append(estimate_mesh(found, replace(program, resolved=resolved), asked, known, progress))
+        except PlanError as error:
+            made.append(error)
+    return made

@@ -1,0 +1,185 @@
+"""Plans themselves: reading, writing and converting them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Unpack
+
+from shardplan.compiler.inputs import AnyModel, AnyPlan, ModelOptions, find_model, model_of, said
+from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, wanted_variants
+from shardplan.core.diagnostics import PlanError, Severity
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import Plan
+from shardplan.core.report import Report, ordered
+from shardplan.core.sources import SourceMap
+
+from .check import validate
+
+if TYPE_CHECKING:
+    from shardplan.synth.foreign.sources import Form
+    from shardplan.synth.new import NewPlan
+
+
+def load_plan(plan: AnyPlan) -> Plan:
+    """Read a plan, without a model.
+
+    Args:
+        plan: a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, or the
+            plan's content as a dict.
+
+    Raises:
+        PlanError: the plan has errors; all of them.
+        ValueError: for "auto" and "hf", which need a model.
+    """
+    from shardplan.parse import parse_plan
+    from shardplan.render import text
+
+    if isinstance(plan, Plan):
+        return plan
+    if plan in ("auto", "hf"):
+        raise ValueError(f"the plan {plan!r} depends on the model: give it to validate, verify or apply_plan")
+    parsed = parse_plan(plan)
+    if parsed.plan is None or any(d.is_error for d in parsed.diagnostics):
+        raise PlanError(parsed.diagnostics, text(parsed.diagnostics, parsed.sources, color=False))
+    return Plan(parsed.plan, parsed.sources, parsed.diagnostics)
+
+
+def init_plan(
+    model: AnyModel,
+    *,
+    tp: int = 2,
+    sequence_parallel: bool = False,
+    name: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[ModelOptions],
+) -> NewPlan:
+    """Write a plan for a model, from its structure and a run of a small copy of it; validated and proven numerically.
+
+    What cannot be split stays whole, and the plan says so; the result's `diagnostics` too, with what keeps the model itself
+    from being trained with any plan (its dropout).
+
+    Args:
+        model: as for `validate`.
+        tp: the size for which rules are tried and the plan is proven; `validate` tells which others the model allows.
+        sequence_parallel: with a sequence-parallel section.
+        name: of the plan; None is the model's type.
+        inputs, reduced, settings, trust_remote_code: as for `validate`.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
+            (SP531).
+        ValueError: a tp size below 2.
+    """
+    from shardplan.layout import ModelLayouts
+    from shardplan.parse import parse_plan
+    from shardplan.proof.stage import Question, prove_stage
+    from shardplan.render.errors import raise_errors
+    from shardplan.synth.new import new_plan
+
+    if tp < 2:
+        raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
+    (of_model,) = said("init_plan", options, ModelOptions)
+    named = model_of(model, of_model)
+    found, about_model = find_model(named)
+    raise_errors(about_model, SourceMap())
+    assert found is not None
+    made = new_plan(found, tp=tp, sequence_parallel=sequence_parallel, name=name, progress=progress)
+    parsed = parse_plan(dict(made.document), name="init")
+    assert parsed.plan is not None, made.text
+    progress("validating")
+    sizes = MeshSizes(tp=tp)
+    wanted = wanted_variants(parsed.plan, None)
+    variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
+    about_rules = [d for d in variants.together if d.primary is not None]
+    raise_errors(about_rules, parsed.sources)
+    small = ModelLayouts(found, tp)
+    layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, small)
+    raise_errors(layouts.together, parsed.sources)
+    asked = Question(small, named, parsed.plan, allow_unproven=True)  # what no run reaches is said, and stays whole
+    proof, about_proof = prove_stage(asked, wanted, progress)
+    assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
+    found_late = layouts.with_findings(about_proof).together
+    # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
+    about_itself = [replace(d, severity=Severity.WARNING) for d in variants.together if d.primary is None]
+    return replace(made, diagnostics=(*made.diagnostics, *about_itself, *found_late))
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertedPlan:
+    """What `convert_plan` returns.
+
+    Args:
+        text: the plan file, YAML; None where an entry of the source has no counterpart.
+        document: the same as data.
+        report: what cannot be said, is left out or was added, and with a model what `validate` says of the plan.
+    """
+
+    text: str | None
+    document: Mapping[str, Any] | None
+    report: Report
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a plan, and no error."""
+        return self.text is not None and self.report.ok
+
+
+def convert_plan(
+    source: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    *,
+    model: AnyModel | None = None,
+    form: Form | None = None,
+    import_path: str | None = None,
+    name: str | None = None,
+    tp: int | None = None,
+    shown_as: str = "<converted>",
+    **options: Unpack[ModelOptions],
+) -> ConvertedPlan:
+    """Write a plan that says what a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed says.
+
+    Nothing is guessed: an entry that no rule of ours means is an error, and no plan is written then.
+
+    Args:
+        source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
+            config; or "hf", the plan that transformers has for the model.
+        model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
+            cannot be understood without it (SP544).
+        form: "transformers", "automodel", "torch" or "deepspeed"; None: told by the source's form.
+        import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
+            module is imported and its code run, which nothing else does.
+        name: of the plan; None: the model's type, or the source's name.
+        tp: a size to validate at; None: as for `validate`.
+        inputs, reduced, settings, trust_remote_code: as for `validate`.
+        shown_as: what findings call the plan's file.
+
+    Raises:
+        ValueError: neither a source nor an import path, or both; a form that there is none of; a tp size below 1.
+        TypeError: a source that is neither a file nor a dictionary.
+    """
+    from shardplan.parse.parsing import parse_text
+    from shardplan.synth.foreign.convert import convert
+    from shardplan.synth.foreign.sources import FORMS
+
+    if (source is None) == (import_path is None):
+        raise ValueError("give a source or an import path, one of both")
+    if form is not None and form not in FORMS:
+        raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
+    (of_model,) = said("convert_plan", options, ModelOptions)
+    named = None if model is None else model_of(model, of_model)
+    found, about_model = (None, ()) if named is None else find_model(named)
+    if named is not None and found is None:
+        return ConvertedPlan(None, None, Report(diagnostics=about_model, model=named.shown))
+    made = convert(source, form=form, import_path=import_path, found=found, name=name)
+    if made.text is None:
+        findings = ordered(made.diagnostics, made.sources)
+        return ConvertedPlan(None, None, Report(diagnostics=findings, sources=made.sources))
+    parsed = parse_text(made.text, file=shown_as)
+    report = Report(diagnostics=parsed.diagnostics, plans=(shown_as,))
+    if parsed.plan is not None and named is not None:
+        report = validate(named, Plan(parsed.plan, parsed.sources, parsed.diagnostics), tp=tp)
+    sources = SourceMap({**made.sources.files, **parsed.sources.files})
+    findings = ordered((*made.diagnostics, *report.diagnostics), sources)
+    return ConvertedPlan(made.text, made.document, replace(report, diagnostics=findings, sources=sources))

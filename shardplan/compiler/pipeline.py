@@ -1,0 +1,187 @@
+"""The pipeline, stage by stage: what was named is read, the plan is bound and checked, its layouts are proven, and a variant
+becomes a Program. Each stage collects its findings and raises nothing for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypedDict
+
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile
+from shardplan.core.report import as_errors
+from shardplan.core.sources import SourceMap
+
+from .inputs import AnyPlan, Model, find_model, read_plan
+from .overrides import Logits, Override, overriding_document, with_parent
+from .variants import On, Variants, any_error, bind_variants, check_variants, prove_layouts
+
+if TYPE_CHECKING:
+    from shardplan.layout import ModelLayouts
+    from shardplan.lower import Program
+    from shardplan.models import FoundModel
+
+SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile"], ...] = (
+    "data_parallel",
+    "activation_checkpointing",
+    "compile",
+)
+
+
+class Changes(TypedDict, total=False):
+    """What is said beside a plan, as keyword arguments of the functions that compile one.
+
+    Args:
+        sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
+        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
+        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
+            leaves the section out, True takes its defaults (on the plan's data-parallel units, wrapped or not), None is as
+            the plan says.
+        regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
+            the plan says.
+    """
+
+    sequence_parallel: bool
+    logits: Logits
+    data_parallel: Override
+    activation_checkpointing: Override
+    compile: Override
+    regather: bool | None
+
+
+def sections_of(changes: Changes) -> dict[str, Override]:
+    return {name: changes[name] for name in SECTIONS if name in changes}
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model and a plan as they were found, or the findings that say why not.
+
+    Args:
+        model: as the user named it.
+        found, plan: None where there are errors.
+        sources: the texts of the plan.
+        findings: errors and warnings met on the way.
+    """
+
+    model: Model
+    found: FoundModel | None
+    plan: PlanFile | None
+    sources: SourceMap
+    findings: tuple[Diagnostic, ...]
+
+    @property
+    def both(self) -> tuple[FoundModel, PlanFile]:
+        """The model and the plan, where there are no errors."""
+        assert self.found is not None and self.plan is not None, self.findings
+        return self.found, self.plan
+
+    def structure(self, sizes: MeshSizes, wanted: Iterable[On], *, seq_len: int | None = None) -> Variants:
+        """Bind the variants and check their structure."""
+        found, plan = self.both
+        return check_variants(bind_variants(plan, found.tree, sizes, wanted), seq_len=seq_len)
+
+
+def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None = None) -> Given:
+    """Find a model and read a plan for it.
+
+    Args:
+        sections: laid over the plan's.
+
+    Raises:
+        TypeError: something that is no model, no plan, or no section.
+    """
+    from shardplan.parse import parse_plan
+
+    found, about_model = find_model(model)
+    read, sources, about_plan = read_plan(plan, found)
+    findings = (*about_model, *about_plan)
+    if (document := overriding_document(sections or {})) is not None:
+        over = parse_plan(document, name="<arguments>")
+        findings += over.diagnostics
+        sources = SourceMap({**sources.files, **over.sources.files})
+        read = with_parent(over.plan, read) if over.plan and read else None
+    return Given(model, found, read, sources, findings)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A variant of a plan as a program, or the findings that say why there is none.
+
+    Args:
+        program: None where a stage found errors.
+        findings: of all stages up to that one.
+        given: what was compiled.
+        small: the reduced model, where there is something to prove and something to prove it on.
+    """
+
+    program: Program | None
+    findings: tuple[Diagnostic, ...]
+    given: Given
+    small: ModelLayouts | None = None
+
+
+def compile_variant(
+    model: Model,
+    sizes: MeshSizes,
+    plan: AnyPlan,
+    changes: Changes,
+    *,
+    seq_len: int | None = None,
+    allow_unproven: bool = False,
+    strict: bool = False,
+) -> Compiled:
+    """The way of one variant through all stages, up to the first one that finds errors.
+
+    Args:
+        strict: warnings are errors.
+
+    Raises:
+        TypeError, ValueError: a change that is none, or that the plan has no place for.
+    """
+    from shardplan.layout import ModelLayouts
+
+    from .program import program_of
+
+    sections = sections_of(changes)
+    given = look_up(model, plan, sections)
+    severity = as_errors if strict else tuple[Diagnostic, ...]
+    findings = severity(given.findings)
+    if any_error(findings):
+        return Compiled(None, findings, given)
+    found, read = given.both
+    overlay = changes.get("sequence_parallel", False) and sizes.tp != 1
+    variants = given.structure(sizes, {False, overlay}, seq_len=seq_len)
+    if any_error(severity(variants.findings[overlay])):
+        return Compiled(None, severity((*findings, *variants.findings[overlay])), given)
+    small = ModelLayouts(found, sizes.tp or 1)
+    variants = prove_layouts(variants, read, small, allow_unproven=allow_unproven)
+    findings = severity((*findings, *variants.findings[overlay]))
+    if any_error(findings):
+        return Compiled(None, findings, given)
+    program = program_of(
+        variants,
+        overlay,
+        logits=changes.get("logits", "plan"),
+        regather=changes.get("regather"),
+        sections=sections,
+    )
+    return Compiled(program, findings, given, small if variants.layouts and small.runs else None)
+
+
+def at_a_size(
+    given: Given, sizes: MeshSizes, wanted: Iterable[On], *, seq_len: int | None
+) -> tuple[Variants, tuple[int, ...]]:
+    """The variants with their structural findings, all at one tp size, and the sizes that all of them allow.
+
+    Args:
+        sizes: without `tp`, the smallest size above 1 that the model allows is checked.
+    """
+    from shardplan.check import allowed_tp
+
+    found, plan = given.both
+    bound = bind_variants(plan, found.tree, sizes, wanted)
+    allowed = set.intersection(*(set(allowed_tp(resolved)) for resolved in bound.resolved.values()))
+    tp = sizes.tp or min((size for size in allowed if size > 1), default=None)
+    return check_variants(bound.at(tp), seq_len=seq_len), tuple(sorted(allowed))

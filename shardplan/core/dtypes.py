@@ -1,0 +1,29 @@
+"""The names of dtypes, as users write them."""
+
+from __future__ import annotations
+
+NAMES = {
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "half": "float16",
+    "float32": "float32",
+    "fp32": "float32",
+    "float": "float32",
+}
+
+
+def dtype_name(dtype: object, what: str, allowed: tuple[str, ...] = ("bfloat16", "float16", "float32")) -> str:
+    """torch's name of a dtype: `bfloat16` for "bf16", "bfloat16", "torch.bfloat16" and torch.bfloat16.
+
+    Args:
+        what: the argument, for the message.
+
+    Raises:
+        ValueError: none of those that are allowed.
+    """
+    name = NAMES.get(str(dtype).removeprefix("torch."))
+    if name not in allowed:
+        raise ValueError(f"{what} must be {', '.join(allowed[:-1])} or {allowed[-1]}, not {dtype!r}")
+    return name

@@ -1,0 +1,22 @@
+"""Findings as an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.report import as_errors, ordered
+from shardplan.core.sources import SourceMap
+
+from .text import text
+
+
+def raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool = False) -> None:
+    """Raise PlanError with all findings where one of them is an error.
+
+    Args:
+        strict: warnings are errors.
+    """
+    found = ordered(as_errors(findings) if strict else findings, sources)
+    if any(d.is_error for d in found):
+        raise PlanError(found, text(found, sources, color=False))

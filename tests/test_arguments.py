@@ -1,0 +1,85 @@
+"""What the public functions take: a model, a mesh, a step and dtypes, each in one way everywhere."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import shardplan
+from shardplan import Model, TrainingStep
+from shardplan.compiler.inputs import MeshOptions, ModelOptions, said, sizes_of
+from shardplan.core.dtypes import dtype_name
+from shardplan.core.mesh import MeshSizes
+from shardplan.costs.asked import StepOptions
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 96}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def quick(model: object, mesh: object = None, **options: object) -> shardplan.Report:
+    return shardplan.validate(model, "llama", mesh, layouts=False, **options)
+
+
+def test_a_model_is_named_in_one_record_or_by_keywords() -> None:
+    named = Model("llama", settings=SMALL)
+    assert quick(named, tp=2) == quick("llama", tp=2, settings=SMALL)
+    assert quick(named).allowed_tp == (1, 2) and quick("llama").allowed_tp != (1, 2)
+    assert shardplan.coverage(named) == shardplan.coverage("llama", settings=SMALL)
+    program = shardplan.compile_plan(named, {"tp": 2}, "llama")
+    assert program.modules == shardplan.compile_plan("llama", MeshSizes(tp=2), "llama", settings=SMALL).modules
+
+
+def test_a_model_and_its_options_beside_it_are_a_wrong_call() -> None:
+    with pytest.raises(TypeError, match="settings: say it in the Model"):
+        quick(Model("llama"), settings=SMALL)
+
+
+def test_a_mesh_is_sizes_by_axis_in_any_spelling_or_keywords() -> None:
+    expected = MeshSizes(tp=2, dp_shard=4)
+    assert sizes_of({"tp": 2, "fsdp": 4}, {}) == sizes_of(None, {"tp": 2, "dp_shard": 4}) == expected
+    assert sizes_of(expected, {}) is expected
+    small = Model("llama", settings=SMALL)
+    assert quick(small, {"tp": 2}) == quick(small, tp=2) == quick(small, MeshSizes(tp=2))
+    with pytest.raises(TypeError, match="tp: say the sizes in the mesh or beside it"):
+        quick(small, {"dp_shard": 2}, tp=2)
+    with pytest.raises(TypeError, match="verify needs a size of tp"):
+        shardplan.verify(small, "llama")
+
+
+def test_a_step_is_a_record_or_keywords() -> None:
+    small = Model("llama", settings=SMALL)
+    step = TrainingStep(32, precision="float32", optimizer="sgd")
+    said_so = {"seq_len": 32, "precision": torch.float32, "optimizer": "sgd"}
+    expected = shardplan.estimate(small, "llama", {"tp": 2}, step)
+    assert expected == shardplan.estimate(small, "llama", tp=2, **said_so)
+    assert expected.asked.step == TrainingStep(32, 1, "fp32", "sgd")
+    with pytest.raises(TypeError, match="an estimate needs seq_len"):
+        shardplan.estimate(small, "llama", {"tp": 2})
+    with pytest.raises(TypeError, match="seq_len: say it in the TrainingStep"):
+        shardplan.estimate(small, "llama", {"tp": 2}, step, seq_len=32)
+
+
+def test_a_keyword_that_is_none_is_a_wrong_call() -> None:
+    for function in (shardplan.validate, shardplan.verify, shardplan.estimate, shardplan.coverage, shardplan.init_plan):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'tq'"):
+            function("llama", *(["llama"] if function is not shardplan.init_plan else []), tq=2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tq'"):
+        shardplan.compile_plan("llama", {"tp": 2}, "llama", tq=2)
+
+
+def test_options_are_the_fields_of_the_records() -> None:
+    for options, record, first in ((ModelOptions, Model, "name"), (StepOptions, TrainingStep, "")):
+        names = [name for name in inspect.signature(record).parameters if name != first]
+        assert sorted(options.__annotations__) == sorted(names)
+    assert set(MeshOptions.__annotations__) <= set(inspect.signature(MeshSizes).parameters)
+    assert said("f", {"tp": 2, "settings": {}}, ModelOptions, MeshOptions) == [{"settings": {}}, {"tp": 2}]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])
+def test_a_dtype_is_said_in_any_way(dtype: object) -> None:
+    assert dtype_name(dtype, "it") == "bfloat16"
+    assert TrainingStep(8, precision=dtype).precision == "bf16"
+    with pytest.raises(ValueError, match="it must be float16 or float32, not"):
+        dtype_name(dtype, "it", ("float16", "float32"))
