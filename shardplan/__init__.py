@@ -20,7 +20,8 @@ if TYPE_CHECKING:
         validate,
         verify,
     )
-    from .apply import build_mesh, micro_batches, without_sequence_parallel
+    from .apply import build_mesh, without_sequence_parallel
+    from .apply.micro_batches import micro_batches
     from .compat import DDPConfig, FSDP2Config, MegatronFSDPConfig
     from .compiler.inputs import Model
     from .core.diagnostics import PlanError

@@ -63,17 +63,17 @@ class Applied:
     @property
     def tp(self) -> int:
         """The size of the tp axis."""
-        return self.mesh.sizes.tp
+        return self.mesh.tp_size
 
     @property
     def collectives(self) -> Mapping[str, Counter[str]]:
         """The collectives of one step on the tp axis, by direction ("forward", "backward"): `expected_collectives`."""
         if self.shared is None:
             return {"forward": Counter(), "backward": Counter()}
-        modules = self.program.modules
-        if self.program.sequence_parallel and not self.shared.regime.sequence_parallel:
-            modules = self.program.tensor_parallel_modules
-        return expected_collectives(modules)
+        without = self.program.tensor_parallel_modules
+        if without is not None and not self.shared.regime.sequence_parallel:
+            return expected_collectives(without)
+        return expected_collectives(self.program.modules)
 
     @property
     def async_collectives(self) -> Mapping[str, Counter[str]]:
@@ -115,9 +115,9 @@ class Applied:
         """
         self.check_optimizer(optimizer)
         section = self.program.resolved.data_parallel
-        wrapped = section is not None and "data parallel" in self.steps
-        wraps = wrapped and BACKENDS[section.backend].wraps_optimizer
-        return wrap_optimizer(optimizer) if wraps else optimizer
+        if section is None or "data parallel" not in self.steps or not BACKENDS[section.backend].wraps_optimizer:
+            return optimizer
+        return wrap_optimizer(optimizer)
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
         """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a

@@ -57,9 +57,10 @@ class Work:
 
 def _tensor_parallel(work: Work) -> bool:
     work.ties = tied_groups(work.inner)
-    if work.mesh.sizes.tp == 1:
+    tp = work.mesh.tp
+    if tp is None or tp.size() == 1:
         return False
-    work.shared = shard(work.inner, work.mesh.tp, work.program, src_data_rank=work.src_data_rank)
+    work.shared = shard(work.inner, tp, work.program, src_data_rank=work.src_data_rank)
     use_sharded_loss(work.inner, work.program)
     return True
 
@@ -71,7 +72,7 @@ def _ties(work: Work) -> bool:
 
 def _checkpoints(work: Work) -> bool:
     packed = packed_parameters(work.program) if work.shared is not None else {}
-    keep_original_order(work.inner, packed, work.mesh.sizes.tp)
+    keep_original_order(work.inner, packed, work.mesh.tp_size)
     load_any_layout(work.inner, packed)
     return bool(packed)
 

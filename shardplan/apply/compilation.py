@@ -23,12 +23,12 @@ class Compiled:
     """Around a module's forward: the same forward, compiled at its first call."""
 
     def __init__(self, section: Compile, backend: str | Inductor):
-        self.options = {"fullgraph": section.fullgraph, "backend": backend}
+        self.fullgraph, self.backend = section.fullgraph, backend
         self.compiled: Callable[..., Any] | None = None
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if self.compiled is None:
-            self.compiled = torch.compile(forward, **self.options)
+            self.compiled = torch.compile(forward, fullgraph=self.fullgraph, backend=self.backend)
         return self.compiled(*args, **kwargs)
 
 
@@ -60,11 +60,12 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
 
 
 def _warn_once(fused: Fused) -> Callable[..., None]:
-    warned = []
+    warned = False
 
     def look(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal warned
         if fused.graphs and not fused.fused and not warned:
-            warned.append(True)
+            warned = True
             warnings.warn(
                 "async_tensor_parallel: inductor fused no collective with a product in the compiled modules, which run as "
                 "without it (applied(model).async_collectives)",

@@ -94,10 +94,16 @@ def _offload(section: DataParallel) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=section.cpu_offload == "pinned") if section.cpu_offload else OffloadPolicy()
 
 
+def _unit(model: nn.Module, name: str) -> FSDPModule:
+    unit = model.get_submodule(name)
+    assert isinstance(unit, FSDPModule), name
+    return unit
+
+
 def _prefetch(model: nn.Module, wrapped: Wrapped, section: DataParallel) -> None:
     """Say how many units are gathered ahead; each comes with the parts inside it."""
     groups = [
-        [model.get_submodule(name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
+        [_unit(model, name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
         for unit in wrapped.units
     ]
     for i, (unit, *_) in enumerate(groups):

@@ -36,6 +36,11 @@ class PlanMesh:
         return {} if "tp" in self.names else {"tp": 1}
 
     @property
+    def tp_size(self) -> int:
+        """The number of ranks on the tp axis; 1 where the mesh has no such axis."""
+        return self.tp.size() if self.tp is not None else 1
+
+    @property
     def tp(self) -> DeviceMesh | None:
         """The one-dimensional tp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names["tp"]] if "tp" in self.names else None
@@ -70,6 +75,7 @@ class PlanMesh:
         """The process group over both axes of a data-parallel mesh; None where it has one."""
         if mesh.ndim == 1:
             return None
+        assert mesh.mesh_dim_names is not None  # it is a part of this mesh, whose axes have names
         name = "_".join(mesh.mesh_dim_names)
         flatten(self.mesh, tuple(self.names[a] for a in ("dp_replicate", "dp_shard", "cp") if a in self.names), name)
         return self.mesh[name].get_group()
@@ -125,15 +131,17 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
     for axis, name in (axes or {}).items():
         if axis not in AXES or name not in mesh.mesh_dim_names:
             raise ValueError(f"axes={{{axis!r}: {name!r}}}: known axes are {AXES}, the mesh has {mesh.mesh_dim_names}")
-    canonical = {name: given.get(name) or canonical_axis(name) for name in mesh.mesh_dim_names}
-    unknown = [name for name, axis in canonical.items() if axis is None]
-    if unknown:
-        raise ValueError(f"unknown mesh axis {unknown[0]!r}: say which axis it is with axes={{'tp': {unknown[0]!r}}}")
-    twice = duplicate_axes(axis for axis in canonical.values() if axis)
+    canonical: dict[str, str] = {}
+    for name in mesh.mesh_dim_names:
+        meant = given.get(name) or canonical_axis(name)
+        if meant is None:
+            raise ValueError(f"unknown mesh axis {name!r}: say which axis it is with axes={{'tp': {name!r}}}")
+        canonical[name] = meant
+    twice = duplicate_axes(canonical.values())
     if twice:
         raise ValueError(f"two axes of the mesh {mesh.mesh_dim_names} mean {twice[0]}")
     _check_order(canonical)
-    return PlanMesh(mesh, {axis: name for name, axis in canonical.items() if axis})
+    return PlanMesh(mesh, {axis: name for name, axis in canonical.items()})
 
 
 def _check_order(canonical: Mapping[str, str]) -> None:

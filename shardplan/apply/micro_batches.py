@@ -48,8 +48,8 @@ def _without_reduction(model: nn.Module) -> Iterator[None]:
             yield
         finally:
             model.set_requires_gradient_sync(True)
-    elif hasattr(model, "no_sync"):
-        with model.no_sync():
+    elif (no_sync := getattr(model, "no_sync", None)) is not None:
+        with no_sync():
             yield
     else:  # no data-parallel ranks
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -37,10 +38,10 @@ def refuse_changes(model: nn.Module) -> None:
         if hasattr(model, name):
             setattr(model, name, partial(_refuse, getattr(model, name), name, instead))
     if isinstance(model, FSDPModule):
-        model.__deepcopy__ = partial(_refuse_copy, type(model).__name__)
+        model.__dict__["__deepcopy__"] = partial(_refuse_copy, type(model).__name__)
 
 
-def _refuse(method: Callable[..., Any], name: str, instead: str, *args: Any, **options: Any) -> Any:
+def _refuse(method: MethodType, name: str, instead: str, *args: Any, **options: Any) -> Any:
     if HARMLESS[name](method.__self__, *args, **options):
         return method(*args, **options)
     raise RuntimeError(f"{name}: a plan was applied to this model, and its parameters are split; {instead}")

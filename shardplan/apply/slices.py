@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Protocol, TypeGuard
+
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.packing import pack
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """How a parameter is packed.
+
+    Args:
+        dim: the packed dim.
+        parts: the sizes of its parts.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+
+
+class _Split(Protocol):
+    """A placement that splits a dim: a Shard, or the strided one of FSDP2, which has no class in common with it."""
+
+    dim: int
+
+
+def splits(placement: Placement) -> TypeGuard[_Split]:
+    """Whether a parameter's placement splits it: it is no partial sum."""
+    return not placement.is_replicate()
 
 
 def cuts(stored: DTensor) -> list[tuple[int, int]]:
     """(mesh axis, dim) of each cut, in the order in which they are made: over tp first, then (strided) over what FSDP
     added."""
-    sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if not placement.is_replicate()]
+    sharded = [(axis, placement) for axis, placement in enumerate(stored.placements) if splits(placement)]
     return [(axis, placement.dim) for axis, placement in sorted(sharded, key=lambda cut: type(cut[1]) is not Shard)]
 
 
@@ -27,7 +54,7 @@ def _own_slice(whole: Tensor, stored: DTensor) -> Tensor:
     return local
 
 
-def like(whole: Tensor, stored: DTensor, packed: ParameterProgram | None = None) -> DTensor:
+def like(whole: Tensor, stored: DTensor, packed: Packing | None = None) -> DTensor:
     """A whole tensor, with rows in the original order, as a DTensor that is stored as another one is.
 
     Args:

@@ -23,5 +23,6 @@ def restore_ties(model: nn.Module, groups: tuple[tuple[str, ...], ...]) -> None:
         for name in others:
             owner, leaf = model.get_submodule(parent(name)), name.rpartition(".")[2]
             replaced = owner._parameters[leaf]
-            assert not isinstance(kept, DTensor) or kept.placements == replaced.placements, (first, name)
+            if isinstance(kept, DTensor):
+                assert isinstance(replaced, DTensor) and kept.placements == replaced.placements, (first, name)
             owner._parameters[leaf] = kept

@@ -52,7 +52,7 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
     """`dp_shard=64,tp=8` as pairs of canonical axes and sizes. Raises ArgumentTypeError."""
     from shardplan.core.mesh import canonical_axis
 
-    pairs = []
+    pairs: list[tuple[str, int]] = []
     for part in text.split(","):
         name, equals, number = part.partition("=")
         axis = canonical_axis(name.strip())

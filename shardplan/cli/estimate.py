@@ -38,15 +38,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     finally:
         progress("")
-    if args.plot is not None:
+    if args.plot is not None and isinstance(made, Sweep):
         _plot(made, args.plot)
     if args.json:
         print(json_text(to_json(made)))
         return CLEAN
     from shardplan.render.estimate import estimate_text, sweep_text
 
-    render = sweep_text if isinstance(made, Sweep) else estimate_text
-    print(render(made, color=wants_color(sys.stdout)))
+    color = wants_color(sys.stdout)
+    print(sweep_text(made, color=color) if isinstance(made, Sweep) else estimate_text(made, color=color))
     return CLEAN
 
 

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from io import TextIOWrapper
 
 from .exits import BROKEN_PIPE, BUG, INTERRUPTED, USAGE, UsageError
 
@@ -43,7 +44,8 @@ def console() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # what concerns the user is a finding
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
-    streams = [stream for stream in (sys.stdout, sys.stderr) if stream is not None]  # None: closed outside
+    # One that was closed outside is None.
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, TextIOWrapper)]
     for stream in streams:
         stream.reconfigure(errors="backslashreplace")
     code = main()

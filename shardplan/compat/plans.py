@@ -71,7 +71,7 @@ def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     embedding, head = (_name_of(model, f"get_{which}_embeddings") for which in ("input", "output"))
     if embedding is not None:
         names.setdefault(embedding, "embedding_rowwise")
-    styles = {}
+    styles: dict[str, ParallelStyle] = {}
     for name, style in names.items():
         if name == head and canonical_style(style) == "colwise_gather_output":
             styles[name] = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)

@@ -132,7 +132,7 @@ def parallelize_model(
             f"dp_mesh ({dp_mesh.size()} ranks) and tp_mesh ({tp_mesh.size()}) must be slices of one mesh, and make it "
             'up together: mesh["dp"] and mesh["tp"] of init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))'
         )
-    names = {"dp_shard_cp_mesh_name": dp_mesh.mesh_dim_names[0]} if dp_mesh.ndim == 1 else {}
+    assert dp_mesh.mesh_dim_names is not None and tp_mesh.mesh_dim_names is not None  # slices are taken by name
     return fsdp2_strategy_parallelize(
         model,
         mesh,
@@ -143,7 +143,7 @@ def parallelize_model(
         enable_fsdp2_prefetch=False,
         param_dtype=param_dtype,
         cpu_offload=cpu_offload,
-        **names,
+        dp_shard_cp_mesh_name=dp_mesh.mesh_dim_names[0] if dp_mesh.ndim == 1 else "dp_shard_cp",
     )
 
 
@@ -238,8 +238,9 @@ def apply_fsdp2_sharding_recursively(
         reshard_after_forward=reshard_after_forward,
     )
     document = {"version": "1", "data_parallel": config.arguments(module)["data_parallel"]}
-    section = parse_plan(document, name="arguments").plan.data_parallel
-    shard_units(module, mesh, section, Wrapped(tuple(_elements(module))))
+    plan = parse_plan(document, name="arguments").plan
+    assert plan is not None and plan.data_parallel is not None, document
+    shard_units(module, mesh, plan.data_parallel, Wrapped(tuple(_elements(module))))
 
 
 apply_fsdp_sharding_recursively = apply_fsdp2_sharding_recursively  # its name in older releases

@@ -44,9 +44,9 @@ def adopt(owner: Any, model: nn.Module) -> None:
             "and parallelism settings away, the plan has them"
         )
     accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
-    model._is_accelerate_prepared = True
+    model.__dict__["_is_accelerate_prepared"] = True
     if trainer is not None:
-        _adopt_trainer(trainer, model, mesh.sizes.tp)
+        _adopt_trainer(trainer, model, mesh.tp_size)
 
 
 def _adopt_trainer(trainer: Any, model: nn.Module, tp: int) -> None:

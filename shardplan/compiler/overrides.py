@@ -13,7 +13,6 @@ Override = Mapping[str, Any] | bool | None
 Logits = Literal["plan", "replicated", "sharded"]
 
 SECTIONS = ("data_parallel", "activation_checkpointing", "compile")
-UNITS = {"data_parallel": "dp_units", "activation_checkpointing": "ac_modules", "compile": "compile_modules"}
 HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab"}
 
 
@@ -45,9 +44,7 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
     units = resolved.dp_units
     for name, value in overrides.items():
         if value is False:
-            resolved = replace(resolved, **{name: None, UNITS[name]: ()})
-            if name == "data_parallel":
-                resolved = replace(resolved, dp_parts=(), dp_ignored=frozenset())
+            resolved = _off(resolved, name)
         elif value is True and getattr(resolved, name) is None:
             if name == "data_parallel":
                 raise ValueError("data_parallel=True says no units: the plan has no such section, pass a mapping")
@@ -55,9 +52,24 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
                 raise ValueError(
                     f"{name}=True says no modules: the plan has no data-parallel units, pass a mapping with `modules`"
                 )
-            section = {"activation_checkpointing": ActivationCheckpointing, "compile": Compile}[name]
-            resolved = replace(resolved, **{name: section(), UNITS[name]: units})
+            resolved = _on(resolved, name, units)
     return resolved
+
+
+def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
+    if section == "data_parallel":
+        return replace(resolved, data_parallel=None, dp_units=(), dp_parts=(), dp_ignored=frozenset())
+    if section == "activation_checkpointing":
+        return replace(resolved, activation_checkpointing=None, ac_modules=())
+    assert section == "compile", section
+    return replace(resolved, compile=None, compile_modules=())
+
+
+def _on(resolved: ResolvedPlan, section: str, units: tuple[str, ...]) -> ResolvedPlan:
+    if section == "activation_checkpointing":
+        return replace(resolved, activation_checkpointing=ActivationCheckpointing(), ac_modules=units)
+    assert section == "compile", section
+    return replace(resolved, compile=Compile(), compile_modules=units)
 
 
 def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan:

@@ -10,6 +10,8 @@ from .dtypes import dtype_name
 from .mesh import MeshSizes
 
 Phase = Literal["forward", "backward", "optimizer step"]
+# What bounds the time of a step.
+Term = Literal["compute", "memory", "links in a node", "network"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OptimizerName = Literal["adamw", "sgd", "none"]
@@ -139,13 +141,13 @@ class Bound:
     """The least time of a step.
 
     Args:
-        terms: "compute", "memory", "links in a node", "network" -> seconds that it takes at its full speed.
+        terms: what may bound the step -> seconds that it takes at its full speed.
     """
 
-    terms: Mapping[str, float]
+    terms: Mapping[Term, float]
 
     @property
-    def by(self) -> str:
+    def by(self) -> Term:
         """What bounds the step."""
         return max(self.terms, key=lambda term: self.terms[term])
 

@@ -14,6 +14,7 @@ from .sources import SourceMap
 Variant = Literal["tensor_parallel", "sequence_parallel"]
 Stage = Literal["plan", "names", "structure", "layouts", "proof"]
 Compared = Literal["output", "gradient", "buffer"]
+Verdict = Literal["equal", "differs", "unproven"]
 
 
 def variant_name(sequence_parallel: bool) -> Variant:
@@ -153,7 +154,7 @@ class Comparison:
     kind: Compared
     error: float
     where: str
-    verdict: Literal["equal", "differs", "unproven"]
+    verdict: Verdict
     dtype: str = "float32"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from shardplan.core.estimate import Bound, Device, Traffic
+from shardplan.core.estimate import Bound, Device, Term, Traffic
 from shardplan.core.mesh import MeshSizes
 
 ORDER = ("tp", "dp_shard", "dp_replicate")  # from the innermost: neighbouring ranks are of one tp group
@@ -21,7 +21,7 @@ def bound_of(
     for dtype in flops:
         if dtype not in device.flops:
             raise ValueError(f"device {device.name} has no flops for {dtype}: it has {', '.join(device.flops)}")
-    terms = {
+    terms: dict[Term, float] = {
         "compute": sum(n / device.flops[dtype] for dtype, n in flops.items()),
         "memory": touched / device.memory_bandwidth,
         "links in a node": 0.0,

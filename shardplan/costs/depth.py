@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import lcm
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -14,7 +14,10 @@ from shardplan.models.found import FoundModel
 from shardplan.models.numbers import config_value, text_config
 from shardplan.twin.layers import kinds, layer_lists
 
-from .ledger import Bytes, Ledger, Moment, Place
+from .ledger import Ledger, Moment
+from .places import Place
+
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,9 @@ def _repeating(lists: tuple[str, ...], layers: Sequence[Any], every: int, ahead:
 def cut(model: nn.Module, depths: Depths, depth: int) -> None:
     """Leave the first layers of a model."""
     for name in depths.lists:
-        del model.get_submodule(name)[depth:]
+        layers = model.get_submodule(name)
+        assert isinstance(layers, nn.ModuleList | nn.Sequential), name
+        del layers[depth:]
 
 
 def restricted(program: Program, model: nn.Module) -> Program:
@@ -109,12 +114,15 @@ def restricted(program: Program, model: nn.Module) -> Program:
     present = {name for name, _ in model.named_modules()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     resolved = program.resolved
-    units = {
-        name: _those(getattr(resolved, name), present)
-        for name in ("dp_units", "dp_parts", "ac_modules", "compile_modules")
-    }
     return Program(
-        replace(resolved, dp_ignored=resolved.dp_ignored & parameters, **units),
+        replace(
+            resolved,
+            dp_units=_those(resolved.dp_units, present),
+            dp_parts=_those(resolved.dp_parts, present),
+            dp_ignored=resolved.dp_ignored & parameters,
+            ac_modules=_those(resolved.ac_modules, present),
+            compile_modules=_those(resolved.compile_modules, present),
+        ),
         {name: module for name, module in program.modules.items() if name in present},
         program.tensor_parallel_modules
         and {name: module for name, module in program.tensor_parallel_modules.items() if name in present},
@@ -138,7 +146,7 @@ def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
     def line(a: int, b: int) -> int:
         return a + steps * (b - a)
 
-    def lines(a: Bytes, b: Bytes) -> dict[Any, int]:
+    def lines(a: Mapping[_K, int], b: Mapping[_K, int]) -> dict[_K, int]:
         return {key: line(a.get(key, 0), b.get(key, 0)) for key in a.keys() | b.keys()}
 
     moments = {

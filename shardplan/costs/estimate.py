@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from shardplan.apply.apply import apply_program
 from shardplan.backends import BACKENDS
-from shardplan.core.estimate import OFFLOADED, Device, Estimate, Memory, Question, Traffic
+from shardplan.core.estimate import OFFLOADED, Category, Device, Estimate, Memory, Question, Traffic
 from shardplan.core.mesh import MeshSizes
 from shardplan.lower.program import Program
 from shardplan.models.found import FoundModel
@@ -22,7 +21,7 @@ from shardplan.models.numbers import config_value, text_config
 from .bound import bound_of
 from .depth import cut, depths_of, restricted, whole
 from .inputs import inputs_of
-from .ledger import Ledger
+from .ledger import Bytes, Ledger
 from .ranks import fake_mesh
 from .trace import trace
 
@@ -136,11 +135,11 @@ def _memory(ledger: Ledger, offloaded: bool) -> Memory:
     """The place with the largest sum; the most of each category anywhere."""
     away = OFFLOADED if offloaded else ()
 
-    def here(amounts: Mapping[str, int]) -> dict[Any, int]:
+    def here(amounts: Bytes) -> dict[Category, int]:
         return {category: size for category, size in amounts.items() if category not in away and size}
 
     (phase, module), moment = max(ledger.moments.items(), key=lambda item: sum(here(item[1].peak).values()))
-    most: dict[Any, int] = {}
+    most: dict[Category, int] = {}
     for one in ledger.moments.values():
         for category, size in one.most.items():
             most[category] = max(most.get(category, 0), size)

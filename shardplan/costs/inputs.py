@@ -28,7 +28,7 @@ def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: in
     shapes = {"next": (micro_batch, seq_len), "classes": (micro_batch, seq_len), "class": (micro_batch,)}
 
     def make() -> dict[str, Any]:
-        made = {argument: torch.zeros(micro_batch, seq_len, dtype=torch.long)}
+        made: dict[str, Any] = {argument: torch.zeros(micro_batch, seq_len, dtype=torch.long)}
         if labels is not None:
             made["labels"] = torch.zeros(shapes[labels], dtype=torch.long)
         if isinstance(model, PreTrainedModel) and "use_cache" in inspect.signature(model.forward).parameters:

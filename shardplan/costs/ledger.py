@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardplan.core.estimate import OFFLOADED, Category, Phase
+from shardplan.core.estimate import OFFLOADED, Category
 
 from .meter import Held, Log
+from .places import Place
 
-Place = tuple[Phase, str]  # what runs: the phase and the module's full name
-Bytes = Mapping[str, int]
+Bytes = Mapping[Category, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,15 @@ def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:
     Args:
         offloaded: parameters, gradients and optimizer state are on the host, and count in no device's sum.
     """
-    now: Counter[str] = Counter()
+    now: Counter[Category] = Counter()
     for held, size in log.before.items():
         now[category_of(held)] += size
     kinds = {change.held: category_of(change.held) for change in log.changes}
     away = frozenset(OFFLOADED if offloaded else ())
     total = sum(size for category, size in now.items() if category not in away)
     sums: dict[Place, int] = {}
-    peaks: dict[Place, dict[str, int]] = {}
-    most: dict[Place, Counter[str]] = {}
+    peaks: dict[Place, dict[Category, int]] = {}
+    most: dict[Place, Counter[Category]] = {}
     for change in log.changes:
         category, place = kinds[change.held], change.place
         if place not in sums:  # what is there when it begins

@@ -15,12 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shardplan.core.estimate import Category, Phase
 from shardplan.torchlib.operators import collective_of
 from shardplan.torchlib.private import private
 
 from .flops import GROUPED, flops_of
-from .places import Places
+from .places import Place, Places
 
+_DispatchMode: Any = private("TorchDispatchMode")
 _leaves = private("tree_leaves")
 WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
@@ -39,20 +41,20 @@ class Held:
     """
 
     size: int
-    made_in: str
+    made_in: Phase
     over_vocabulary: bool = False
     gathered: bool = False
     kept: bool = False
-    purpose: str | None = None
+    purpose: Category | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes taken or given back, and what ran: (phase, module)."""
+    """Bytes taken or given back, and what ran."""
 
     held: Held
     bytes: int
-    place: tuple[str, str]
+    place: Place
 
 
 @dataclass
@@ -75,7 +77,7 @@ class Log:
     operands: list[tuple[Held, int]] = field(default_factory=list)
 
 
-class Meter(private("TorchDispatchMode")):
+class Meter(_DispatchMode):
     """While the context lasts, follows every storage that an operator makes.
 
     Args:
@@ -96,7 +98,7 @@ class Meter(private("TorchDispatchMode")):
         """Begin a log anew with what is alive now."""
         self.log = Log({held: held.size for held, _ in self._alive.values()})
 
-    def mark(self, tensors: Iterable[Tensor], purpose: str) -> None:
+    def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
         """Say what the storages of tensors are for; those that were never seen are followed from now on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

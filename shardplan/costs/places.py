@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from shardplan.core.estimate import Phase
 from shardplan.twin.nests import tensors_in
 
+Place = tuple[Phase, str]  # what runs: the phase and the module's full name
+
 
 class Places:
     """Follows a model. While a checkpointed forward is run again, the phase stays "backward"."""
@@ -21,7 +23,7 @@ class Places:
         self._backward = ""
 
     @property
-    def now(self) -> tuple[Phase, str]:
+    def now(self) -> Place:
         """The phase, and the full name of the innermost module that runs; "" is the model itself."""
         if self.phase == "optimizer step":
             return self.phase, ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from shardplan.core.layout import P, R
+from shardplan.core.layout import Layout, P, R
 from shardplan.core.moves import move_ops
 from shardplan.core.program import ModuleProgram
 
@@ -18,7 +18,7 @@ def expected_collectives(modules: Mapping[str, ModuleProgram]) -> dict[str, Coun
     A partial embedding's reduction is counted where it happens: at the door. Activation checkpointing runs a block's
     forward collectives again; FSDP's are on another axis.
     """
-    counts = {"forward": Counter(), "backward": Counter()}
+    counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
     for program in modules.values():
         for forward, backward in _operations(program):
             counts["forward"][forward] += forward in COLLECTIVES
@@ -29,16 +29,19 @@ def expected_collectives(modules: Mapping[str, ModuleProgram]) -> dict[str, Coun
 
 def _operations(program: ModuleProgram) -> Iterator[tuple[str, str]]:
     for boundary in program.enter:
-        ops = move_ops(boundary.src, boundary.dst)
         if boundary.shared_with is None:
-            yield ops.forward, ops.backward
+            yield _of_move(boundary.src, boundary.dst)
         if boundary.regather:
             yield "identity", "all_gather"
     if program.leave is not None and program.link != "source" and program.joins is None:
-        ops = move_ops(program.leave.src, program.leave.dst)
-        yield ops.forward, ops.backward
+        yield _of_move(program.leave.src, program.leave.dst)
     if program.features is not None:
-        ops = move_ops(P, R)
-        yield ops.forward, ops.backward
+        yield _of_move(P, R)
     if program.tail:
         yield "identity", "all_reduce"
+
+
+def _of_move(src: Layout, dst: Layout) -> tuple[str, str]:
+    ops = move_ops(src, dst)
+    assert ops is not None, (src, dst)  # the layout check lets no other move through
+    return ops.forward, ops.backward

@@ -21,7 +21,8 @@ def describe(program: Program) -> str:
         if modules is not None:
             lines += [title] if title else []
             lines += [line for module in modules.values() for line in _module(module)]
-    lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]
+    if resolved.data_parallel is not None:
+        lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]
     lines += [f"data_parallel part {name}" for name in resolved.dp_parts]
     lines += [f"data_parallel ignored {name}" for name in sorted(resolved.dp_ignored)]
     lines += [f"activation_checkpointing {name}" for name in resolved.ac_modules]

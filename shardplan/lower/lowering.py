@@ -73,7 +73,7 @@ def _lower_module(
         parameters=parameters,
         enter=_enter(plan, assignment, style),
         leave=_leave(plan, assignment, style, width),
-        vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
+        vocabulary=_rows(module) if style.vocabulary else None,
         features=width if style.means else None,
         link=link,
         logits=width if style.dtensor_output else None,
@@ -106,6 +106,13 @@ def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, Para
 
 def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
     return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.fsdp_units))
+
+
+def _rows(module: ModuleInfo) -> int:
+    """Of the table of an embedding."""
+    table = module.parameter("weight")
+    assert table is not None, module.name
+    return table.shape[0]
 
 
 def _output_width(module: ModuleInfo) -> int | None:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.core.layout import P
 from shardplan.core.program import ModuleProgram, ParameterProgram
@@ -18,18 +19,18 @@ from .lowering import home_of
 from .program import Program
 
 
-def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
+def make_styles(program: Program) -> tuple[dict[str, ParallelStyle], Shared]:
     """Fresh styles for one model, by module name, and what they share."""
     variants = {program.sequence_parallel: program.modules}
     if program.tensor_parallel_modules is not None:
         variants[False] = program.tensor_parallel_modules
-    waiting = {
+    waiting: dict[tuple[bool, str | None], Waiting] = {
         (mode, name): Waiting((*module.joined, name), module.sum_rule)
         for mode, modules in variants.items()
         for name, module in modules.items()
         if module.joined
     }
-    tables = {
+    tables: dict[str | None, SharedReads] = {
         module.reads_in: SharedReads()
         for modules in variants.values()
         for module in modules.values()
@@ -37,7 +38,7 @@ def make_styles(program: Program) -> tuple[dict[str, ModuleStyle], Shared]:
     }
     shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting, tables)
     reads = _reads(program, variants)
-    styles = {}
+    styles: dict[str, ParallelStyle] = {}
     for name in program.resolved.tree.modules:
         if name in reads or name in tables or any(name in modules for modules in variants.values()):
             programs = {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}
@@ -63,8 +64,11 @@ def _link(program: Program) -> PartialEmbedding | None:
     doors = [m for m in program.modules.values() if m.link == "door"]
     if not doors:
         return None
-    split = frozenset(m.name for m in program.modules.values() if m.link == "source" and m.leave.src == P)
-    return PartialEmbedding(split, doors[0].enter[0].dst.dim)
+    sources = ((m.name, m.leave) for m in program.modules.values() if m.link == "source")
+    split = frozenset(name for name, leave in sources if leave is not None and leave.src == P)
+    seq_dim = doors[0].enter[0].dst.dim
+    assert isinstance(seq_dim, int)  # a program says which dim the sequence is
+    return PartialEmbedding(split, seq_dim)
 
 
 def _reduce_dtype(program: Program) -> torch.dtype | None:

@@ -52,9 +52,9 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def layer_of(wrapper: nn.Module) -> tuple[str, nn.Module]:
     """The layer inside a wrapper, or inside wrappers in each other, and the path to it."""
-    path, layer = "base_layer", wrapper.base_layer
+    path, layer = "base_layer", wrapper.get_submodule("base_layer")
     while is_wrapper(layer):
-        path, layer = f"{path}.base_layer", layer.base_layer
+        path, layer = f"{path}.base_layer", layer.get_submodule("base_layer")
     return path, layer
 
 

@@ -56,19 +56,20 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
     by_type = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
     if by_type is None:
         raise refuse(CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file)
-    cls = by_type[0] if isinstance(by_type, tuple) else by_type
+    usual = by_type[0] if isinstance(by_type, tuple) else by_type
+    assert usual is not None, by_type  # a type that transformers knows has a class
     # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
-    given = config if _takes(cls, config) else text_config(config)
+    given = config if _takes(usual, config) else text_config(config)
     if named is None:
-        return ModelClass(cls, given)
+        return ModelClass(usual, given)
     warning = finding(
         UNKNOWN_CLASS,
-        f"{shown} names the architecture {named!r}, which transformers does not have; {cls.__name__} is used",
+        f"{shown} names the architecture {named!r}, which transformers does not have; {usual.__name__} is used",
         severity=Severity.WARNING,
-        help=f'write "architectures": ["{cls.__name__}"], or name a class of transformers',
+        help=f'write "architectures": ["{usual.__name__}"], or name a class of transformers',
         file=file,
     )
-    return ModelClass(cls, given, (warning,))
+    return ModelClass(usual, given, (warning,))
 
 
 def _named(name: object) -> type[PreTrainedModel] | None:

@@ -140,8 +140,8 @@ class Rebinding:
             items = [self.value(item, depth) for item in value]
             return value if all(a is b for a, b in zip(value, items, strict=True)) else type(value)(items)
         if isinstance(value, dict):
-            items = {key: self.value(item, depth) for key, item in value.items()}
-            return value if all(items[key] is value[key] for key in value) else _like(value, items)
+            entries = {key: self.value(item, depth) for key, item in value.items()}
+            return value if all(entries[key] is value[key] for key in value) else _like(value, entries)
         if isinstance(value, (nn.Module, nn.Parameter)):
             return value  # a module of a copy, or one beside the model (see `_captured`)
         if isinstance(value, Tensor) or not hasattr(value, "__dict__") or not callable(value):
@@ -181,7 +181,7 @@ class Rebinding:
         new.__kwdefaults__ = keywords
         new.__dict__.update(function.__dict__)
         if wrapped is not None:
-            new.__wrapped__ = wrapped
+            new.__dict__["__wrapped__"] = wrapped
         new.__qualname__, new.__module__, new.__doc__ = function.__qualname__, function.__module__, function.__doc__
         new.__annotations__ = function.__annotations__
         return new

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
@@ -56,15 +56,8 @@ def with_settings(
     result = copy.deepcopy(dict(data))
     unknown: list[Diagnostic] = []
     for name, value in settings.items():
-        node, at = result, config
         *path, last = name.split(".")
-        for part in path:
-            at = getattr(at, part, None) if part in _nested(at) else None
-            if at is None:
-                break
-            if not isinstance(node.get(part), dict):
-                node[part] = {}
-            node = node[part]
+        at = _config_at(config, path)
         if at is None or last not in set(_settable(at)):
             known = {known for known, _ in settable(config)}
             unknown.append(
@@ -75,6 +68,11 @@ def with_settings(
                 )
             )
             continue
+        node = result
+        for part in path:
+            if not isinstance(node.get(part), dict):
+                node[part] = {}
+            node = node[part]
         stored = at.attribute_map.get(last, last)
         if stored != last:
             node.pop(last, None)
@@ -82,6 +80,14 @@ def with_settings(
     if unknown:
         raise PlanError(tuple(unknown))
     return result
+
+
+def _config_at(config: PreTrainedConfig, path: Sequence[str]) -> PreTrainedConfig | None:
+    for part in path:
+        if part not in _nested(config):
+            return None
+        config = getattr(config, part)
+    return config
 
 
 def settable(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -98,7 +104,7 @@ def _nested(config: PreTrainedConfig) -> tuple[str, ...]:
 
 def _settable(config: PreTrainedConfig) -> Iterator[str]:
     """Names of scalars: what the class declares, what the instance holds, and the other spellings of both."""
-    declared = {field.name for field in fields(config)} | set(vars(config))  # type: ignore[arg-type]
+    declared = {field.name for field in fields(config)} | set(vars(config))
     names = {name for name in declared if not name.startswith("_")}
     aliases = {alias for alias, stored in config.attribute_map.items() if stored in names}
     for name in sorted(names | aliases):

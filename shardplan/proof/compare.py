@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shardplan.core.report import Compared, Comparison
+from shardplan.core.report import Compared, Comparison, Verdict
 
 from .steps import Steps
 
@@ -50,7 +50,7 @@ def compare(name: str, kind: Compared, values: Ranked, reference: Tensor, floor:
     dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
     values = list(values)
     where, error = max(((rank, relative_error(value, reference)) for rank, value in values), key=lambda e: e[1])
-    verdict = "equal" if error <= TOLERANCE[dtype] else "differs"
+    verdict: Verdict = "equal" if error <= TOLERANCE[dtype] else "differs"
     if floor and magnitude(reference) <= floor:
         rounding = floor / NEGLIGIBLE * TOLERANCE[dtype]
         small = all(value.shape == reference.shape and magnitude(value) <= rounding for _, value in values)

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardplan.torchlib.operators import collective_of
 from shardplan.torchlib.private import private
 
+_DispatchMode: Any = private("TorchDispatchMode")
 _leaves = private("tree_leaves")
 
 
@@ -28,7 +29,7 @@ class Collective:
     elements: int
 
 
-class CollectiveCounter(private("TorchDispatchMode")):
+class CollectiveCounter(_DispatchMode):
     """While the context lasts, notes every collective that this process starts, on whatever group, in calls and in
     their backward: torch's functional collectives and those of `torch.distributed`.
 

@@ -40,7 +40,7 @@ def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
 def raised(error: Exception) -> Diagnostic:
     """The finding about an exception of the sharded run."""
     cause = error
-    while isinstance(cause, RuntimeError) and cause.__cause__ is not None:
+    while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
     line = raising_line(cause)
     where = (f"{line.short}: `{line.text}`",) if line is not None else ()

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import reduce
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any, Protocol
@@ -37,7 +38,8 @@ PRELOADED = ("torch.distributed.fsdp", "transformers.models.auto.modeling_auto",
 class Recipe(Protocol):
     """What makes the cases in each process, one for each kind of input; it can be pickled."""
 
-    sizes: MeshSizes
+    @property
+    def sizes(self) -> MeshSizes: ...
 
     def cases(self, dtype: torch.dtype) -> Iterable[Case]: ...
 
@@ -115,6 +117,7 @@ def _combined_reference(case: Case, index: int, replicas: int) -> Steps:
     runs = [reference_steps(in_dtype(case.build(), case.dtype), _batches(case, i, replicas)) for i in range(replicas)]
     names = {name for run in runs for name in run.gradients}
     gradients = {
-        name: sum(run.gradients[name] for run in runs if name in run.gradients) / replicas for name in sorted(names)
+        name: reduce(torch.add, (run.gradients[name] for run in runs if name in run.gradients)) / replicas
+        for name in sorted(names)
     }
     return replace(runs[index], gradients=gradients)

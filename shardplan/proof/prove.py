@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -33,7 +32,7 @@ from .failure import sharded_run
 from .processes import Case, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
-from .steps import STEPS, Steps, cast, reference_steps
+from .steps import STEPS, Batch, Steps, cast, reference_steps
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def prove(
 
 
 EAGER = {"compile": False}  # compiling takes long, and changes no number
-References = Callable[[str, torch.dtype], tuple[list[Mapping[str, Any]], Steps]]
+References = Callable[[str, torch.dtype], tuple[Sequence[Batch], Steps]]
 
 
 _REFERENCES: WeakKeyDictionary[Twin, References] = WeakKeyDictionary()
@@ -136,7 +135,7 @@ def references(twin: Twin) -> References:
         weak = ref(twin)
 
         @cache
-        def of(kind: str, dtype: torch.dtype) -> tuple[list[Mapping[str, Any]], Steps]:
+        def of(kind: str, dtype: torch.dtype) -> tuple[Sequence[Batch], Steps]:
             twin = weak()
             assert twin is not None
             with twin.running():
@@ -157,6 +156,7 @@ class TwinCase:
 
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
         """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
+        assert self.sizes.tp is not None  # a proof is of one size
         twin = ModelLayouts(self.source.find(), self.sizes.tp).twin
         for kind in twin.kinds:
             yield Case(twin.build, partial(twin.inputs, kind=kind), self.program, self.sizes, dtype)

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.apply.apply import apply_program
 from shardplan.apply.mesh import PlanMesh
+from shardplan.apply.slices import Packing
 from shardplan.apply.state import packed_parameters
-from shardplan.core.program import ParameterProgram
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.torchlib.packing import unpack
@@ -33,9 +33,9 @@ def rank_rows(
     apply_program(model, mesh, program, src_data_rank=0)
     given = iter(reference.directions)
     outputs = run_steps(model, batches, lambda results: next(given))
-    packed, tp = packed_parameters(program), program.resolved.sizes.tp
+    packed = packed_parameters(program)
     gradients = {
-        name: whole(parameter.grad, packed.get(name), tp)
+        name: whole(parameter.grad, packed.get(name), mesh.tp_size)
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter.grad is not None
     }
@@ -44,7 +44,7 @@ def rank_rows(
     return compare_steps(reference, found, gradients, buffers)
 
 
-def whole(value: torch.Tensor, packed: ParameterProgram | None = None, tp: int = 1) -> torch.Tensor:
+def whole(value: torch.Tensor, packed: Packing | None = None, tp: int = 1) -> torch.Tensor:
     """The whole tensor, the rows of a packed parameter in the original order. A collective, of a DTensor."""
     full = value.full_tensor() if isinstance(value, DTensor) else value
     return unpack(full, packed.dim, packed.parts, tp) if packed is not None and tp > 1 else full

@@ -33,6 +33,7 @@ def simulate(
         build: makes the model on the CPU, with the weights of the reference.
     """
     tp = program.resolved.sizes.tp
+    assert tp is not None  # a proof is of one size
     models = [build()]
     while len(models) < tp:  # one after the other: they draw from one generator
         models.append(_sharing(build(), models[0]))

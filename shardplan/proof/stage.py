@@ -59,9 +59,17 @@ def prove_stage(
     What is found is kept by digest.
     """
 
-    options = {"logits": asked.logits, "allow_unproven": asked.allow_unproven, "progress": progress}
     try:
-        proven = prove(asked.small, asked.source, asked.plan, asked.sizes, wanted, **options)
+        proven = prove(
+            asked.small,
+            asked.source,
+            asked.plan,
+            asked.sizes,
+            wanted,
+            logits=asked.logits,
+            allow_unproven=asked.allow_unproven,
+            progress=progress,
+        )
     except PlanError as error:
         return None, dict.fromkeys(wanted, error.diagnostics)
     found = findings_of(proven, asked.small, allow_unproven=asked.allow_unproven)

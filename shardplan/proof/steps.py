@@ -80,7 +80,7 @@ def run_steps(
     Args:
         directions: of a step's outputs.
     """
-    outputs = []
+    outputs: list[Mapping[str, Tensor]] = []
     for i, batch in enumerate(batches):
         with in_precision_of(model):
             results = results_of(model(**batch))

@@ -57,8 +57,8 @@ def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
         finally:
             for thread in threads:
                 thread.join()
-    for _, error in sorted(errors.items(), key=lambda one: (isinstance(one[1], SystemExit), one[0])):
-        raise error
+    for _, raised in sorted(errors.items(), key=lambda one: (isinstance(one[1], SystemExit), one[0])):
+        raise raised
     return [results[rank] for rank in range(ranks)]
 
 

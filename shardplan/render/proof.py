@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardplan.core.mesh import AXES, MeshSizes
-from shardplan.core.report import Comparison, VariantProof, VerifyReport
+from shardplan.core.report import Comparison, VariantProof, Verdict, VerifyReport
 
 from .color import Paint, Role
 from .names import fold_names
 from .text import named_few
 from .width import printable
 
-VERDICTS: dict[str, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
+VERDICTS: dict[Verdict, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
 VARIANTS = {"tensor_parallel": "tensor parallel", "sequence_parallel": "sequence parallel"}
 HEADER = ("tensor", "worst error", "where", "verdict")
 RANKS = {True: "real processes", False: "simulated in one process"}
@@ -70,11 +70,12 @@ def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: 
 
 
 def _table(rows: Iterable[Comparison], paint: Paint) -> list[str]:
+    rows = tuple(rows)
     cells = [HEADER, *((printable(r.name), f"{r.error:.1e}", r.where, _verdict_word(r)) for r in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER) - 1)]
     lines = []
-    for i, (name, error, where, verdict) in enumerate(cells):
-        role = "strong" if i == 0 else VERDICTS[verdict.split()[0]]
+    roles: list[Role] = ["strong", *(VERDICTS[row.verdict] for row in rows)]
+    for role, (name, error, where, verdict) in zip(roles, cells, strict=True):
         lines.append(f"  {name:<{widths[0]}}  {error:>{widths[1]}}  {where:<{widths[2]}}  {paint(role, verdict)}")
     return lines
 

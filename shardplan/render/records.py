@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-VERSION = "1"  # raised when a field is removed or changes its meaning; new fields do not raise it
+VERSION: Final = "1"  # raised when a field is removed or changes its meaning; new fields do not raise it
 
 
 @dataclass(frozen=True, slots=True)

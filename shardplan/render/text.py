@@ -103,7 +103,8 @@ def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Labe
     own."""
     if diagnostic.primary is None:
         return [], list(diagnostic.related)
-    here, elsewhere = [diagnostic.primary], []
+    here: list[Label] = [diagnostic.primary]
+    elsewhere: list[Label] = []
     for label in diagnostic.related:
         same = label.location.file == diagnostic.primary.location.file
         shown = sources.span(label.location) is not None and sources.span(diagnostic.primary.location) is not None

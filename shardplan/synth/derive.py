@@ -139,7 +139,9 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
     embeddings, heads = [], []
     for product in dict.fromkeys(flow.products.values()):
         module = board.tree.modules.get(product.name)
-        weight = module.parameter("weight") if module is not None else None
+        if module is None:
+            continue
+        weight = module.parameter("weight")
         if weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
             continue
         if board.tree.pattern(product.name) != product.name:
@@ -166,7 +168,8 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
 def _largest_table(board: Board) -> int:
     """The rows of the longest table outside the blocks: that of the tokens."""
     tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and board.tree.pattern(name) == name)
-    return max((module.parameter("weight").shape[0] for module in tables), default=0)
+    weights = (module.parameter("weight") for module in tables)
+    return max((weight.shape[0] for weight in weights if weight is not None), default=0)
 
 
 def tied_to(board: Board, head: str) -> tuple[str, ...]:
@@ -212,7 +215,7 @@ def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
     return tuple(found)
 
 
-def door_argument(board: Board, module: str, argument: str) -> Options:
+def door_argument(board: Board, module: str, argument: str | None) -> Options:
     """The option that says which argument a door moves, where it is not the first."""
     first = board.first_argument(module)
     return {} if argument == first else {"argument": argument}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, part
 from shardplan.layout import LayoutReport
-from shardplan.styles import STYLES, feature_dim
+from shardplan.styles import STYLES
 
 from .draft import DOOR, PARTIAL, Board, Draft
 from .flow import Flow
+from .parts import features
 
 
 def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
@@ -72,7 +73,7 @@ def _width(board: Board, flow: Flow, tree: ModuleTree, pattern: str) -> int | No
 def _features(tree: ModuleTree, pattern: str) -> int | None:
     """The input features of a matrix of the model's own."""
     module = next((m for name, m in tree.modules.items() if tree.pattern(name) == pattern), None)
-    weight = None if module is None else module.parameter("weight")
-    if weight is None or len(weight.shape) != 2:
+    if module is None:
         return None
-    return weight.shape[feature_dim(module.kind, weight.name, "in", 2)]
+    weight = module.parameter("weight")
+    return features(module, weight, "in") if weight is not None and len(weight.shape) == 2 else None

@@ -46,6 +46,7 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
     """The draft with those parts of blocks that do not fit between slices of the sequence gathered in front and split
     behind, and inside as without sequence parallelism; None where that does not suffice."""
     for _ in range(MOST_WHOLE):
+        assert draft.sequence_parallel is not None  # it is the draft of an overlay
         proof = board.proof(draft, overlay=True)
         if proof is None:
             return None
@@ -83,7 +84,7 @@ class Overlay:
 
     def candidates(self) -> Iterator[Rules]:
         """Sections that may be right, the one that communicates least first."""
-        if self.first is None:
+        if not self.order_of_blocks:
             return
         seen: list[Rules] = []
         for shared, table in product((self.shared, {}), (self.partial, {})):
@@ -111,10 +112,10 @@ class Overlay:
                     last[name] = number
         return last
 
-    @cached_property
-    def first(self) -> str | None:
-        """The block that runs first."""
-        return next((name for name in self.order_of_blocks), None)
+    @property
+    def first(self) -> str:
+        """The block that runs first, where there is one."""
+        return self.order_of_blocks[0]
 
     @cached_property
     def order_of_blocks(self) -> tuple[str, ...]:
@@ -208,7 +209,7 @@ class Overlay:
             return self._whole(self.tree.modules[child], pattern)
         if any(options["style"] == "rowwise_split_input" for options in inside.values()):
             return {pattern: {"style": "replicate_seq"}}  # what is between its matrices is computed whole
-        rules: dict[str, Options] = self._between(child, inside) if pattern not in inside else {}
+        rules: dict[str, Options] = dict(self._between(child, inside)) if pattern not in inside else {}
         container = False
         for rule, options in inside.items():
             style = options["style"]

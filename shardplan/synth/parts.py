@@ -7,7 +7,9 @@ from itertools import combinations_with_replacement, product
 
 import torch
 
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
+from shardplan.styles import feature_dim
+from shardplan.styles.record import Features
 
 from .flow import Flow, Product
 
@@ -20,6 +22,13 @@ KNOWN = (
     ("hidden_size",),
     ("intermediate_size",),
 )
+
+
+def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
+    """How many input or output features a matrix of a module has."""
+    dim = feature_dim(module.kind, matrix.name, side, len(matrix.shape))
+    assert dim is not None, (module.name, matrix.name, side)
+    return matrix.shape[dim]
 
 
 def cut(flow: Flow, made: Product) -> tuple[int, ...]:

@@ -10,11 +10,10 @@ from shardplan.check.requirements import HEAD_SIZES
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
 from shardplan.layout.finding import Kind
 from shardplan.layout.prover import Proof
-from shardplan.styles import feature_dim
 
 from .draft import DOOR, MENDABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product
-from .parts import cut, packed
+from .parts import cut, features, packed
 from .regions import Group
 
 MOST_DIVIDED = 5  # attributes in one group
@@ -170,11 +169,10 @@ class Solver:
         """Of the model's own matrix."""
         name = next(n for n in (*self.tree.modules, *self.tree.parameters) if self.tree.pattern(n) == pattern)
         if name in self.tree.parameters:
-            owner, parameter = self.tree.parameters[name]
-        else:
-            owner = self.tree.modules[name]
-            parameter = owner.parameter("weight")
-        return parameter.shape[feature_dim(owner.kind, parameter.name, "out", len(parameter.shape))]
+            return features(*self.tree.parameters[name], "out")
+        weight = self.tree.modules[name].parameter("weight")
+        assert weight is not None, name  # it made a product
+        return features(self.tree.modules[name], weight, "out")
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
         """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes

@@ -32,7 +32,9 @@ def _declared(board: Board, draft: Draft, *, overlay: bool) -> Mapping[str, Opti
     """Block -> what its rule says. One sum of a block, and only where all blocks of its kind have it."""
     report, tree = board.report(draft, overlay=overlay), board.tree
     found: dict[str, Options] = {}
-    for one in report.sums if report is not None else ():
+    if report is None:
+        return found
+    for one in report.sums:
         pattern = tree.pattern(block(one.closer))
         blocks = [name for name in tree.modules if element(name) and tree.pattern(name) == pattern]
         if pattern not in found and in_every_block(report.sums, blocks) and _only_dropouts(board, one):

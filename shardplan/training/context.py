@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardplan.apply import applied
 from shardplan.torchlib.context_attention import attention_replaced, context_attention
-from shardplan.torchlib.vocabulary_loss import IGNORE_INDEX
+from shardplan.torchlib.vocabulary_probabilities import IGNORE_INDEX
 
 SEQUENCE = 1  # the dimension in [batch, sequence, ...]
 
@@ -92,7 +92,7 @@ def _refuse(given: dict[str, Tensor], mask: Tensor | None, others: dict[str, Any
 
 def _own_part(given: dict[str, Tensor], ranks: int, rank: int, num_items: Tensor | float | None) -> dict[str, Any]:
     whole = dict(given)
-    first = whole.get("input_ids", whole.get("inputs_embeds"))
+    first = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
     length = first.shape[SEQUENCE]
     if length % ranks:
         padded = -(-length // ranks) * ranks

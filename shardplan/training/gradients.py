@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardplan.torchlib.private import private
 
@@ -20,6 +20,7 @@ _foreach_norm = private("foreach_norm")
 _foreach_mul_ = private("foreach_mul_")
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
+_Ranks = tuple[str, tuple[int, ...]]  # an axis: the type of its devices, and its ranks
 EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils does
 
 
@@ -46,8 +47,8 @@ class _Axes:
     """
 
     def __init__(self, meshes: Iterable[DeviceMesh]):
-        self.groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
-        self.of_mesh: dict[DeviceMesh, dict[tuple[str, tuple[int, ...]], int]] = {}
+        self.groups: dict[_Ranks, ProcessGroup] = {}
+        self.of_mesh: dict[DeviceMesh, dict[_Ranks, int]] = {}
         for mesh in meshes:
             if mesh in self.of_mesh:
                 continue
@@ -63,6 +64,11 @@ class _Axes:
                     key = (mesh.device_type, tuple(sorted(dist.get_process_group_ranks(group))))
                     self.groups.setdefault(key, group)
                     self.of_mesh[mesh][key] = dim
+
+    def is_sum(self, gradient: _Gradient, axis: _Ranks) -> bool:
+        """Whether a gradient is a partial sum over an axis."""
+        dim = self.of_mesh[gradient.mesh].get(axis) if gradient.mesh is not None else None
+        return dim is not None and dim in gradient.sums
 
 
 def _parameters(parameters: Parameters) -> list[Tensor]:
@@ -82,15 +88,16 @@ def _read(gradient: Tensor) -> _Gradient:
     if not isinstance(gradient, DTensor):
         return _Gradient(gradient)
     mesh, coordinate = gradient.device_mesh, gradient.device_mesh.get_coordinate()
+    assert coordinate is not None  # `_Axes` refused a mesh that this rank is not part of
     local, sums, first = gradient.to_local(), [], True
     for dim, placement in enumerate(gradient.placements):
-        if placement.is_partial():
+        if isinstance(placement, Partial):
             if placement.reduce_op not in ("sum", "avg"):
                 raise ValueError(f"a gradient is {placement} on {mesh}: only sums and averages can be reduced")
             sums.append(dim)
             if placement.reduce_op == "avg":
                 local = local / mesh.size(dim)
-        if placement.is_partial() or placement.is_replicate():
+        if isinstance(placement, Partial | Replicate):
             first = first and coordinate[dim] == 0
     return _Gradient(local, mesh, tuple(sums), first)
 
@@ -98,7 +105,7 @@ def _read(gradient: Tensor) -> _Gradient:
 def _finish_sums(gradients: list[_Gradient], axes: _Axes) -> None:
     """Reduce what is a partial sum, in float32 and in one buffer for each axis."""
     for key, group in axes.groups.items():
-        waiting = [g for g in gradients if axes.of_mesh.get(g.mesh, {}).get(key) in g.sums]
+        waiting = [g for g in gradients if axes.is_sum(g, key)]
         if not waiting:
             continue
         dtype = torch.float64 if any(g.local.dtype == torch.float64 for g in waiting) else torch.float32

@@ -26,18 +26,18 @@ class Lazy(Tensor):
     meta: Tensor
 
     @classmethod
-    def __torch_dispatch__(
-        cls, operation: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]  # torch's types have it as no method
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = operation(*_changed(args, _meta), **_changed(kwargs, _meta))
-        rule = _RULES.get(str(operation))
+        result = func(*_changed(args, _meta), **_changed(kwargs, _meta))
+        rule = _RULES.get(str(func))
         if rule is not None:
             made = rule(result, *args, **kwargs)
         elif isinstance(result, Tensor):
-            made = Computed(operation, tuple(args), dict(kwargs))
+            made = computed(func, args, kwargs)
         else:
-            raise NotImplementedError(f"{operation} on a tensor that is not read yet")
+            raise NotImplementedError(f"{func} on a tensor that is not read yet")
         if isinstance(result, Tensor):
             return lazy(result, made)
         return [lazy(one, expression) for one, expression in zip(result, made, strict=True)]
@@ -98,6 +98,11 @@ def _changed(value: Any, change: Callable[[Lazy], Tensor]) -> Any:
 
 def _meta(tensor: Lazy) -> Tensor:
     return tensor.meta
+
+
+def computed(operation: Callable[..., Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Computed:
+    """What an operation gives for these arguments, some of which are lazy tensors."""
+    return Computed(tuple(one.expression for one in _lazies([args, kwargs])), operation, tuple(args), dict(kwargs))
 
 
 # Expressions
@@ -212,13 +217,10 @@ class Reshape(Expression):
 class Computed(Expression):
     """Any other operation: what it works on is read whole."""
 
+    parts: tuple[Expression, ...]
     operation: Callable[..., Tensor]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-    @property
-    def parts(self) -> tuple[Expression, ...]:
-        return tuple(one.expression for one in _lazies([self.args, self.kwargs]))
 
     def read(self, out: Tensor, box: Box) -> None:
         def values(tensor: Lazy) -> Tensor:
@@ -279,7 +281,7 @@ def _slice(
     result: Tensor, x: Lazy, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Expression:
     if step != 1:
-        return Computed(torch.ops.aten.slice.Tensor, (x, dim, start, end, step), {})
+        return computed(torch.ops.aten.slice.Tensor, (x, dim, start, end, step), {})
     return Narrow((x.expression,), dim % x.ndim, slice(start, end).indices(x.shape[dim])[0])
 
 

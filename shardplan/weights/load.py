@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardplan.apply.applied import Applied, applied
+from shardplan.apply.slices import Packing
 from shardplan.apply.state import packed_parameters
-from shardplan.core.program import ParameterProgram
 
 from .files import Reader, stored_tensors
 from .lazy import Lazy, leaf, leaves, read
@@ -132,7 +132,9 @@ def load_checkpoint(
                 initialize(inner, packed, place, drawn=frozenset(work.missing))
             done = _fill(work, inner, reporter(progress, is_first(record.mesh.mesh)))
         if isinstance(inner, PreTrainedModel):
-            inner._weight_conversions = list(work.conversions)  # what save_pretrained and save_checkpoint revert
+            inner.__dict__["_weight_conversions"] = list(
+                work.conversions
+            )  # what save_pretrained and save_checkpoint revert
     finally:
         reader.close()
     return Loaded(work.missing, work.unexpected, done, work.held)
@@ -168,9 +170,7 @@ def _random_state(place: torch.device) -> list[int]:
 # Before the model is touched
 
 
-def _prepare(
-    model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str, ParameterProgram], strict: bool
-) -> _Work:
+def _prepare(model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str, Packing], strict: bool) -> _Work:
     stored = stored_tensors(folder)
     lazies = {name: leaf(name, one.shape, one.dtype, partial(reader.read, one)) for name, one in stored.items()}
     tensors = held_tensors(model)
@@ -221,7 +221,7 @@ def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] not in computed]
 
 
-def _ranges(held: Held, packed: Mapping[str, ParameterProgram]) -> tuple[Ranges, ...]:
+def _ranges(held: Held, packed: Mapping[str, Packing]) -> tuple[Ranges, ...]:
     if not isinstance(held.tensor, DTensor):
         return tuple(((0, size),) if size else () for size in held.tensor.shape)
     return own_ranges(held.tensor, next((packed[name] for name in held.names if name in packed), None))

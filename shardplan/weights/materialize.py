@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.apply.applied import applied
-from shardplan.apply.slices import like
+from shardplan.apply.slices import Packing, like
 from shardplan.apply.state import packed_parameters
-from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import block
 from shardplan.models.adapters import adapters_in, unwrapped
 
@@ -57,7 +56,7 @@ def materialize(
 
 def initialize(
     model: nn.Module,
-    packed: Mapping[str, ParameterProgram],
+    packed: Mapping[str, Packing],
     device: torch.device,
     *,
     drawn: Collection[str] | None = None,
@@ -97,10 +96,11 @@ def _apply(module: nn.Module, initializer: nn.Module, act: Callable[[nn.Module, 
 
 def _initialize_module(module: nn.Module, initializer: nn.Module) -> None:
     own = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-    if callable(getattr(initializer, "_init_weights", None)):  # transformers' models
-        initializer._init_weights(module)
-    elif own and callable(getattr(module, "reset_parameters", None)):  # torch's modules
-        module.reset_parameters()
+    by_model, by_itself = getattr(initializer, "_init_weights", None), getattr(module, "reset_parameters", None)
+    if callable(by_model):  # transformers' models
+        by_model(module)
+    elif own and callable(by_itself):  # torch's modules
+        by_itself()
     elif own:
         raise ValueError(
             f"{type(module).__name__} has parameters or buffers but neither reset_parameters() nor a model with "
@@ -112,7 +112,7 @@ def _initialize_module(module: nn.Module, initializer: nn.Module) -> None:
 def _whole_parameters(
     module: nn.Module,
     name: str,
-    packed: Mapping[str, ParameterProgram],
+    packed: Mapping[str, Packing],
     device: torch.device,
     seen: set[int],
     drawn: Collection[str] | None,
@@ -144,6 +144,6 @@ def _whole_parameters(
         for owner, leaf, parameter, *_ in exchanged:
             owner._parameters[leaf] = parameter
     for _, _, parameter, whole, full_name, wanted in exchanged:
-        if wanted and id(parameter) not in seen:
+        if wanted and isinstance(parameter, DTensor) and id(parameter) not in seen:
             seen.add(id(parameter))
             parameter.to_local().copy_(like(whole.detach(), parameter, packed.get(full_name)).to_local())

@@ -81,9 +81,12 @@ def held_tensors(model: nn.Module) -> list[Held]:
 def original_classes(model: nn.Module) -> Iterator[None]:
     """FSDP2 exchanges classes for its own, and conversions are found by names of classes: the original ones are back
     while this lasts."""
-    exchanged = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    exchanged: list[tuple[nn.Module, type[nn.Module]]] = [
+        (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+    ]
     for module, cls in exchanged:
-        module.__class__ = next(base for base in cls.__mro__[1:] if not issubclass(base, FSDPModule))
+        bases = (base for base in cls.__mro__ if issubclass(base, nn.Module))
+        module.__class__ = next(base for base in bases if not issubclass(base, FSDPModule))
     try:
         yield
     finally:
@@ -109,7 +112,7 @@ class Resolved:
     conversions: tuple[Any, ...]
 
 
-def resolve(model: nn.Module, stored: Mapping[str, Lazy], state: Mapping[str, Tensor]) -> Resolved:
+def resolve(model: nn.Module, stored: Mapping[str, Lazy], state: dict[str, Tensor]) -> Resolved:
     """Find the model's tensors among a checkpoint's, as `from_pretrained` does.
 
     Args:
@@ -138,7 +141,7 @@ def resolve(model: nn.Module, stored: Mapping[str, Lazy], state: Mapping[str, Te
             found[name] = stored[key]
         else:
             converter, sources = converted.setdefault(name, (deepcopy(by_pattern[pattern]), []))
-            converter.add_tensor(name, key, pattern, stored[key])
+            converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]  # it takes tensors too
             sources.append(key)
     for name, (converter, sources) in converted.items():
         made = _convert(converter, name, sources, model)

@@ -9,13 +9,12 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor
 
-from shardplan.apply.slices import cuts
-from shardplan.core.program import ParameterProgram
+from shardplan.apply.slices import Packing, cuts
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop), in the order in which they are stored; none is empty
 
 
-def own_ranges(stored: DTensor, packed: ParameterProgram | None) -> tuple[Ranges, ...]:
+def own_ranges(stored: DTensor, packed: Packing | None) -> tuple[Ranges, ...]:
     """The indices that this rank's part of a parameter holds, per dim.
 
     Args:

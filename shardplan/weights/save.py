@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardplan.apply.applied import applied
+from shardplan.apply.slices import Packing
 from shardplan.apply.state import packed_parameters
-from shardplan.core.program import ParameterProgram
 from shardplan.torchlib.packing import unpack
 
 from .files import CONFIG, DTYPES, INDEX, ONE_FILE
@@ -104,7 +104,7 @@ def save_checkpoint(
             agree([(file.name, [(one.name, one.tensor.shape, one.dtype) for one in file.outputs]) for file in files])
         _write_files(files, source, new, record.mesh.mesh, reporter(progress, first))
         with together(record.mesh.mesh, f"finishing {folder}"):
-            if first:
+            if new is not None:
                 _write_rest(inner, files, new, dtype)
                 commit(new, folder, lambda name: not _replaced(name))
     except BaseException:
@@ -138,14 +138,14 @@ def size_of(text: int | str) -> int:
 class _Gathered:
     """The tensors of a model, gathered when they are asked for."""
 
-    def __init__(self, model: nn.Module, packed: Mapping[str, ParameterProgram], tp: int):
+    def __init__(self, model: nn.Module, packed: Mapping[str, Packing], tp: int):
         on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
         if on_meta is not None:
             raise ValueError(f"{on_meta} is on the meta device: there is nothing to save")
         self.tp = tp
         self.held: dict[str, Tensor] = {}
         self.tensors: dict[str, Held] = {}
-        self.packed: dict[str, ParameterProgram] = {}
+        self.packed: dict[str, Packing] = {}
         for held in held_tensors(model):
             name = kept_name(held, model)
             if not any(ignored in held.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
@@ -185,8 +185,8 @@ class _Gathered:
 def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> list[_Output]:
     outputs = []
     for name, tensor in saved_names(model, source.lazies()).items():
-        cast = dtype is not None and tensor.is_floating_point()
-        outputs.append(_Output(name, tensor, dtype if cast else tensor.dtype))
+        cast = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        outputs.append(_Output(name, tensor, cast))
     unknown = [one for one in outputs if one.dtype not in _NAMES]
     if unknown:
         raise ValueError(f"safetensors has no {unknown[0].dtype}, the dtype of {unknown[0].name}")
@@ -265,7 +265,8 @@ class _Writer:
     def __init__(self, path: Path, outputs: Sequence[_Output]):
         self.failure: OSError | None = None
         self.file: BinaryIO | None = None
-        offset, header = 0, {"__metadata__": {"format": "pt"}}
+        offset = 0
+        header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
         for one in outputs:
             place = [offset, offset + one.bytes]
             header[one.name] = {"dtype": _NAMES[one.dtype], "shape": list(one.tensor.shape), "data_offsets": place}
@@ -281,7 +282,11 @@ class _Writer:
     def write(self, one: _Output) -> None:
         values = torch.empty(one.tensor.shape, dtype=one.dtype)
         read(one.tensor, values)
-        self._try(lambda: self.file.write(values.reshape(-1).view(torch.uint8).numpy().data))
+        self._try(lambda: self._write(values.reshape(-1).view(torch.uint8).numpy().data))
+
+    def _write(self, data: memoryview) -> None:
+        assert self.file is not None  # after one that could not be opened nothing is tried
+        self.file.write(data)
 
     def close(self) -> None:
         if self.file is not None:

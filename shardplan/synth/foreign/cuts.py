@@ -9,9 +9,8 @@ from dataclasses import replace
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.layout.model import ModelLayouts
 from shardplan.models import FoundModel
-from shardplan.styles import feature_dim
 from shardplan.synth.flow import Flow
-from shardplan.synth.parts import cut, packed
+from shardplan.synth.parts import cut, features, packed
 
 from .codes import IMPLIED
 from .entries import Entry, finding
@@ -50,8 +49,7 @@ def _packed(entry: Entry, flow: Flow, found: FoundModel, findings: list[Diagnost
     weight = modules[0].parameter("weight") if modules else None
     if made is None or weight is None or not (lengths := cut(flow, made)):
         return entry
-    features = weight.shape[feature_dim(modules[0].kind, weight.name, "out", len(weight.shape))]
-    parts = packed(lengths, flow.tree, found.tree, features)
+    parts = packed(lengths, flow.tree, found.tree, features(modules[0], weight, "out"))
     if parts is None:
         return entry
     count = parts if isinstance(parts, int) else len(parts)

@@ -41,7 +41,8 @@ def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool]
     """
     if not isinstance(data, Mapping):
         return None
-    section, path = data, ()
+    section: Mapping[str, Any] = data
+    path: tuple[str, ...] = ()
     if isinstance(data.get("tensor_parallel"), Mapping):
         section, path = data["tensor_parallel"], ("tensor_parallel",)
     config = section.get("partition_config")

@@ -43,7 +43,7 @@ class Meaning:
     seq_dim: int = 1
     argument: str | None = None
     position: int = 0
-    output: tuple[Spread, Spread] | None = None
+    output: tuple[Spread | None, Spread | None] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     why: str = ""
     unsure: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -39,24 +39,24 @@ def meaning_of_style(style: object) -> Meaning:
         )
     if type(style) in TORCH:
         return TORCH[type(style)](style)
-    base, read = KNOWN.get(said, (None, None))
-    if base is None or not isinstance(style, base):
+    known = KNOWN.get(said)
+    if known is None or not isinstance(style, known[0]):
         raise NotSaid(
             NO_STYLE,
             f"{said} is a class of its own: its layouts do not tell what its code does",
             help="write torch's class in its place, or a rule for these modules by hand",
         )
-    return read(style)
+    return known[1](style)
 
 
-def _matrix(kind: str) -> Callable[[Any], Meaning]:
+def _matrix(kind: Literal["colwise", "rowwise"]) -> Callable[[Any], Meaning]:
     def read(style: ColwiseParallel | RowwiseParallel) -> Meaning:
         (arrives,), (left,) = style.input_layouts, style.output_layouts
         said = f"{type(style).__name__}({_word(arrives)} -> {_word(left)})"
         takes, in_dim = _spread(arrives, said)
         hands, out_dim = _spread(left, said)
         return Meaning(
-            kind,  # type: ignore[arg-type]
+            kind,
             said,
             takes,
             hands,
@@ -93,7 +93,7 @@ def _head_norm(style: SequenceParallel) -> Meaning:
 def _input(style: PrepareModuleInput) -> Meaning:
     said = type(style).__name__
     pairs: list[tuple[str | int, Any, Any]] = []
-    if style.input_layouts is not None:
+    if style.input_layouts is not None and style.desired_input_layouts is not None:  # torch takes them together
         pairs += [
             (i, *pair) for i, pair in enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
         ]
@@ -171,7 +171,7 @@ def _spread(placement: object, said: str) -> tuple[Spread, int | None]:
 
 
 def _one(dims: set[int | None], said: str) -> int:
-    found = dims - {None}
+    found = {dim for dim in dims if dim is not None}
     if len(found) > 1:
         raise NotSaid(NO_LAYOUTS, f"{said}: two different dims of the sequence")
     return next(iter(found), 1)

@@ -159,6 +159,7 @@ def _hands_split_logits(entry: Entry) -> bool:
 def _door(entry: Entry) -> tuple[Options | None, Options | None]:
     meaning = entry.meaning
     whole, sliced = _styled(entry, INPUT.get((meaning.takes, meaning.hands)))
+    assert sliced is not None  # INPUT has a style with slices for each
     if meaning.position > 0:
         raise NotSaid(
             NO_LAYOUTS,

@@ -104,8 +104,10 @@ def import_source(path: str, model: Callable[[], Any] | None) -> Source:
         raise _refused(f"{path} takes more than `model` and `sequence_parallel`: {', '.join(missing)}")
     if "sequence_parallel" not in parameters:
         return Source(path, _styles(_called(found, path, arguments), path))
-    both = (_called(found, path, {**arguments, "sequence_parallel": on}) for on in (False, True))
-    return Source(path, *(_styles(styles, path) for styles in both))
+    whole, sliced = (
+        _styles(_called(found, path, {**arguments, "sequence_parallel": on}), path) for on in (False, True)
+    )
+    return Source(path, whole, sliced)
 
 
 def import_object(path: str) -> Any:
