@@ -6,12 +6,14 @@ follows from the style records (`options`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
+from shardplan.backends import BACKENDS
 from shardplan.core import expressions, globs
 from shardplan.core.plan import DDP, ActivationCheckpointing, Compile, DataParallel, MegatronFSDP, MixedPrecision, Rule
 
@@ -39,6 +41,11 @@ def either(*options: tuple[type, Any, str]) -> Any:
         return words[type(value)] if fits else ""
 
     return Annotated[Union[tagged], Discriminator(choose)]  # noqa: UP007  of a tuple
+
+
+def one_of(words: Iterable[str]) -> Any:
+    """A field that is one of some words."""
+    return Literal[tuple(words)]
 
 
 def _default(cls: type, name: str) -> Any:
@@ -86,6 +93,7 @@ Reshard = either(
     (str, Literal["all_but_last"], "`all_but_last`"),
     (int, Annotated[int, Field(ge=1)], "a number of ranks"),
 )
+BackendName = one_of(BACKENDS)
 CpuOffload = either((bool, bool, "true, false"), (str, Literal["pinned"], "`pinned`"))
 
 
@@ -296,10 +304,9 @@ class DDPFields(_Model):
 class DataParallelFields(_Model):
     """How the model is wrapped over the data-parallel ranks."""
 
-    backend: Literal["fsdp2", "megatron_fsdp", "ddp"] = Field(
+    backend: BackendName = Field(
         default=_default(DataParallel, "backend"),
-        description="`fsdp2`: torch's fully_shard. `megatron_fsdp`: the megatron-fsdp package. `ddp`: "
-        "torch's DistributedDataParallel, every rank a whole copy.",
+        description=" ".join(f"`{backend.name}`: {backend.summary}." for backend in BACKENDS.values()),
         examples=["fsdp2"],
     )
     units: list[GlobText] = Field(
