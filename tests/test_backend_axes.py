@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shardplan.apply import apply as phases
+from shardplan.apply.backends import FUNCTIONS, Functions
 from shardplan.apply.mesh import PlanMesh, read_mesh
 from shardplan.apply.wrapped import Wrapped
 from shardplan.backends import BACKENDS, Backend
@@ -29,8 +30,8 @@ from tests.proofs import fake_mesh
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 PLAN = {"version": "1", "name": "mine", "tensor_parallel": {"0": "colwise", "2": "rowwise"}}
 # Written down as somebody would who adds a backend: one dim over two axes, and hybrid without replicas.
-FLAT = Backend(name="flat", splits=frozenset({"dp_replicate", "dp_shard"}))
-SHARDS = Backend(name="shards", splits=frozenset({"dp_shard", "cp", "tp"}), hybrid=True)
+FLAT = Backend(name="flat", summary="", splits=frozenset({"dp_replicate", "dp_shard"}))
+SHARDS = Backend(name="shards", summary="", splits=frozenset({"dp_shard", "cp", "tp"}), hybrid=True)
 MADE_UP = {backend.name: backend for backend in (FLAT, SHARDS)}
 
 
@@ -38,7 +39,7 @@ MADE_UP = {backend.name: backend for backend in (FLAT, SHARDS)}
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, backend in MADE_UP.items():
         monkeypatch.setitem(BACKENDS, name, backend)
-        monkeypatch.setitem(phases.BACKENDS, name, _wrap)
+        monkeypatch.setitem(FUNCTIONS, name, Functions(_wrap))
 
 
 def _wrap(model: nn.Module, mesh: DeviceMesh, section: DataParallel, names: Wrapped) -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardplan.apply.megatron_fsdp import DTYPES, RENAMED, apply_megatron_fsdp, arguments, dtypes, unit_classes
+from shardplan.apply.megatron_fsdp import DTYPES, RENAMED, arguments, dtypes, unit_classes
 from shardplan.apply.wrapped import Wrapped
 from shardplan.backends import BACKENDS
 from shardplan.core.plan import DataParallel, MegatronFSDP
@@ -57,12 +57,6 @@ def test_arguments_are_those_that_the_package_takes():
     assert given.keys() <= RECORD["fully_shard_model"].keys()
     assert (given["dp_outer_dim"], given["hybrid_fsdp_group"]) == ("dp_replicate", "the group")
     assert given["init_model_with_meta_device"] is False
-
-
-def test_a_mesh_without_cuda_is_refused():
-    model, names = model_and_names("cpu")
-    with pytest.raises(ValueError, match="needs a mesh of CUDA devices"):
-        apply_megatron_fsdp(model, SimpleNamespace(device_type="cpu"), DataParallel("megatron_fsdp"), names)
 
 
 def test_the_record_of_the_backend():

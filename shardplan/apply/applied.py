@@ -11,7 +11,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
@@ -19,8 +18,8 @@ from shardplan.models.adapters import unwrapped
 from shardplan.torchlib.async_tp import Fused
 from shardplan.torchlib.regime import Shared
 
+from .backends import FUNCTIONS
 from .fsdp2 import reshard
-from .megatron_fsdp import wrap_optimizer
 from .mesh import PlanMesh
 from .state import keep_optimizer_order, packed_parameters
 
@@ -115,9 +114,9 @@ class Applied:
         """
         self.check_optimizer(optimizer)
         section = self.program.resolved.data_parallel
-        if section is None or "data parallel" not in self.steps or not BACKENDS[section.backend].wraps_optimizer:
+        if section is None or "data parallel" not in self.steps:
             return optimizer
-        return wrap_optimizer(optimizer)
+        return FUNCTIONS[section.backend].optimizer(optimizer)
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
         """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a

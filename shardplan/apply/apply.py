@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardplan import backends
+from shardplan.backends import BACKENDS
 from shardplan.check.parameter_hooks import hooked, replaces
 from shardplan.core.diagnostics import Diagnostic, PlanError
-from shardplan.core.plan import DataParallel
 from shardplan.core.tree import full_name
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
@@ -23,13 +21,11 @@ from shardplan.torchlib.regime import Shared
 
 from .applied import Applied, mark_unusable, remember, was_touched
 from .autocast import autocast_forward
+from .backends import FUNCTIONS
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
-from .ddp import apply_ddp
-from .fsdp2 import apply_fsdp2
 from .heads import use_sharded_loss
-from .megatron_fsdp import apply_megatron_fsdp
 from .mesh import PlanMesh
 from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
@@ -102,11 +98,10 @@ def _data_parallel(work: Work) -> bool:
     work.mesh.check_sections(resolved)
     if resolved.data_parallel is None:
         return False
-    backend = backends.BACKENDS[resolved.data_parallel.backend]
+    backend = BACKENDS[resolved.data_parallel.backend]
     mesh = work.mesh.data_parallel(backend)
     if mesh is None:
         return False
-    wrap = BACKENDS[backend.name]
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
     units, parts, ignored = (
         tuple(full_name(prefix, name) for name in names)
@@ -114,7 +109,8 @@ def _data_parallel(work: Work) -> bool:
     )
     together = work.mesh.together(mesh) if backend.joint_group else None
     names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get("tp"), together)
-    work.result = wrap(work.model, mesh, resolved.data_parallel, names)
+    work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
+    assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} says otherwise"
     return True
 
 
@@ -132,16 +128,9 @@ def _replaces(work: Work) -> bool:
     section = work.program.resolved.data_parallel
     if replaces(work.program.resolved) or section is None:
         return replaces(work.program.resolved)
-    backend = backends.BACKENDS[section.backend]
+    backend = BACKENDS[section.backend]
     return backend.shards and work.mesh.data_parallel(backend) is not None
 
-
-# (model, data-parallel mesh, section, names) -> what the caller gets: the model, or a wrapper around it.
-BACKENDS: dict[str, Callable[[nn.Module, DeviceMesh, DataParallel, Wrapped], nn.Module]] = {
-    "fsdp2": apply_fsdp2,
-    "ddp": apply_ddp,
-    "megatron_fsdp": apply_megatron_fsdp,
-}
 
 # The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
 # checkpoint around the compiled forward (docs/decisions/0002), FSDP2 last (its hooks outermost).

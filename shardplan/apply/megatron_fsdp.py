@@ -22,13 +22,8 @@ def apply_megatron_fsdp(model: nn.Module, mesh: DeviceMesh, section: DataParalle
     """Wrap the model; the wrapper's names begin with `module.`.
 
     Args:
-        mesh: [dp_replicate,] dp_shard.
-
-    Raises:
-        ValueError: a mesh that is not of CUDA devices.
+        mesh: [dp_replicate,] dp_shard, of CUDA devices.
     """
-    if mesh.device_type != "cuda":
-        raise ValueError(f"the backend megatron_fsdp needs a mesh of CUDA devices, not of {mesh.device_type}")
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard_model
 
     policy = MixedPrecisionPolicy(**dtypes(section.megatron_fsdp or MegatronFSDP()))

@@ -4,6 +4,7 @@ from .record import Backend
 
 FSDP2 = Backend(
     name="fsdp2",
+    summary="torch's fully_shard",
     fields=frozenset(
         {"units", "reshard_after_forward", "mixed_precision", "cpu_offload", "forward_prefetch", "backward_prefetch"}
         | {"frozen", "ignored"}
@@ -11,28 +12,20 @@ FSDP2 = Backend(
     splits=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
     hybrid=True,
     parts=True,
-    refusals=frozenset({"fully_shard"}),
-    estimated=True,
-)
-
-DDP = Backend(
-    name="ddp",
-    fields=frozenset({"ddp"}),
-    idle=frozenset({"units", "reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
-    splits=frozenset({"dp_replicate"}),
-    wraps=True,
+    fully_shard=True,
+    traceable=True,
 )
 
 MEGATRON_FSDP = Backend(
     name="megatron_fsdp",
+    summary="the megatron-fsdp package",
     fields=frozenset({"units", "megatron_fsdp"}),
     idle=frozenset({"reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
     splits=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
     hybrid=True,
     joint_group=True,
     wraps=True,
-    wraps_optimizer=True,
-    refusals=frozenset({"unit_classes", "megatron_strategies"}),
+    units_by_class=True,
     device="cuda",
     module="megatron_fsdp",
     package="megatron-fsdp",
@@ -40,6 +33,15 @@ MEGATRON_FSDP = Backend(
     partial_gradients=False,
 )
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (FSDP2, DDP, MEGATRON_FSDP)}
+DDP = Backend(
+    name="ddp",
+    summary="torch's DistributedDataParallel, every rank a whole copy",
+    fields=frozenset({"ddp"}),
+    idle=frozenset({"units", "reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
+    splits=frozenset({"dp_replicate"}),
+    wraps=True,
+)
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (FSDP2, MEGATRON_FSDP, DDP)}
 
 __all__ = ["BACKENDS", "Backend"]

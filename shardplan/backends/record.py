@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
-
-Refusal = Literal["fully_shard", "unit_classes", "megatron_strategies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +11,7 @@ class Backend:
 
     Args:
         name: its word in a plan.
+        summary: what it is, in a few words, for the schema.
         fields: the fields of `DataParallel` that it carries out.
         idle: fields that mean nothing to it, and change no number if they are skipped: how and when FSDP2 gathers.
         splits: the mesh axes that it works with, above size 1; any other axis above size 1 is refused.
@@ -21,10 +19,10 @@ class Backend:
             there (of size 1 at least); else over one dim, all data-parallel axes of `splits` as one.
         joint_group: whether it wants a process group over both dims of a hybrid mesh too.
         wraps: whether it puts a wrapper around the model, with which names begin with `module.`.
-        wraps_optimizer: whether its optimizer must be made to work with the wrapper.
         parts: whether modules can be units beside those that the plan names: frozen ones, those of another dtype.
-        refusals: the checks that are about this backend alone.
-        estimated: whether `estimate` knows what it costs.
+        fully_shard: whether its units are those of torch's `fully_shard`, which refuses some models.
+        units_by_class: whether it finds its units by their class, so that all modules of the class are units.
+        traceable: whether a step with it runs on tensors without memory, so that what it costs can be read off one.
         device: the type of device that it needs; None is any.
         module, package: what must be installed, as Python and as pip call it; empty where it is torch's own.
         sequence_parallel: whether it can be combined with sequence parallelism.
@@ -33,16 +31,17 @@ class Backend:
     """
 
     name: str
+    summary: str
     fields: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
     splits: frozenset[str] = frozenset()
     hybrid: bool = False
     joint_group: bool = False
     wraps: bool = False
-    wraps_optimizer: bool = False
     parts: bool = False
-    refusals: frozenset[Refusal] = frozenset()
-    estimated: bool = False
+    fully_shard: bool = False
+    units_by_class: bool = False
+    traceable: bool = False
     device: str | None = None
     module: str = ""
     package: str = ""

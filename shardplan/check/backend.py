@@ -150,9 +150,9 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         )
     yield from _fields(section, backend)
     yield from _combined(facts, section, backend)
-    if "unit_classes" in backend.refusals:
+    if backend.units_by_class:
         yield from _classes(facts)
-    if "megatron_strategies" in backend.refusals:
+    if "megatron_fsdp" in backend.fields:
         yield from _strategy(section)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import DataParallel, ResolvedPlan
 from shardplan.core.tree import named, parent
 
 from .facts import Facts
@@ -131,9 +131,9 @@ CODES = (SCALAR, DTYPES, RESHARD, TRAINED, UNCAST)
 
 
 def fully_shards(resolved: ResolvedPlan) -> bool:
-    """Whether the plan's backend refuses what torch's `fully_shard` does; without a section it is FSDP2."""
-    section = resolved.data_parallel
-    return section is None or "fully_shard" in BACKENDS[section.backend].refusals
+    """Whether torch's `fully_shard` shards the units of the plan's backend; without a section, of the default one."""
+    section = resolved.data_parallel or DataParallel()
+    return BACKENDS[section.backend].fully_shard
 
 
 def severity(resolved: ResolvedPlan) -> Severity:

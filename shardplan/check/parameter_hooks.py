@@ -35,7 +35,7 @@ def replaces(resolved: ResolvedPlan) -> bool:
     if sizes.tp != 1:  # not said: it may be any
         return True
     ranks = sizes.dp_replicate * sizes.dp_shard * sizes.cp
-    return section is not None and ranks > 1 and "dp_shard" in BACKENDS[section.backend].splits
+    return section is not None and ranks > 1 and BACKENDS[section.backend].shards
 
 
 def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
 from shardplan.apply import applied, build_mesh, micro_batches
+from shardplan.backends import BACKENDS
 
 from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from .parallelize import parallelize, refuse_moe_mesh
@@ -94,7 +95,7 @@ class Manager:
     def _from_sizes(
         self, *, backend: str = "nccl", world_size: int | None = None, use_hf_tp_plan: bool = False, **given: Any
     ) -> tuple[DistributedConfig, DeviceMesh]:
-        plans = ["custom_tp_plan"] if self.config_type is not DDPConfig else []
+        plans = ["custom_tp_plan"] if "tp" in BACKENDS[self.config_type.backend].splits else []
         names = [one.name for one in fields(self.config_type)]
         ignored = ["sequence_parallel"] if "sequence_parallel" not in names else []
         for size in SIZES:

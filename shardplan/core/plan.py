@@ -158,7 +158,7 @@ class DataParallel:
     """The data-parallel wrapping pass.
 
     Args:
-        backend: "fsdp2", "megatron_fsdp" or "ddp".
+        backend: the name of a record of `shardplan.backends`.
         units: globs of the modules that are gathered together; a list of modules stands for its elements.
         reshard_after_forward: FSDP2's argument; "all_but_last" keeps the last unit gathered.
         mixed_precision: None keeps the model's dtypes.
@@ -175,7 +175,7 @@ class DataParallel:
             child plan inherits is decided by them (`core.inherit`).
     """
 
-    backend: Literal["fsdp2", "megatron_fsdp", "ddp"] = "fsdp2"
+    backend: str = "fsdp2"
     units: tuple[str, ...] = ()
     reshard_after_forward: bool | int | Literal["all_but_last"] = "all_but_last"
     mixed_precision: MixedPrecision | None = None

@@ -54,8 +54,8 @@ def estimate_mesh(
     """
     resolved = program.resolved
     sizes, section = resolved.sizes, resolved.data_parallel
-    if section is not None and not BACKENDS[section.backend].estimated:
-        known = ", ".join(name for name, backend in BACKENDS.items() if backend.estimated)
+    if section is not None and not BACKENDS[section.backend].traceable:
+        known = ", ".join(name for name, backend in BACKENDS.items() if backend.traceable)
         raise ValueError(f"estimate knows the data-parallel backend {known}, not {section.backend}")
     offloaded = section is not None and bool(section.cpu_offload)
     depths = depths_of(found, program)

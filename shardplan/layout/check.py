@@ -17,7 +17,7 @@ from shardplan.twin import Twin
 
 from .finding import Finding
 from .fused import advice, fused_repairs
-from .prover import Proof
+from .proof import Proof
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, repairs, together
 from .run import Workbench, prove

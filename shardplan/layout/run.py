@@ -20,7 +20,8 @@ from .boundaries import boundaries
 from .elsewhere import read_elsewhere
 from .finding import Finding
 from .origins import Origins
-from .prover import Proof, Prover
+from .proof import Proof
+from .prover import Prover
 from .randomness import acting_sites, watched
 from .ranks import run_rank
 from .reads import first_readers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch import Tensor
 TOLERANCE = 1e-4
 HALF = (torch.bfloat16, torch.float16)
 HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
+
+
+SpreadKind = Literal["whole", "split", "sum"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class Spread:
         empty: nothing in it tells whole from sum: it is zero everywhere, or has no elements.
     """
 
-    kind: str
+    kind: SpreadKind
     dim: int | None = None
     order: tuple[tuple[int, ...], ...] | None = None
     empty: bool = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from typing import Literal
 
 from torch import Tensor
 
@@ -27,7 +28,7 @@ class Spreads:
         self.plan, self.reference, self.runs = plan, reference, runs
         self._known: dict[tuple[int, bool], Spread | None] = {}
 
-    def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | str | None:
+    def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | Literal["?"] | None:
         """How a value of an event of the first rank is spread; None where the ranks' values do not make up the
         reference, "?" where the runs are out of step."""
         others = [run.at.get(event.place) for run in (self.reference, *self.runs)]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from shardplan.core.layout import Layout
+from shardplan.torchlib.packing import packed_order
 
-from .spread import SUM, WHOLE, Spread, chunk
+from .spread import SUM, WHOLE, Spread, SpreadKind, chunk
 
-LAYOUTS = {"split": "V", "sum": "P"}
+TypeKind = Literal["I", "R", "V", "P", "whole", "tail", "?"]
+KINDS: Mapping[SpreadKind, TypeKind] = {"whole": "whole", "split": "V", "sum": "P"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +27,7 @@ class Type:
         tail: the number of its last features that are R.
     """
 
-    kind: str
+    kind: TypeKind
     spread: Spread = WHOLE
     sources: frozenset[int] = frozenset()
     tail: int = 0
@@ -44,6 +48,12 @@ def declared(layout: Layout, ndim: int) -> Type:
     if layout.kind == "V":
         return Type("V", Spread("split", layout.dim % ndim))
     return Type(layout.kind, SUM if layout.kind == "P" else WHOLE)
+
+
+def packed_indices(parts: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank the indices that it has of a packed dim, each of whose parts is split."""
+    order = packed_order(parts, ranks).view(ranks, -1)
+    return tuple(tuple(indices) for indices in order.tolist())
 
 
 def same_order(

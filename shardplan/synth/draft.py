@@ -12,7 +12,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
 from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.layout.prover import Proof
+from shardplan.layout.proof import Proof
 from shardplan.layout.repairs import OURS, Repair
 from shardplan.layout.run import prove
 from shardplan.parse import parse_plan

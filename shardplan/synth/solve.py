@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardplan.check.requirements import HEAD_SIZES
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
 from shardplan.layout.finding import Kind
-from shardplan.layout.prover import Proof
+from shardplan.layout.proof import Proof
 
 from .draft import DOOR, MENDABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product
