@@ -22,6 +22,7 @@ demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 gates: $(VENV)/.installed  ## what is seen without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 test: $(VENV)/.installed  ## what every change must pass
 	$(PYTEST) -m "not slow and not exhaustive"

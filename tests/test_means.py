@@ -10,7 +10,6 @@ from transformers import Olmo2Config
 from shardplan import compile_plan, validate, verify
 from shardplan.core.mesh import MeshSizes
 from shardplan.lower.collectives import expected_collectives
-from shardplan.lower.describe import describe
 
 HIDDEN = 32
 RULES = {
@@ -126,4 +125,4 @@ def test_its_collectives_are_expected_and_shown() -> None:
         "forward": {"all_reduce": 1},
         "backward": {"all_reduce": 1},
     }
-    assert f"means over all {Olmo2Config().hidden_size} features: P -> R" in describe(program)
+    assert f"means over all {Olmo2Config().hidden_size} features: P -> R" in program.describe()

@@ -1,98 +1,37 @@
-"""The rooms: who may import whom. Imports are read, not run."""
+"""What imports may be, beside the contracts in pyproject.toml that `lint-imports` checks. Imports are read, not run."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
-import pytest
+import grimp
 
-PACKAGE = Path(__file__).parent.parent / "shardplan"
-
-# From the top down: a room imports only rooms below it; rooms of one line do not import each other.
-LAYERS = (
-    {"__main__"},
-    {"cli"},
-    {"compat"},
-    {"api"},
-    {"render"},
-    {"proof"},
-    {"compiler"},
-    {"synth"},
-    {"costs"},
-    {"weights"},
-    {"training"},
-    {"apply"},
-    {"lower"},
-    {"layout"},
-    {"check"},
-    {"twin"},
-    {"models"},
-    {"bind"},
-    {"parse"},
-    {"styles", "backends"},
-    {"torchlib"},
-    {"core"},
-)
-PLACE = {room: i for i, layer in enumerate(LAYERS) for room in layer}
-ROOT = {"__init__"}  # exports names of rooms when they are asked for; anyone may read its version
-
-# Packages that are heavy, or private to a room: the rooms that may import them. What is not here is free.
-DATA_ROOMS = {"core", "styles", "backends", "parse", "bind", "check", "render"}
-EXTERNAL = {
-    "torch": set(PLACE) - DATA_ROOMS,
-    "transformers": set(PLACE) - DATA_ROOMS,
-    "pydantic": {"parse"},
-    "yaml": {"parse"},
-}
-NO_PACKAGES = {"core"}  # the standard library alone
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "shardplan"
 
 
-def room_of(path: Path) -> str:
-    """The room of a file: the first part of its path under the package."""
-    first = path.relative_to(PACKAGE).parts[0]
-    return first.removesuffix(".py")
+@cache
+def graph() -> grimp.ImportGraph:
+    """Who imports whom, at any depth of a file, by the names of modules; of other packages the first part of the name."""
+    return grimp.build_graph("shardplan", include_external_packages=True, cache_dir=None)
 
 
-def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
-    """(line, absolute dotted name) of all that a module imports, at any depth, names of `from` imports
-    included.
-
-    Args:
-        tree: the module.
-        package: the dotted name of the package that holds it, for relative imports.
-    """
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")
-            base = parents[: len(parents) - node.level + 1] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            for alias in node.names:
-                yield node.lineno, f"{module}.{alias.name}"
+def test_no_imports_run_in_a_circle():
+    """Not between files of one room either: the contract is about rooms."""
+    TopologicalSorter({m: graph().find_modules_directly_imported_by(m) for m in graph().modules}).prepare()
 
 
-def violations(source: str, path: Path) -> list[str]:
-    """What a file imports that its room may not."""
-    room = room_of(path)
-    package = ".".join(("shardplan", *path.relative_to(PACKAGE).parts[:-1]))
-    found = []
-    for line, name in imports(ast.parse(source), package):
-        top, _, rest = name.partition(".")
-        if top == "shardplan":
-            target = rest.partition(".")[0]
-            if target not in PLACE and target != "__version__":
-                found.append(f"{path.name}:{line}: {name} is in no known room")
-            elif target in PLACE and target != room and PLACE[target] <= PLACE[room]:
-                found.append(f"{path.name}:{line}: {room} imports {target}, which is not below it")
-        elif room not in EXTERNAL.get(top, {room}):
-            found.append(f"{path.name}:{line}: {room} imports {top}")
-        elif room in NO_PACKAGES and top not in STDLIB:
-            found.append(f"{path.name}:{line}: {room} imports {top}, which is not in the standard library")
-    return found
+def test_core_imports_the_standard_library_alone():
+    core = {"shardplan.core", *graph().find_descendants("shardplan.core")}
+    imported = {name for module in core for name in graph().find_modules_directly_imported_by(module)}
+    assert len(core) > 10
+    assert imported - core - sys.stdlib_module_names == set()
 
 
 def private_torch_names(source: str) -> list[tuple[int, str]]:
@@ -126,78 +65,65 @@ def _is_private(name: str) -> bool:
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-STDLIB = __import__("sys").stdlib_module_names
-FILES = sorted(PACKAGE.rglob("*.py"))
+def test_private_names_of_torch_are_in_torchlib_alone():
+    files = [path for path in PACKAGE.rglob("*.py") if path.parent.name != "torchlib"]
+    found = {str(path.relative_to(ROOT)): private_torch_names(path.read_text("utf-8")) for path in files}
+    assert len(found) > 300
+    assert {path: names for path, names in found.items() if names} == {}
 
 
-def test_every_room_has_its_place():
-    unknown = {room_of(path) for path in FILES} - set(PLACE) - ROOT
-    assert not unknown, f"give these rooms their place in LAYERS: {sorted(unknown)}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_a_room_imports_only_rooms_below_it(path):
-    if room_of(path) not in ROOT:
-        assert violations(path.read_text("utf-8"), path) == []
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_private_names_of_torch_are_in_torchlib_alone(path):
-    if room_of(path) != "torchlib":
-        assert private_torch_names(path.read_text("utf-8")) == []
-
-
-@pytest.mark.parametrize(
-    ("room", "source", "problem"),
-    [
-        ("bind", "from shardplan.check import CHECKS", "bind imports check, which is not below it"),
-        ("bind", "from ..check.facts import heads", "bind imports check, which is not below it"),
-        ("bind", "from .. import api", "bind imports api, which is not below it"),
-        ("bind", "def f():\n    import shardplan.lower", "bind imports lower, which is not below it"),
-        (
-            "styles",
-            "from shardplan.backends import BACKENDS",
-            "styles imports backends, which is not below it",
-        ),
-        ("check", "import torch.nn", "check imports torch"),
-        ("render", "from transformers import AutoConfig", "render imports transformers"),
-        ("bind", "from pydantic import BaseModel", "bind imports pydantic"),
-        ("core", "import numpy", "core imports numpy, which is not in the standard library"),
-        ("bind", "from shardplan.newroom import x", "shardplan.newroom.x is in no known room"),
-    ],
+PRIVATE = (
+    "import torch.distributed._local_tensor",
+    "from torch.distributed.tensor._dtensor_spec import DTensorSpec",
+    "from torch.nn import _reduction",
+    "import torch\ntorch._C._log_api_usage_once('x')",
+    "import torch.distributed as dist\ndist._functional_collectives",
+    "from torch import distributed as dist\ndef f():\n    return dist._world",
+    "def f():\n    from torch.testing._internal import common_utils",
 )
-def test_the_room_test_can_fail(room, source, problem):
-    (found,) = violations(source, PACKAGE / room / "sample.py")
-    assert found.endswith(problem)
+PUBLIC = "import torch\nfrom torch import nn\ntorch.__version__\nnn.Module\nself._thing\nfrom ._own import _x"
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from shardplan.core.plan import Plan\nfrom .glob import Glob\nfrom ..parse import parse_plan",
-        "from shardplan import __version__\nimport shardplan.core.mesh",
-    ],
-)
-def test_the_room_test_lets_pass_what_is_allowed(source):
-    assert violations(source, PACKAGE / "bind" / "sample.py") == []
+def test_the_private_name_test_finds_private_names_and_no_others():
+    assert [source for source in PRIVATE if not private_torch_names(source)] == []
+    assert private_torch_names(PUBLIC) == []
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch.distributed._local_tensor",
-        "from torch.distributed.tensor._dtensor_spec import DTensorSpec",
-        "from torch.nn import _reduction",
-        "import torch\ntorch._C._log_api_usage_once('x')",
-        "import torch.distributed as dist\ndist._functional_collectives",
-        "from torch import distributed as dist\ndef f():\n    return dist._world",
-        "def f():\n    from torch.testing._internal import common_utils",
-    ],
-)
-def test_the_private_name_test_can_fail(source):
-    assert private_torch_names(source)
+# Imports that the contracts forbid, by the file that has them, and what is printed about each.
+FORBIDDEN = {
+    "bind/sample.py": {
+        "from shardplan.check import CHECKS": "shardplan.bind.sample -> shardplan.check (l.1)",
+        "from ..check.facts import heads": "shardplan.bind.sample -> shardplan.check.facts (l.2)",
+        "from .. import api": "shardplan.bind.sample -> shardplan.api (l.3)",
+        "def f(): import shardplan.lower": "shardplan.bind.sample -> shardplan.lower (l.4)",
+        "from pydantic import BaseModel": "shardplan.bind.sample -> pydantic (l.5)",
+        # What is allowed.
+        "from shardplan.core.plan import Plan": None,
+        "from .globs import Glob": None,
+        "from ..parse import parse_plan": None,
+    },
+    "styles/sample.py": {
+        "from shardplan.backends import BACKENDS": "shardplan.styles.sample -> shardplan.backends (l.1)"
+    },
+    "check/sample.py": {"import torch.nn": "shardplan.check.sample -> torch (l.1)"},
+    "render/sample.py": {
+        "from transformers import AutoConfig": "shardplan.render.sample -> transformers (l.1)",
+        "import yaml": "shardplan.render.sample -> yaml (l.2)",
+    },
+    "newroom/__init__.py": {"": "- shardplan.newroom"},
+}
 
 
-def test_the_private_name_test_lets_pass_what_is_public():
-    source = "import torch\nfrom torch import nn\ntorch.__version__\nnn.Module\nself._thing\nfrom ._own import _x"
-    assert private_torch_names(source) == []
+def test_every_contract_can_fail(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    shutil.copytree(PACKAGE, tmp_path / "shardplan", ignore=shutil.ignore_patterns("__pycache__"))
+    for path, lines in FORBIDDEN.items():
+        file = tmp_path / "shardplan" / path
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("\n".join(lines))
+    command = [Path(sys.executable).with_name("lint-imports"), "--no-cache", "--no-logo"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert "Contracts: 0 kept, 3 broken." in result.stdout, result
+    said = [said for lines in FORBIDDEN.values() for said in lines.values() if said]
+    assert [one for one in said if one not in result.stdout] == []
+    assert all(f"bind.sample -> shardplan.{room}" not in result.stdout for room in ("core", "parse", "bind"))

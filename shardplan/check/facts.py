@@ -1,60 +1,23 @@
-"""What several checks read: how each parameter is held, and what tp has to divide. Computed once per bound
-plan."""
+"""What several checks read: how each parameter is held, what tp has to divide, which modules rules claim. Computed once
+per bound plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.bind.units import unit_of
-from shardplan.core.plan import Assignment, ResolvedPlan, Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
-from shardplan.styles import STYLES, ParameterStyle, Style, feature_dim
+from shardplan.core.tree import parent
+from shardplan.styles import Style
 from shardplan.styles.record import WHOLE
 
-from .requirements import HEAD_SIZES, Requirement, allowed_sizes, requirements
-from .words import is_count
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Parameters that are held alike on the tp axis: by one rule, of one shape, in repeated layers.
-
-    Args:
-        names: their full names.
-        assigned: what the rule names: the parameters themselves, or their modules.
-        module, around: the owner of the first, and the module that holds that owner.
-        parameter: the first one's short name, shape and dtype.
-        assignment: the first one's.
-        style: the rule's style.
-        how: what the style does with this parameter.
-        dim: the dim (from 0) that is split, None for a whole copy.
-    """
-
-    names: tuple[str, ...]
-    assigned: tuple[str, ...]
-    module: ModuleInfo
-    around: ModuleInfo
-    parameter: ParameterInfo
-    assignment: Assignment
-    style: Style
-    how: ParameterStyle
-    dim: int | None
-
-    @property
-    def rule(self) -> Rule:
-        return self.assignment.rule
-
-    @property
-    def size(self) -> int:
-        """The length of the split dim."""
-        assert self.dim is not None
-        return self.parameter.shape[self.dim]
+from .held import HeldParameters
+from .requirements import Requirement, allowed_sizes, requirements
 
 
 @dataclass(frozen=True)
-class Facts:
+class Facts(HeldParameters):
     """A bound plan and what the checks derive from it.
 
     Args:
@@ -62,96 +25,7 @@ class Facts:
         seq_len: the sequence length that will be trained with, in tokens, if it is known.
     """
 
-    resolved: ResolvedPlan
     seq_len: int | None = None
-
-    def style(self, assignment: Assignment) -> Style:
-        return STYLES[assignment.rule.style]
-
-    @cached_property
-    def misfits(self) -> Mapping[str, Assignment]:
-        """The assignments whose style cannot work on what they name; `check/kinds.py` reports them."""
-        return {name: a for name, a in self.resolved.assignments.items() if not self._fits(a)}
-
-    def _fits(self, assignment: Assignment) -> bool:
-        style = self.style(assignment)
-        if assignment.is_parameter:
-            module, parameter = self.resolved.tree.parameters[assignment.name]
-            whole = style.weight.shard is None
-            return style.on_parameters and (whole or _dim(module, parameter, style.weight) is not None)
-        module = self.resolved.tree.modules[assignment.name]
-        if style.kinds is not None and module.kind not in style.kinds:
-            return False
-        return not style.shards_parameters or module.parameter("weight") is not None
-
-    @cached_property
-    def groups(self) -> tuple[Held, ...]:
-        """Every parameter that a fitting rule claims, itself or through its module, those held alike together; in the
-        order in which the first of each stands in the tree."""
-        members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
-        for name, module, parameter, assignment in self._claims():
-            around = self._around(module)
-            likeness = (
-                id(assignment.rule), assignment.is_parameter, module.kind, module.class_name, parameter.name,
-                parameter.shape, around.class_name, *(around.numbers.get(n) for n in HEAD_SIZES),
-            )  # fmt: skip
-            members.setdefault(likeness, []).append((name, module, parameter, assignment))
-        return tuple(map(self._group, members.values()))
-
-    def _claims(self) -> Iterator[tuple[str, ModuleInfo, ParameterInfo, Assignment]]:
-        tree, misfits = self.resolved.tree, self.misfits
-        own = {n: a for n, a in self.resolved.parameters.items() if n not in misfits}
-        owners = {tree.owner(name) for name in own}
-        for module in tree.modules.values():
-            above = self.resolved.modules.get(module.name)
-            if above is not None and (module.name in misfits or self.style(above).is_door):
-                above = None
-            if above is None and module.name not in owners:
-                continue
-            for parameter in module.parameters:
-                if parameter.adapter is not None:  # held as its layer is: check/adapters.py
-                    continue
-                name = full_name(module.name, parameter.name)
-                assignment = own.get(name, above)
-                if assignment is not None:
-                    yield name, module, parameter, assignment
-
-    def _around(self, module: ModuleInfo) -> ModuleInfo:
-        return self.resolved.tree.modules[parent(module.name)]
-
-    def _group(self, members: list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]) -> Held:
-        names, modules, parameters, assignments = zip(*members, strict=True)
-        module, parameter, assignment = modules[0], parameters[0], assignments[0]
-        style = self.style(assignment)
-        how = style.weight if assignment.is_parameter else style.parameter(parameter.short)
-        return Held(
-            names=names,
-            assigned=tuple(a.name for a in assignments),
-            module=module,
-            around=self._around(module),
-            parameter=parameter,
-            assignment=assignment,
-            style=style,
-            how=how,
-            dim=_dim(module, parameter, how),
-        )
-
-    @cached_property
-    def held(self) -> Mapping[str, Held]:
-        """How each parameter is held that a fitting rule claims."""
-        return {name: group for group in self.groups for name in group.names}
-
-    @cached_property
-    def splits(self) -> tuple[Held, ...]:
-        """The parameters that are split over tp."""
-        return tuple(group for group in self.groups if group.dim is not None)
-
-    @cached_property
-    def vocabularies(self) -> frozenset[int]:
-        """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
-        looked_up = {held.size for held in self.splits if held.style.vocabulary}
-        said = self.resolved.tree.numbers.get("vocab_size")
-        return frozenset(looked_up | ({said} if is_count(said) else set()))
 
     @cached_property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -161,7 +35,7 @@ class Facts:
     @cached_property
     def allowed(self) -> tuple[int, ...]:
         """The tp sizes that the model allows with this plan, ascending, 1 included."""
-        return allowed_sizes(self)
+        return allowed_sizes(self, self.requirements)
 
     @cached_property
     def tp(self) -> int | None:
@@ -198,11 +72,3 @@ class Facts:
 
 def _keeps_whole(style: Style) -> bool:
     return style.owns_parameters and style.weight == WHOLE and not style.takes and style.tail is None
-
-
-def _dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> int | None:
-    """The dim that is split; None for a whole copy, and where the parameter has no such dim."""
-    if how.shard is None or not parameter.shape:
-        return None
-    dim = feature_dim(module.kind, parameter.short, how.shard, len(parameter.shape))
-    return dim if dim is not None and dim < len(parameter.shape) else None

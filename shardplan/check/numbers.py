@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from shardplan.core.expressions import EvaluationError, Expression, evaluate, parse_expression
 from shardplan.core.plan import Assignment, ResolvedPlan
 
-if TYPE_CHECKING:
-    from .facts import Held
+from .held import Held
 
 DEFAULT_PARTS = 2  # gate and up, the usual pair
 CONFIG = "config."

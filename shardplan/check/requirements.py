@@ -8,27 +8,22 @@ features. The rows of a vocabulary need nothing: they are split in ceil-chunks (
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import gcd
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from shardplan.core.layout import V
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
 
+from .held import HEAD_SIZES, WHOLE_HEAD, Held, HeldParameters
 from .numbers import attribute, declared, packed_parts
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
 from .words import feature_words, head_words, is_count
 
-if TYPE_CHECKING:
-    from .facts import Facts, Held
-
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
 
-# What modules call the features of one head,
-WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
-HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
 LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
 WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
 
@@ -54,7 +49,7 @@ class Requirement:
     from_output: bool = False
 
 
-def requirements(facts: Facts) -> Iterator[Requirement]:
+def requirements(facts: HeldParameters) -> Iterator[Requirement]:
     """All requirements, in the tree's order: those of the splits, then the declared ones."""
     numbers = facts.resolved.tree.numbers
     pieces = [
@@ -78,7 +73,7 @@ def requirements(facts: Facts) -> Iterator[Requirement]:
     yield from _declared(facts)
 
 
-def _declared(facts: Facts) -> Iterator[Requirement]:
+def _declared(facts: HeldParameters) -> Iterator[Requirement]:
     resolved = facts.resolved
     groups: dict[tuple[int, str, int, Kind], tuple[Rule, list[str]]] = {}
     for assignment in resolved.assignments.values():
@@ -96,7 +91,7 @@ def _declared(facts: Facts) -> Iterator[Requirement]:
         yield Requirement(count, what, kind, tuple(names), rule)
 
 
-def _pieces(facts: Facts, held: Held) -> tuple[int, ...]:
+def _pieces(facts: HeldParameters, held: Held) -> tuple[int, ...]:
     """The lengths that are split each on its own: the packed parts, or the dim."""
     if not held.how.packed:
         return (held.size,)
@@ -104,7 +99,7 @@ def _pieces(facts: Facts, held: Held) -> tuple[int, ...]:
     return parts if isinstance(parts, tuple) else ()
 
 
-def head_count(facts: Facts, held: Held, size: int) -> int | None:
+def head_count(facts: HeldParameters, held: Held, size: int) -> int | None:
     """How many heads a length splits into, or None where its shards need not be whole heads.
 
     By structure: the module around knows the size of a head, and the value stays split between this matrix
@@ -135,7 +130,7 @@ def stays_split(held: Held) -> bool:
     return V(-1) in held.style.takes
 
 
-def _features(facts: Facts, held: Held, size: int) -> str:
+def _features(facts: HeldParameters, held: Held, size: int) -> str:
     near = (held.module, held.around) if held.module.kind == "other" else (held.around,)
     found = feature_words(size, near, facts.resolved.tree.numbers)
     if found:
@@ -145,12 +140,12 @@ def _features(facts: Facts, held: Held, size: int) -> str:
     return f"{part} {side} features of {named(held.assigned)}"
 
 
-def allowed_sizes(facts: Facts) -> tuple[int, ...]:
+def allowed_sizes(facts: HeldParameters, required: Iterable[Requirement]) -> tuple[int, ...]:
     """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where
     the plan splits nothing."""
     if not facts.splits:
         return (1,)
-    common = gcd(*(requirement.count for requirement in facts.requirements))
+    common = gcd(*(requirement.count for requirement in required))
     sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
     rows = {held.size for held in facts.splits if vocabulary_rows(facts, held)}
     return tuple(

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 
-from .facts import Facts, Held
+from .facts import Facts
+from .held import Held
 from .vocabulary_rows import chunks, leaves_rank_empty, vocabulary_rows
 from .words import join
 

@@ -3,13 +3,10 @@ loss."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .facts import Facts, Held
+from .held import Held, HeldParameters
 
 
-def vocabulary_rows(facts: Facts, held: Held) -> bool:
+def vocabulary_rows(facts: HeldParameters, held: Held) -> bool:
     """Whether the split dim holds the rows of a vocabulary, which need not divide.
 
     By structure: rows that are looked up by id; or the output features of a head that hands on all of them
@@ -21,7 +18,7 @@ def vocabulary_rows(facts: Facts, held: Held) -> bool:
     return any(_holds_rows(facts, one) for one in (held, *others))
 
 
-def _holds_rows(facts: Facts, held: Held) -> bool:
+def _holds_rows(facts: HeldParameters, held: Held) -> bool:
     if held.style.vocabulary:
         return True
     if held.module.kind == "embedding" or held.how.shard != "out" or held.how.packed:

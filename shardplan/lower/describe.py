@@ -1,26 +1,27 @@
-"""A Program as stable text."""
+"""A program as stable text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from shardplan.core.layout import I
+from shardplan.core.plan import ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, ParameterProgram
 
-from .program import Program
 
+def describe(resolved: ResolvedPlan, variants: Mapping[bool, Mapping[str, ModuleProgram]]) -> str:
+    """One line per fact, in the tree's order; equal programs give equal text.
 
-def describe(program: Program) -> str:
-    """One line per fact, in the tree's order; equal programs give equal text."""
-    resolved = program.resolved
+    Args:
+        resolved, variants: those of a `Program`.
+    """
     lines = [
         f"plan {resolved.plan.name} version {resolved.plan.version}",
-        f"tp {resolved.sizes.tp} sequence_parallel {str(program.sequence_parallel).lower()}",
+        f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}",
     ]
-    for title, modules in (("", program.modules), ("without sequence parallelism", program.tensor_parallel_modules)):
-        if modules is not None:
-            lines += [title] if title else []
-            lines += [line for module in modules.values() for line in _module(module)]
+    for sequence_parallel, modules in variants.items():
+        lines += ["without sequence parallelism"] if sequence_parallel != resolved.sequence_parallel else []
+        lines += [line for module in modules.values() for line in _module(module)]
     if resolved.data_parallel is not None:
         lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]
     lines += [f"data_parallel part {name}" for name in resolved.dp_parts]

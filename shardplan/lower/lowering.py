@@ -9,12 +9,13 @@ from dataclasses import replace
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, OutputMove, ParameterProgram
-from shardplan.core.tree import ModuleInfo, ancestors, block, full_name
+from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.styles import STYLES, Style, feature_dim
 from shardplan.styles.links import Link, links
 from shardplan.styles.stored import lower_parameters
 
 from .arrivals import arrives, door_output, gathered
+from .homes import home_of
 from .program import Program
 from .tables import with_tables
 
@@ -153,16 +154,6 @@ def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int 
         return None
     size = width if src == V(-1) else None
     return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)
-
-
-def home_of(name: str, units: frozenset[str]) -> str:
-    """The module whose parameters are there together while it runs: the block that a module is in, or an FSDP unit inside
-    it; outside of blocks the module itself.
-
-    Args:
-        units: the FSDP units.
-    """
-    return next((m for m in (name, *ancestors(name)) if m in units or m == block(name)), name)
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.program import ModuleProgram
 
+from .describe import describe
+
 if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -32,19 +34,25 @@ class Program:
         return self.resolved.sequence_parallel
 
     @property
+    def variants(self) -> Mapping[bool, Mapping[str, ModuleProgram]]:
+        """The modules of each way to run: with sequence parallelism (True), without it (False), or both."""
+        variants = {self.sequence_parallel: self.modules}
+        if self.tensor_parallel_modules is not None:
+            variants[False] = self.tensor_parallel_modules
+        return variants
+
+    @property
     def sharded_logits(self) -> bool:
         """Whether the model hands on logits that are split over the vocabulary."""
         return any(module.logits is not None for module in self.modules.values())
 
     def describe(self) -> str:
         """The program as stable text, one line per module: for golden tests, and to compare ranks."""
-        from .describe import describe
-
-        return describe(self)
+        return describe(self.resolved, self.variants)
 
     @property
     def parallelize_plan(self) -> dict[str, ParallelStyle]:
         """Fresh styles for torch's `parallelize_module`, by module name. Each may be applied once."""
-        from .styles import make_styles
+        from .styles import make_styles  # they are torch's, which a program is described without
 
-        return make_styles(self)[0]
+        return make_styles(self.resolved, self.variants)[0]

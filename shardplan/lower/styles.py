@@ -1,4 +1,4 @@
-"""Program -> torch's ParallelStyle objects."""
+"""The module programs -> torch's ParallelStyle objects."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ import torch
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.core.layout import P
+from shardplan.core.plan import ResolvedPlan
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
 from shardplan.torchlib.shared_reads import SharedReads
 from shardplan.torchlib.style import ModuleStyle
 from shardplan.torchlib.sums import Waiting
 
-from .lowering import home_of
-from .program import Program
+from .homes import home_of
+
+Variants = Mapping[bool, Mapping[str, ModuleProgram]]  # `Program.variants`
 
 
-def make_styles(program: Program) -> tuple[dict[str, ParallelStyle], Shared]:
-    """Fresh styles for one model, by module name, and what they share."""
-    variants = {program.sequence_parallel: program.modules}
-    if program.tensor_parallel_modules is not None:
-        variants[False] = program.tensor_parallel_modules
+def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, ParallelStyle], Shared]:
+    """Fresh styles for one model, by module name, and what they share.
+
+    Args:
+        plan, variants: those of a `Program`.
+    """
     waiting: dict[tuple[bool, str | None], Waiting] = {
         (mode, name): Waiting((*module.joined, name), module.sum_rule)
         for mode, modules in variants.items()
@@ -36,22 +39,21 @@ def make_styles(program: Program) -> tuple[dict[str, ParallelStyle], Shared]:
         for module in modules.values()
         if module.reads_in is not None
     }
-    shared = Shared(Regime(program.sequence_parallel, _reduce_dtype(program)), _link(program), waiting, tables)
-    reads = _reads(program, variants)
+    regime = Regime(plan.sequence_parallel, _reduce_dtype(plan))
+    shared = Shared(regime, _link(variants[plan.sequence_parallel]), waiting, tables)
+    reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
-    for name in program.resolved.tree.modules:
+    for name in plan.tree.modules:
         if name in reads or name in tables or any(name in modules for modules in variants.values()):
             programs = {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}
             styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
     return styles, shared
 
 
-def _reads(
-    program: Program, variants: Mapping[bool, Mapping[str, ModuleProgram]]
-) -> dict[str, dict[bool, list[tuple[str, ParameterProgram]]]]:
+def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[bool, list[tuple[str, ParameterProgram]]]]:
     """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
     it, where there are several."""
-    units = frozenset(program.resolved.fsdp_units)
+    units = frozenset(plan.fsdp_units)
     found: dict[str, dict[bool, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
     for mode, modules in variants.items():
         for name, module in modules.items():
@@ -60,18 +62,18 @@ def _reads(
     return {home: modes for home, modes in found.items() if any(len(reads) > 1 for reads in modes.values())}
 
 
-def _link(program: Program) -> PartialEmbedding | None:
-    doors = [m for m in program.modules.values() if m.link == "door"]
+def _link(modules: Mapping[str, ModuleProgram]) -> PartialEmbedding | None:
+    doors = [m for m in modules.values() if m.link == "door"]
     if not doors:
         return None
-    sources = ((m.name, m.leave) for m in program.modules.values() if m.link == "source")
+    sources = ((m.name, m.leave) for m in modules.values() if m.link == "source")
     split = frozenset(name for name, leave in sources if leave is not None and leave.src == P)
     seq_dim = doors[0].enter[0].dst.dim
     assert isinstance(seq_dim, int)  # a program says which dim the sequence is
     return PartialEmbedding(split, seq_dim)
 
 
-def _reduce_dtype(program: Program) -> torch.dtype | None:
-    section = program.resolved.data_parallel
+def _reduce_dtype(plan: ResolvedPlan) -> torch.dtype | None:
+    section = plan.data_parallel
     reduce = section.mixed_precision.reduce if section and section.mixed_precision else None
     return getattr(torch, reduce) if reduce else None

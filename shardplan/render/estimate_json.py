@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from shardplan.core.estimate import CATEGORIES, Estimate, Memory, Question, Sweep
 
-from .json import mesh_record
 from .records import (
     VERSION,
     AskedRecord,
@@ -14,6 +13,7 @@ from .records import (
     FlopsRecord,
     MemoryPart,
     MemoryRecord,
+    Mesh,
     RefusedRecord,
     SweepReport,
     TermRecord,
@@ -33,7 +33,7 @@ def sweep_record(sweep: Sweep) -> SweepReport:
         asked=_asked(first.asked),
         devices=sweep.gpus,
         estimates=tuple(map(_estimate, sweep.estimates)),
-        refused=tuple(RefusedRecord(mesh_record(sizes), reason) for sizes, reason in sweep.refused),
+        refused=tuple(RefusedRecord(Mesh.of(sizes), reason) for sizes, reason in sweep.refused),
         not_modelled=first.not_modelled,
     )
 
@@ -52,7 +52,7 @@ def _asked(asked: Question) -> AskedRecord:
 
 def _estimate(one: Estimate) -> EstimateRecord:
     return EstimateRecord(
-        mesh=mesh_record(one.sizes),
+        mesh=Mesh.of(one.sizes),
         parameters=one.parameters,
         held=one.held,
         memory=_memory(one.memory),

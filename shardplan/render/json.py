@@ -9,10 +9,10 @@ from typing import Any
 
 from shardplan.core.diagnostics import Diagnostic, Label
 from shardplan.core.estimate import Estimate, Sweep
-from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
 from shardplan.core.sources import SourceMap
 
+from .estimate_json import estimate_record, sweep_record
 from .records import (
     VERSION,
     ComparisonRecord,
@@ -29,8 +29,6 @@ from .records import (
 def to_json(report: Report | VerifyReport | Estimate | Sweep) -> dict[str, Any]:
     """The report as JSON data, as schemas/report.schema.json describes it."""
     if isinstance(report, Estimate | Sweep):
-        from .estimate_json import estimate_record, sweep_record
-
         return asdict(sweep_record(report) if isinstance(report, Sweep) else estimate_record(report))
     record = _verification(report) if isinstance(report, VerifyReport) else _findings(report)
     return asdict(record)
@@ -49,7 +47,7 @@ def _findings(report: Report) -> FindingsReport:
         ok=report.ok,
         plans=report.plans,
         model=report.model,
-        mesh=mesh_record(report.sizes) if report.sizes else None,
+        mesh=Mesh.of(report.sizes) if report.sizes else None,
         checked_tp=report.checked_tp,
         variants=report.variants,
         allowed_tp=report.allowed_tp,
@@ -89,10 +87,6 @@ def _place(label: Label, sources: SourceMap) -> Place:
     )
 
 
-def mesh_record(sizes: MeshSizes) -> Mesh:
-    return Mesh(sizes.tp, sizes.dp_shard, sizes.dp_replicate, sizes.cp, sizes.ep, sizes.pp)
-
-
 def _verification(report: VerifyReport) -> VerificationReport:
     return VerificationReport(
         kind="verification",
@@ -100,7 +94,7 @@ def _verification(report: VerifyReport) -> VerificationReport:
         ok=report.ok,
         plan=report.plan,
         model=report.model,
-        mesh=mesh_record(report.sizes),
+        mesh=Mesh.of(report.sizes),
         processes=report.processes,
         seconds=round(report.seconds, 3),
         proofs=tuple(map(_proof, report.variants)),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
+from shardplan.core.mesh import MeshSizes
+
 VERSION: Final = "1"  # raised when a field is removed or changes its meaning; new fields do not raise it
 
 
@@ -47,6 +49,10 @@ class Mesh:
     cp: int
     ep: int
     pp: int
+
+    @classmethod
+    def of(cls, sizes: MeshSizes) -> Mesh:
+        return cls(sizes.tp, sizes.dp_shard, sizes.dp_replicate, sizes.cp, sizes.ep, sizes.pp)
 
 
 @dataclass(frozen=True, slots=True)

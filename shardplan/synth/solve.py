@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
-from shardplan.check.requirements import HEAD_SIZES
+from shardplan.check.held import HEAD_SIZES
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
 from shardplan.layout.finding import Kind
 from shardplan.layout.proof import Proof
