@@ -4,15 +4,18 @@
     term       = factor {("*" | "//") factor}
     factor     = whole number | name {"." name} | "(" expression ")"
 
-Read by hand and evaluated over a table of numbers: nothing in an expression can name code.
+Python's parser says what binds to what. It never sees a text of a plan, only a skeleton such as `0*(1//2)` whose numbers
+stand for the operands: names as Python has none (`layers.0.size`), its keywords, warnings and limits are no concern.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 MAX_LENGTH = 200  # characters
@@ -87,10 +90,33 @@ def parse_expression(text: str) -> Expression:
         ExpressionError: it is malformed or too long.
     """
     if len(text) > MAX_LENGTH:
-        raise ExpressionError(
-            f"the expression has {len(text)} characters, at most {MAX_LENGTH} are allowed", 0, len(text)
-        )
-    return _Reader(text).read()
+        reason = f"the expression has {len(text)} characters, at most {MAX_LENGTH} are allowed"
+        raise ExpressionError(reason, 0, len(text))
+    operands: list[Number | Name] = []
+    skeleton = ""
+    depth, complete = 0, False  # open parentheses; whether an operand has ended
+    for match in _TOKEN.finditer(text.rstrip()):
+        word, operand = match["word"], match["operand"]
+        wrong = partial(ExpressionError, start=match.start("word"), end=match.end())
+        if match["other"]:
+            raise wrong(f"`{word}` has no meaning here{'; write `//` to divide' if word == '/' else ''}")
+        if complete:
+            fits = word in OPERATORS or word == (")" if depth else "")
+            expected = "an operator or `)`" if depth else "an operator (+ - * //)"
+        else:
+            fits, expected = operand or word == "(", "a number or a name"
+        if not fits:
+            raise wrong(f"{f'`{word}`' if word else 'the end'} stands where {expected} is expected")
+        if word.isdigit() and len(word) > MAX_DIGITS:
+            raise wrong(f"a number may have at most {MAX_DIGITS} digits")
+        depth += (word == "(") - (word == ")")
+        if depth > MAX_NESTING:
+            raise wrong(f"parentheses are nested more than {MAX_NESTING} deep")
+        if operand:
+            operands.append(Number(int(word)) if word.isdigit() else Name(word))
+        complete = bool(operand) or word == ")"
+        skeleton += str(len(operands) - 1) if operand else word
+    return _read(ast.parse(skeleton, mode="eval").body, operands)
 
 
 def evaluate(expression: Expression, numbers: Mapping[str, int | float]) -> int:
@@ -137,80 +163,18 @@ def _whole(name: str, value: int | float) -> int:
     return int(value)
 
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<name>[A-Za-z_]\w*(?:\.\w+)*)|(?P<sign>//|[-+*()]))", re.ASCII)
-_BLANK = re.compile(r"\s*")
-_SUMS = ("+", "-")
-_PRODUCTS = ("*", "//")
+# A word with the blanks before it: an operand, a sign, what has no meaning, or at the end nothing.
+_TOKEN = re.compile(
+    r"\s*(?P<word>(?P<operand>[0-9]+|[A-Za-z_]\w*(?:\.\w+)*)|//|[-+*()]|(?P<other>.)|)", re.ASCII | re.DOTALL
+)
+_OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: Literal["number", "name", "sign", "end"]
-    text: str
-    start: int
-
-
-def _tokens(text: str) -> Iterator[_Token]:
-    position = 0
-    while match := _TOKEN.match(text, position):
-        kind = match.lastgroup
-        yield _Token(kind, match[kind], match.start(kind))
-        position = match.end()
-    position = _BLANK.match(text, position).end()
-    if position < len(text):
-        hint = "; write `//` to divide" if text[position] == "/" else ""
-        raise ExpressionError(f"`{text[position]}` has no meaning here{hint}", position, position + 1)
-    yield _Token("end", "", position)
-
-
-class _Reader:
-    """Reads tokens from left to right, one token ahead."""
-
-    def __init__(self, text: str):
-        self.tokens = _tokens(text)
-        self.ahead = next(self.tokens)
-
-    def read(self) -> Expression:
-        expression = self._sum(0)
-        if self.ahead.kind != "end":
-            raise self._wrong("an operator (+ - * //)")
-        return expression
-
-    def _sum(self, depth: int) -> Expression:
-        return self._chain(_SUMS, lambda: self._chain(_PRODUCTS, lambda: self._factor(depth)))
-
-    def _chain(self, signs: tuple[Operator, ...], operand: Callable[[], Expression]) -> Expression:
-        left = operand()
-        while self.ahead.text in signs:
-            left = Operation(self._next().text, left, operand())
-        return left
-
-    def _factor(self, depth: int) -> Expression:
-        token = self._next() if self.ahead.kind in ("number", "name") or self.ahead.text == "(" else None
-        if token is None:
-            raise self._wrong("a number or a name")
-        if token.kind == "name":
-            return Name(token.text)
-        if token.kind == "number":
-            if len(token.text) > MAX_DIGITS:
-                end = token.start + len(token.text)
-                raise ExpressionError(f"a number may have at most {MAX_DIGITS} digits", token.start, end)
-            return Number(int(token.text))
-        if depth == MAX_NESTING:
-            raise ExpressionError(f"parentheses are nested more than {MAX_NESTING} deep", token.start, token.start + 1)
-        inner = self._sum(depth + 1)
-        if self.ahead.text != ")":
-            raise self._wrong("an operator or `)`")
-        self._next()
-        return inner
-
-    def _next(self) -> _Token:
-        token = self.ahead
-        self.ahead = next(self.tokens)
-        return token
-
-    def _wrong(self, expected: str) -> ExpressionError:
-        token = self.ahead
-        found = f"`{token.text}`" if token.text else "the end"
-        reason = f"{found} stands where {expected} is expected"
-        return ExpressionError(reason, token.start, token.start + len(token.text))
+def _read(node: ast.expr, operands: Sequence[Number | Name]) -> Expression:
+    """The expression of a skeleton."""
+    match node:
+        case ast.Constant(int(index)):
+            return operands[index]
+        case ast.BinOp(left, sign, right):
+            return Operation(_OPERATORS[type(sign)], _read(left, operands), _read(right, operands))
+    raise AssertionError(ast.dump(node))
