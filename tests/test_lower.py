@@ -58,10 +58,10 @@ def test_the_sequence_parallel_entrance():
 
 
 def test_groups_hold_what_a_block_must_reduce():
-    groups = {name: m.group for name, m in program("qwen3").modules.items() if m.group}
+    groups = {name: m.group.parameters for name, m in program("qwen3").modules.items() if m.group}
     norms = (("self_attn.q_norm", "weight"), ("self_attn.k_norm", "weight"))
     assert groups == {"model.layers.0": norms, "model.layers.1": norms}
-    groups = {name: m.group for name, m in program("qwen3", sp=True).modules.items() if m.group}
+    groups = {name: m.group.parameters for name, m in program("qwen3", sp=True).modules.items() if m.group}
     assert set(groups) == {"model.layers.0", "model.layers.1", "model.norm"}
     assert set(groups["model.layers.1"]) == {
         *norms, ("input_layernorm", "weight"), ("post_attention_layernorm", "weight")
@@ -72,7 +72,7 @@ def test_groups_hold_what_a_block_must_reduce():
 def test_units_inside_a_block_group_their_own():
     """A group must not read parameters across FSDP2 units, which are gathered at different times."""
     plan = plan_like("qwen3") | {"data_parallel": {"units": ["model.layers.*", "model.layers.*.self_attn"]}}
-    groups = {name: m.group for name, m in program("qwen3", sp=True, plan=plan).modules.items() if m.group}
+    groups = {name: m.group.parameters for name, m in program("qwen3", sp=True, plan=plan).modules.items() if m.group}
     assert groups["model.layers.0.self_attn"] == (("q_norm", "weight"), ("k_norm", "weight"))
     assert set(groups["model.layers.0"]) == {("input_layernorm", "weight"), ("post_attention_layernorm", "weight")}
 
@@ -110,8 +110,8 @@ def test_packed_parts(packed, parts):
     compiled = program_of(Packed(), {"version": "1", "name": "packed", "tensor_parallel": rules}, 2)
     assert [p.parts for p in compiled.modules["qkv"].parameters] == [parts, parts]
     weight, bias = compiled.modules["out"].parameters
-    assert (weight.dim, weight.gradient) == (1, "shard")
-    assert (bias.dim, bias.gradient, bias.withheld) == (None, "complete", "none")
+    assert (weight.stored, weight.computed) == (V(1), V(1))
+    assert (bias.stored, bias.computed, bias.withheld) == (I, I, "none")
     assert compiled.modules["out"].leave == OutputMove(P, I, None)
 
 

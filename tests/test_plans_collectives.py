@@ -134,7 +134,10 @@ def test_no_collective_has_the_size_of_a_matrix(plan, sp, mesh):
     activation = tokens * model.config.get_text_config().hidden_size
     program = applied(model).program
     groups = {
-        sum(model.get_submodule(f"{name}.{owner}".strip("."))._parameters[leaf].numel() for owner, leaf in module.group)
+        sum(
+            model.get_submodule(f"{name}.{owner}".strip("."))._parameters[leaf].numel()
+            for owner, leaf in module.group.parameters
+        )
         for name, module in program.modules.items()
     }
     smallest = min(

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from shardplan.lower.describe import GRADIENTS
+
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -55,7 +57,7 @@ def _parameters(style: Style) -> str:
 
 def _held(style: ParameterStyle) -> str:
     if style.shard is None:
-        return f"whole ({style.gradient})"
+        return f"whole ({GRADIENTS[style.computed]})"
     return f"split by {style.shard}put features" + (" of each part" if style.packed else "")
 
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardplan.backends import BACKENDS
 from shardplan.check.parameter_hooks import hooked, replaces
 from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.mesh import Axis
 from shardplan.core.tree import full_name
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
@@ -108,7 +109,7 @@ def _data_parallel(work: Work) -> bool:
         for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
     )
     together = work.mesh.together(mesh) if backend.joint_group else None
-    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get("tp"), together)
+    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get(Axis.TP), together)
     work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
     assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} says otherwise"
     return True

@@ -8,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardplan.core.mesh import UNSUPPORTED
+from shardplan.core.mesh import APPLIED, UNSUPPORTED, Axis
 
-from .mesh import ORDER
-
-ALWAYS = ("dp_shard", "tp")  # what a script asks a mesh for
+ALWAYS = (Axis.DP_SHARD, Axis.TP)  # what a script asks a mesh for
 
 
 def build_mesh(
@@ -42,17 +40,19 @@ def build_mesh(
         raise ValueError(
             "there is no process group: call torch.distributed.init_process_group() first, in processes that torchrun starts"
         )
-    for axis, size in {"ep": ep, "pp": pp}.items():
+    for axis, size in {Axis.EP: ep, Axis.PP: pp}.items():
         if size is not None and size > 1:
             raise ValueError(f"{axis} is {size}: {UNSUPPORTED[axis]} is not supported yet")
-    given = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+    given: dict[Axis, int | None] = dict(zip(APPLIED, (dp_replicate, dp_shard, cp, tp), strict=True))
     sizes = _inferred(given, dist.get_world_size())
-    axes = [axis for axis in ORDER if axis in ALWAYS or sizes[axis] > 1]
+    axes = [axis for axis in APPLIED if axis in ALWAYS or sizes[axis] > 1]
     device = device_type or ("cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu")
-    return init_device_mesh(device, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+    return init_device_mesh(
+        device, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axis.value for axis in axes)
+    )
 
 
-def _inferred(given: dict[str, int | None], world: int) -> dict[str, int]:
+def _inferred(given: dict[Axis, int | None], world: int) -> dict[Axis, int]:
     for axis, size in given.items():
         if not (size is None or (isinstance(size, int) and not isinstance(size, bool))):
             raise TypeError(f"the size of {axis} must be a whole number or None, not {size!r}")

@@ -9,11 +9,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.backends import BACKENDS, Backend
-from shardplan.core.mesh import AXES, MeshSizes, canonical_axis, duplicate_axes
+from shardplan.core.mesh import APPLIED, AXES, DATA_PARALLEL, Axis, MeshSizes, canonical_axis, duplicate_axes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.torchlib.meshes import flatten
-
-ORDER = ("dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -26,14 +24,14 @@ class PlanMesh:
     """
 
     mesh: DeviceMesh
-    names: Mapping[str, str]
+    names: Mapping[Axis, str]
 
     @property
     def sizes(self) -> MeshSizes:
         return MeshSizes(**{axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp())
 
     def _no_tp(self) -> dict[str, int]:
-        return {} if "tp" in self.names else {"tp": 1}
+        return {} if Axis.TP in self.names else {"tp": 1}
 
     @property
     def tp_size(self) -> int:
@@ -43,12 +41,12 @@ class PlanMesh:
     @property
     def tp(self) -> DeviceMesh | None:
         """The one-dimensional tp mesh; None where the mesh has no such axis."""
-        return self.mesh[self.names["tp"]] if "tp" in self.names else None
+        return self.mesh[self.names[Axis.TP]] if Axis.TP in self.names else None
 
     @property
     def cp(self) -> DeviceMesh | None:
         """The one-dimensional cp mesh; None where the mesh has no such axis."""
-        return self.mesh[self.names["cp"]] if "cp" in self.names else None
+        return self.mesh[self.names[Axis.CP]] if Axis.CP in self.names else None
 
     @property
     def data_parallel_ranks(self) -> int:
@@ -60,9 +58,11 @@ class PlanMesh:
         """What a backend works over: a hybrid one over [dp_replicate,] dp_shard x cp flattened, another over all of its
         axes flattened. None where the mesh does not have them.
         """
-        replicate = self.names.get("dp_replicate") if backend.hybrid and "dp_replicate" in backend.splits else None
-        first = () if backend.hybrid else ("dp_replicate",)
-        axes = [axis for axis in (*first, "dp_shard", "cp") if axis in self.names and axis in backend.splits]
+        replicate = (
+            self.names.get(Axis.DP_REPLICATE) if backend.hybrid and Axis.DP_REPLICATE in backend.splits else None
+        )
+        over = DATA_PARALLEL[1:] if backend.hybrid else DATA_PARALLEL
+        axes = [axis for axis in over if axis in self.names and axis in backend.splits]
         flat = tuple(self.names[axis] for axis in axes)
         if not flat:
             return None
@@ -77,7 +77,7 @@ class PlanMesh:
             return None
         assert mesh.mesh_dim_names is not None  # it is a part of this mesh, whose axes have names
         name = "_".join(mesh.mesh_dim_names)
-        flatten(self.mesh, tuple(self.names[a] for a in ("dp_replicate", "dp_shard", "cp") if a in self.names), name)
+        flatten(self.mesh, tuple(self.names[a] for a in DATA_PARALLEL if a in self.names), name)
         return self.mesh[name].get_group()
 
     def check_sections(self, resolved: ResolvedPlan) -> None:
@@ -99,9 +99,9 @@ class PlanMesh:
             )
         if ranks == 1:
             return
-        if mesh is None and backend.hybrid and "dp_replicate" in self.names:
+        if mesh is None and backend.hybrid and Axis.DP_REPLICATE in self.names:
             raise ValueError(
-                f"the mesh has the axis {self.names['dp_replicate']!r} but no dp_shard axis: hybrid sharding with "
+                f"the mesh has the axis {self.names[Axis.DP_REPLICATE]!r} but no dp_shard axis: hybrid sharding with "
                 f"{backend.name} needs both (a dp_shard axis of size 1 will do)"
             )
         if mesh is None or mesh.size() != ranks:
@@ -127,11 +127,13 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
     if not mesh.mesh_dim_names:
         raise ValueError("the mesh has no axis names: pass mesh_dim_names=(..., 'tp') to init_device_mesh")
-    given = {name: axis for axis, name in (axes or {}).items()}
     for axis, name in (axes or {}).items():
         if axis not in AXES or name not in mesh.mesh_dim_names:
-            raise ValueError(f"axes={{{axis!r}: {name!r}}}: known axes are {AXES}, the mesh has {mesh.mesh_dim_names}")
-    canonical: dict[str, str] = {}
+            raise ValueError(
+                f"axes={{{axis!r}: {name!r}}}: the axes are {', '.join(AXES)}, the mesh has {mesh.mesh_dim_names}"
+            )
+    given = {name: Axis(axis) for axis, name in (axes or {}).items()}
+    canonical: dict[str, Axis] = {}
     for name in mesh.mesh_dim_names:
         meant = given.get(name) or canonical_axis(name)
         if meant is None:
@@ -144,11 +146,11 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
     return PlanMesh(mesh, {axis: name for name, axis in canonical.items()})
 
 
-def _check_order(canonical: Mapping[str, str]) -> None:
+def _check_order(canonical: Mapping[str, Axis]) -> None:
     """FSDP2 puts its axes before tp in every parameter's mesh; where the mesh itself has another order, torch (2.13)
     fails as soon as such a parameter is reduced over both, as clip_grad_norm_ does."""
-    given = {axis: name for name, axis in canonical.items() if axis in ORDER}
-    expected = [given[axis] for axis in ORDER if axis in given]
+    given = {axis: name for name, axis in canonical.items() if axis in APPLIED}
+    expected = [given[axis] for axis in APPLIED if axis in given]
     if list(given.values()) != expected:
         raise ValueError(
             f"the mesh's axes are in the order {tuple(given.values())}, and must be in the order {tuple(expected)}: "

@@ -1,5 +1,7 @@
 """The data-parallel backends: one record for each. Data alone; `shardplan.apply` has the function of each."""
 
+from shardplan.core.mesh import APPLIED, Axis
+
 from .record import Backend
 
 FSDP2 = Backend(
@@ -9,7 +11,7 @@ FSDP2 = Backend(
         {"units", "reshard_after_forward", "mixed_precision", "cpu_offload", "forward_prefetch", "backward_prefetch"}
         | {"frozen", "ignored"}
     ),
-    splits=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+    splits=frozenset(APPLIED),
     hybrid=True,
     parts=True,
     fully_shard=True,
@@ -21,7 +23,7 @@ MEGATRON_FSDP = Backend(
     summary="the megatron-fsdp package",
     fields=frozenset({"units", "megatron_fsdp"}),
     idle=frozenset({"reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
-    splits=frozenset({"dp_replicate", "dp_shard", "cp", "tp"}),
+    splits=frozenset(APPLIED),
     hybrid=True,
     joint_group=True,
     wraps=True,
@@ -38,7 +40,7 @@ DDP = Backend(
     summary="torch's DistributedDataParallel, every rank a whole copy",
     fields=frozenset({"ddp"}),
     idle=frozenset({"units", "reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
-    splits=frozenset({"dp_replicate"}),
+    splits=frozenset({Axis.DP_REPLICATE}),
     wraps=True,
 )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardplan.core.mesh import Axis
+
 
 @dataclass(frozen=True, slots=True)
 class Backend:
@@ -34,7 +36,7 @@ class Backend:
     summary: str
     fields: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
-    splits: frozenset[str] = frozenset()
+    splits: frozenset[Axis] = frozenset()
     hybrid: bool = False
     joint_group: bool = False
     wraps: bool = False
@@ -51,4 +53,4 @@ class Backend:
     @property
     def shards(self) -> bool:
         """Whether a rank keeps a part of the model only."""
-        return "dp_shard" in self.splits
+        return Axis.DP_SHARD in self.splits

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from shardplan.backends import BACKENDS, Backend
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.mesh import APPLIED, DATA_PARALLEL
 from shardplan.core.plan import DataParallel, MegatronFSDP
 from shardplan.core.tree import named
 
@@ -137,8 +138,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             help=f"`pip install {backend.package}`, or use `backend: fsdp2`",
         )
     sizes = facts.resolved.sizes
-    axes = [axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if axis not in backend.splits]
-    splitting = {axis: size for axis in axes if (size := getattr(sizes, axis) or 1) > 1}
+    axes = [axis for axis in APPLIED if axis not in backend.splits]
+    splitting = {axis: size for axis in axes if (size := sizes.of(axis)) > 1}
     if splitting:
         said = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
         yield Diagnostic(
@@ -161,7 +162,7 @@ def _limits(backend: Backend) -> str:
 
 
 def _known(backend: Backend) -> str:
-    return join([axis for axis in ("dp_replicate", "dp_shard", "cp", "tp") if axis in backend.splits], "and")
+    return join([axis for axis in APPLIED if axis in backend.splits], "and")
 
 
 def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
@@ -180,7 +181,7 @@ def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
 def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
     if (facts.tp or 1) == 1:
         return
-    partial = tuple(name for group in facts.groups if group.how.gradient == "partial" for name in group.names)
+    partial = tuple(name for group in facts.groups if group.how.computed == "R" for name in group.names)
     if facts.resolved.sequence_parallel and not backend.sequence_parallel:
         message, help = f"the backend {backend.name} does not work with sequence parallelism", "switch it off"
     elif partial and not backend.partial_gradients:
@@ -239,7 +240,7 @@ def _strategy(section: DataParallel) -> Iterator[Diagnostic]:
 
 def _unsaid(facts: Facts) -> Iterator[Diagnostic]:
     sizes = facts.resolved.sizes
-    ranks = {axis: getattr(sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp") if getattr(sizes, axis) > 1}
+    ranks = {axis: size for axis in DATA_PARALLEL if (size := sizes.of(axis)) > 1}
     if ranks:
         axes = " and ".join(f"{axis}={size}" for axis, size in ranks.items())
         yield Diagnostic(

@@ -23,7 +23,7 @@ CODES = (AXIS,)
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each axis."""
     for axis, name in UNSUPPORTED.items():
-        size = getattr(facts.resolved.sizes, axis)
+        size = facts.resolved.sizes.of(axis)
         if size > 1:
             yield Diagnostic(
                 code=AXIS.code,

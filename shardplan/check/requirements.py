@@ -125,6 +125,8 @@ def head_count(facts: HeldParameters, held: Held, size: int) -> int | None:
 def stays_split(held: Held) -> bool:
     """Whether the split reaches beyond the module: its output stays split, or it takes a value that already
     is."""
+    if held.how.computed != "V":  # gathered where it is read
+        return False
     if held.how.shard == "out":
         return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
     return V(-1) in held.style.takes

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.layout import LayoutKind
 from shardplan.core.plan import Rule
 from shardplan.core.tree import parent
 
@@ -76,12 +77,12 @@ class Place:
 
     dim: int | None
     parts: tuple[int, ...]
-    gradient: str
+    computed: LayoutKind
 
     def __str__(self) -> str:
         if self.dim is not None:
             return f"split along dim {self.dim}" + (" in packed parts" if self.parts else "")
-        return "whole" if self.gradient == "complete" else "whole with a partial gradient"
+        return "whole" if self.computed == "I" else "whole with a partial gradient"
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -99,11 +100,11 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 def _place(facts: Facts, name: str) -> Place:
     held = facts.held.get(name)
     if held is None:
-        return Place(None, (), "complete")
+        return Place(None, (), "I")
     if held.dim is None:
-        return Place(None, (), held.how.gradient)
+        return Place(None, (), held.how.computed)
     parts = packed_parts(facts.resolved, held) if held.how.packed else ()
-    return Place(held.dim, parts if isinstance(parts, tuple) else (), "shard")
+    return Place(held.dim, parts if isinstance(parts, tuple) else (), held.how.computed)
 
 
 def _held(facts: Facts, places: dict[str, Place]) -> Diagnostic:

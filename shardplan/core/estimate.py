@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from .dtypes import dtype_name
-from .mesh import MeshSizes
+from .mesh import Axis, MeshSizes
 
 Phase = Literal["forward", "backward", "optimizer step"]
 # What bounds the time of a step.
@@ -124,13 +124,13 @@ class Traffic:
     """What one kind of collective moves over one mesh axis in a step.
 
     Args:
-        axis: "tp", "dp_shard", "dp_replicate".
+        axis: one that estimates know.
         collective: "all_gather", "reduce_scatter", "all_reduce", ...
         calls: how many.
         bytes: that a rank sends with ring algorithms: 2(n-1)/n of the whole tensor for an all-reduce, (n-1)/n for the others.
     """
 
-    axis: str
+    axis: Axis
     collective: str
     calls: int
     bytes: int

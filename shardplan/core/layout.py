@@ -1,6 +1,6 @@
-"""The layout of a value on the tensor-parallel axis, together with the layout of its gradient.
+"""The layout of a value on one axis of the mesh, together with the layout of its gradient.
 
-Four types suffice for one axis (the operators f and g of Megatron-LM, arXiv 1909.08053, are I -> R and P -> I;
+Four types suffice for an axis (the operators f and g of Megatron-LM, arXiv 1909.08053, are I -> R and P -> I;
 sequence parallelism, arXiv 2205.05198, adds V):
 
 | type | the value on each rank | its gradient on each rank |
@@ -13,18 +13,22 @@ sequence parallelism, arXiv 2205.05198, adds V):
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from .mesh import Axis
+
+LayoutKind = Literal["I", "R", "V", "P"]
 SEQ: Literal["seq"] = "seq"  # the sequence dimension: 1 in [batch, sequence, hidden], or the rule's `seq_dim`
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One of I, R, V(dim), P. `dim` counts as in torch; -1 is the feature dimension, SEQ the sequence."""
+    """One of I, R, V(dim), P on an axis. `dim` counts as in torch; -1 is the feature dimension, SEQ the sequence."""
 
-    kind: Literal["I", "R", "V", "P"]
+    kind: LayoutKind
     dim: int | Literal["seq"] | None = None
+    axis: Axis = Axis.TP
 
     def __post_init__(self) -> None:
         assert (self.dim is not None) == (self.kind == "V"), self
@@ -34,12 +38,13 @@ class Layout:
 
     def at(self, seq_dim: int) -> Layout:
         """The same layout with SEQ replaced by a number."""
-        return Layout("V", seq_dim) if self.dim == SEQ else self
+        return replace(self, dim=seq_dim) if self.dim == SEQ else self
 
     @property
     def gradient(self) -> Layout:
         """The layout of the gradient, read as a value: I <-> I, R <-> P, V <-> V."""
-        return {"R": P, "P": I}.get(self.kind, self)
+        kinds: dict[LayoutKind, LayoutKind] = {"R": "P", "P": "I"}
+        return replace(self, kind=kinds.get(self.kind, self.kind))
 
 
 I = Layout("I")  # noqa: E741 - the literature's name

@@ -2,37 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-UNSUPPORTED = {"ep": "expert parallelism", "pp": "pipeline parallelism"}  # refused where they are larger than one
+
+class Axis(StrEnum):
+    """The axes of a mesh, the outermost first."""
+
+    PP = "pp"
+    DP_REPLICATE = "dp_replicate"
+    DP_SHARD = "dp_shard"
+    CP = "cp"
+    EP = "ep"
+    TP = "tp"
+
+
+AXES = tuple(Axis)
+DATA_PARALLEL = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)  # whose ranks have other batches or other tokens
+APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
+COSTED = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)  # that estimates know
+# Refused where they are larger than one.
+UNSUPPORTED = {Axis.EP: "expert parallelism", Axis.PP: "pipeline parallelism"}
 
 # Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.
-AXIS_ALIASES: dict[str, str] = {
-    "tensor_parallel": "tp",
-    "tensor": "tp",
-    "model": "tp",
-    "context_parallel": "cp",
-    "context": "cp",
-    "data_parallel": "dp_shard",
-    "data": "dp_shard",
-    "dp": "dp_shard",
-    "fsdp": "dp_shard",
-    "shard": "dp_shard",
-    "dp_shard_cp": "dp_shard",
-    "dp_cp": "dp_shard",
-    "hsdp": "dp_replicate",
-    "replicate": "dp_replicate",
-    "ddp": "dp_replicate",
-    "pipeline_parallel": "pp",
-    "expert_parallel": "ep",
+AXIS_ALIASES: dict[str, Axis] = {
+    "tensor_parallel": Axis.TP,
+    "tensor": Axis.TP,
+    "model": Axis.TP,
+    "context_parallel": Axis.CP,
+    "context": Axis.CP,
+    "data_parallel": Axis.DP_SHARD,
+    "data": Axis.DP_SHARD,
+    "dp": Axis.DP_SHARD,
+    "fsdp": Axis.DP_SHARD,
+    "shard": Axis.DP_SHARD,
+    "dp_shard_cp": Axis.DP_SHARD,
+    "dp_cp": Axis.DP_SHARD,
+    "hsdp": Axis.DP_REPLICATE,
+    "replicate": Axis.DP_REPLICATE,
+    "ddp": Axis.DP_REPLICATE,
+    "pipeline_parallel": Axis.PP,
+    "expert_parallel": Axis.EP,
 }
 
 
-def canonical_axis(name: str) -> str | None:
-    """Our name of a mesh axis, or None where nobody calls an axis that."""
-    return name if name in AXES else AXIS_ALIASES.get(name)
+def canonical_axis(name: str) -> Axis | None:
+    """The mesh axis of that name, or None where nobody calls an axis that."""
+    return Axis(name) if name in AXES else AXIS_ALIASES.get(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +70,17 @@ class MeshSizes:
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"the size of mesh axis {axis} must be a positive integer, not {size!r}")
 
+    def of(self, axis: Axis) -> int:
+        """The number of ranks on an axis; 1 for a `tp` that is not said."""
+        return getattr(self, axis) or 1
+
+    def text(self, axes: Iterable[Axis] = APPLIED, joined: str = " x ") -> str:
+        """ "dp_shard 64 x tp 8": the axes of more than one rank; "" where there are none."""
+        return joined.join(f"{axis} {self.of(axis)}" for axis in axes if self.of(axis) > 1)
+
     @property
     def world_size(self) -> int:
-        world = 1
-        for axis in AXES:
-            world *= getattr(self, axis) or 1
-        return world
+        return math.prod(map(self.of, AXES))
 
 
 def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
@@ -66,7 +89,7 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
     Raises:
         ValueError: an axis that is none, two names of one axis, a size that is no positive integer.
     """
-    given: dict[str, int] = {}
+    given: dict[Axis, int] = {}
     for name, size in mesh.items():
         axis = canonical_axis(name)
         if axis is None:

@@ -39,7 +39,8 @@ MOVES: dict[tuple[str, str], MoveOps] = {
 
 
 def move_ops(src: Layout, dst: Layout) -> MoveOps | None:
-    """What moving `src` to `dst` does; None where there is no such move."""
+    """What moving `src` to `dst` does, on the axis of both; None where there is no such move."""
+    assert src.axis is dst.axis, (src, dst)
     if src == dst:
         return MoveOps("identity", "identity")
     return MOVES.get((src.kind, dst.kind))

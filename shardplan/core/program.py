@@ -6,30 +6,63 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .layout import I, Layout, R
-
-Gradient = Literal["shard", "complete", "partial", "divided"]
+from .mesh import Axis
+from .moves import move_ops
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterProgram:
-    """How one parameter is stored and read.
+    """How one parameter is stored and read. The read is a move from the stored layout to the computed one.
 
     Args:
         name: its name in its module, dotted where it is a part of an adapted layer (`lora_A.default.weight`).
-        dim: the dim (from 0) that is split over tp, or None for a whole copy.
-        gradient: how the gradient of the local tensor arrives: "shard", "complete" or "partial" (core/layout.py); "divided"
-            is complete, and the module's forward reads 1/tp of the value.
-        parts: sizes of the packed parts along `dim`; empty where the dim is one part. Every rank holds its share of
+        stored: what the state_dict, the optimizer, FSDP2 and checkpoints see: I (a whole copy) or V(dim), dim from 0.
+        computed: what the module's code reads: `stored`; R of a whole copy, whose gradient is a partial sum; P, 1/tp of it on
+            each rank; I or R of a split one, which is gathered.
+        parts: sizes of the packed parts along the split dim; empty where the dim is one part. Every rank holds its share of
             each part, in the order of the parts.
         withheld: the parameter (a bias) takes no part in the module's own forward, which sees None or zeros instead;
             it is added after the output's reduction.
     """
 
     name: str
-    dim: int | None
-    gradient: Gradient
+    stored: Layout
+    computed: Layout
     parts: tuple[int, ...] = ()
     withheld: Literal["none", "zeros"] | None = None
+
+    def __post_init__(self) -> None:
+        assert self.stored.kind in "IV" and move_ops(self.stored, self.computed) is not None, self
+        assert self.dim is None or not self.gathered or not self.parts, self  # packed parts lie apart on the ranks
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that is stored in shards."""
+        assert not isinstance(self.stored.dim, str)
+        return self.stored.dim
+
+    @property
+    def gathered(self) -> bool:
+        """Whether the shards of the ranks are gathered where it is read."""
+        return self.stored.kind == "V" and self.computed.kind != "V"
+
+    @property
+    def summed(self) -> bool:
+        """Whether the ranks' gradients of a whole copy are partial sums, which an all-reduce of their block adds up."""
+        return self.stored.kind == "I" and self.computed.kind == "R"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientGroup:
+    """Parameters of a block whose partial gradients are summed by one all-reduce.
+
+    Args:
+        parameters: (module name relative to the block, parameter name).
+        axis: the axis over which they are sums.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+    axis: Axis = Axis.TP
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +130,7 @@ class ModuleProgram:
         outside: positions in the output that are read outside (R -> I).
         divide: attributes of the instance to divide by tp; `config.x` divides what this instance's config says.
         layer: the path to the layer itself inside this module, where adapters wrap it.
-        group: parameters (module name relative to this one, parameter name) below this module, itself included, whose
-            partial gradients are summed by one all-reduce.
+        group: the parameters below this module, itself included, whose partial gradients are summed together.
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
             reads its out_proj): (module name relative to this one, parameter).
     """
@@ -121,5 +153,5 @@ class ModuleProgram:
     outside: tuple[int, ...] = ()
     divide: tuple[str, ...] = ()
     layer: str = ""
-    group: tuple[tuple[str, str], ...] = ()
+    group: GradientGroup | None = None
     also_reads: tuple[tuple[str, ParameterProgram], ...] = ()

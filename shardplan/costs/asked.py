@@ -6,9 +6,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from shardplan.core.estimate import OptimizerName, Precision, TrainingStep
-from shardplan.core.mesh import AXES, MeshSizes
-
-MODELLED = ("dp_replicate", "dp_shard", "tp")  # the axes that estimates know
+from shardplan.core.mesh import AXES, COSTED, MeshSizes
 
 
 class StepOptions(TypedDict, total=False):
@@ -27,8 +25,8 @@ def modelled(sizes: MeshSizes) -> MeshSizes:
         ValueError: an axis that estimates leave out.
     """
     for axis in AXES:
-        if axis not in MODELLED and getattr(sizes, axis) > 1:
-            raise ValueError(f"an estimate knows {', '.join(MODELLED)}, not {axis}")
+        if axis not in COSTED and sizes.of(axis) > 1:
+            raise ValueError(f"an estimate knows {', '.join(COSTED)}, not {axis}")
     return replace(sizes, tp=sizes.tp or 1)
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 from shardplan.core.estimate import Bound, Device, Term, Traffic
-from shardplan.core.mesh import MeshSizes
-
-ORDER = ("tp", "dp_shard", "dp_replicate")  # from the innermost: neighbouring ranks are of one tp group
+from shardplan.core.mesh import COSTED, Axis, MeshSizes
 
 
 def bound_of(
@@ -36,11 +35,9 @@ def bound_of(
     return Bound(terms)
 
 
-def _placed(axis: str, sizes: MeshSizes, node: int) -> tuple[int, bool]:
+def _placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
     """How many ranks of a group of that axis are in one node, and whether the group has others."""
-    stride = 1
-    for inner in ORDER[: ORDER.index(axis)]:
-        stride *= getattr(sizes, inner) or 1
-    size = getattr(sizes, axis) or 1
+    inner = COSTED[COSTED.index(axis) + 1 :]  # neighbouring ranks are of one tp group
+    stride, size = math.prod(map(sizes.of, inner)), sizes.of(axis)
     inside = max(1, min(size, node // stride))
     return inside, inside < size

@@ -153,8 +153,7 @@ def _tied(found: FoundModel) -> int:
 
 
 def _mesh_text(sizes: MeshSizes) -> str:
-    shown = ((axis, getattr(sizes, axis)) for axis in ("dp_replicate", "dp_shard", "tp"))
-    return " x ".join(f"{axis} {size}" for axis, size in shown if size > 1) or "one device"
+    return sizes.text() or "one device"
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardplan.core.estimate import OFFLOADED, Category
+from shardplan.core.mesh import Axis
 
 from .meter import Held, Log
 from .places import Place
@@ -41,8 +42,8 @@ class Ledger:
 
     moments: Mapping[Place, Moment]
     flops: Mapping[str, int]
-    calls: Mapping[tuple[str, str], int]
-    bytes: Mapping[tuple[str, str], int]
+    calls: Mapping[tuple[Axis, str], int]
+    bytes: Mapping[tuple[Axis, str], int]
     held: int
     touched: int
 

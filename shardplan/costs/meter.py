@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.estimate import Category, Phase
+from shardplan.core.mesh import Axis
 from shardplan.torchlib.operators import collective_of
 from shardplan.torchlib.private import private
 
@@ -71,8 +72,8 @@ class Log:
 
     before: dict[Held, int] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[tuple[Axis, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[Axis, str]] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
     operands: list[tuple[Held, int]] = field(default_factory=list)
 
@@ -87,7 +88,7 @@ class Meter(_DispatchMode):
     """
 
     def __init__(
-        self, places: Places, groups: Mapping[str, tuple[str, int]], logits: Iterable[tuple[int, int]]
+        self, places: Places, groups: Mapping[str, tuple[Axis, int]], logits: Iterable[tuple[int, int]]
     ) -> None:
         super().__init__()
         self.places, self.groups, self.logits = places, groups, frozenset(logits)
@@ -148,7 +149,7 @@ class Meter(_DispatchMode):
     def _communicated(self, name: str, arguments: list[Any], made: list[Tensor]) -> None:
         whole = max((x for x in [*_leaves(arguments), *made] if isinstance(x, Tensor)), key=lambda x: x.nbytes)
         axis, ranks = self.groups[_group_name(arguments)]
-        if axis != "tp" and name == "all_gather":
+        if axis is not Axis.TP and name == "all_gather":
             self._see(whole.untyped_storage()).gathered = True
         if ranks > 1:
             self.log.calls[axis, name] += 1

@@ -12,10 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import masking_utils
 
 from shardplan.apply.mesh import PlanMesh, read_mesh
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import COSTED, Axis, MeshSizes
 from shardplan.torchlib.private import private
-
-from .asked import MODELLED
 
 _serial = count()
 
@@ -33,7 +31,7 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     if dist.is_initialized():
         raise ValueError("an estimate needs a process group of its own: make it before init_process_group")
     private("fake_pg")
-    shape = {axis: getattr(sizes, axis) or 1 for axis in MODELLED}
+    shape = {axis.value: sizes.of(axis) for axis in COSTED}
     if shape["dp_replicate"] == 1:  # FSDP2 takes an axis of one rank for hybrid sharding
         del shape["dp_replicate"]
     serial = next(_serial)
@@ -46,7 +44,7 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
         dist.destroy_process_group()
 
 
-def groups_of(mesh: PlanMesh) -> Mapping[str, tuple[str, int]]:
+def groups_of(mesh: PlanMesh) -> Mapping[str, tuple[Axis, int]]:
     """The name of each axis' process group -> the axis and its number of ranks."""
     return {mesh.mesh.get_group(name).group_name: (axis, mesh.mesh[name].size()) for axis, name in mesh.names.items()}
 

@@ -27,8 +27,8 @@ from .spreads import Spreads
 from .sums import shared_sums
 from .types import Type, packed_indices
 
-# The type of a whole parameter, by how its gradient arrives.
-HELD = {"complete": Type("I"), "partial": Type("R"), "divided": Type("P", SUM)}
+# The type of a parameter that every rank reads whole, or as a part of a sum.
+READ = {"I": Type("I"), "R": Type("R"), "P": Type("P", SUM)}
 
 
 class Prover:
@@ -84,11 +84,12 @@ class Prover:
         held = {full_name(b.name, p.name): (b.name, p) for b in self.plan.values() for p in b.parameters}
         for number, name in self.run.parameters.items():
             self.known.maker[number], parameter = held[name]
-            if parameter.dim is None:
-                self.known.types[number] = HELD[parameter.gradient]
-            else:
+            dim = parameter.computed.dim
+            if isinstance(dim, int):
                 order = packed_indices(parameter.parts, len(self.runs)) if parameter.parts else None
-                self.known.types[number] = Type("V", Spread("split", parameter.dim, order))
+                self.known.types[number] = Type("V", Spread("split", dim, order))
+            else:
+                self.known.types[number] = READ[parameter.computed.kind]
 
     def _walk(self) -> None:
         for event in self.run.events:

@@ -153,12 +153,13 @@ def chosen_arguments(boundary: Boundary, module: nn.Module, named: Mapping[str, 
 
 
 def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:
-    """A rank's shard of a parameter."""
-    if parameter.dim is None:
-        return whole / ranks if parameter.gradient == "divided" else whole
+    """What a rank reads of a parameter."""
+    dim = parameter.computed.dim
+    if not isinstance(dim, int):
+        return whole / ranks if parameter.computed == P else whole
     if parameter.parts:
-        whole = pack(whole, parameter.dim, parameter.parts, ranks)
-    return whole.narrow(parameter.dim, *chunk(whole.shape[parameter.dim], ranks, rank)).clone()
+        whole = pack(whole, dim, parameter.parts, ranks)
+    return whole.narrow(dim, *chunk(whole.shape[dim], ranks, rank)).clone()
 
 
 def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank: int) -> nn.Module:

@@ -286,7 +286,7 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
     for packed in (2, 3) if style.packed_option else ():
         if packed != old.packed:
             yield change(plan, name, old, replace(old, packed=packed, location=OURS), section)
-    if style.read_outside_option and style.shards_parameters is False and style.weight.gradient == "partial":
+    if style.read_outside_option and style.shards_parameters is False and style.weight.computed == "R":
         for position in (0, 1) if not old.read_outside else ():
             yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from shardplan.core.layout import I
+from shardplan.core.layout import I, LayoutKind
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, ParameterProgram
+
+# How the gradient of what is read arrives, by its layout.
+GRADIENTS: dict[LayoutKind, str] = {"V": "shard", "I": "complete", "R": "partial", "P": "divided"}
 
 
 def describe(resolved: ResolvedPlan, variants: Mapping[bool, Mapping[str, ModuleProgram]]) -> str:
@@ -34,7 +37,7 @@ def describe(resolved: ResolvedPlan, variants: Mapping[bool, Mapping[str, Module
 def _module(module: ModuleProgram) -> Iterator[str]:
     yield f"{module.name or '<model>'}: {module.style or '-'}{f' ({module.link})' if module.link else ''}"
     for parameter in module.parameters:
-        yield f"  {parameter.name}: {placement(parameter)}, gradient {parameter.gradient}"
+        yield f"  {parameter.name}: {placement(parameter)}, gradient {GRADIENTS[parameter.computed.kind]}"
     for move in module.enter:
         again = ", gathered again in backward" if move.regather else ""
         shared = f", once with {move.shared_with}" if move.shared_with is not None else ""
@@ -51,8 +54,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  out[{position}]: R -> I"
     for attribute in module.divide:
         yield f"  {attribute} divided by tp"
-    if module.group:
-        yield "  one gradient all-reduce: " + ", ".join(f"{m}.{p}" if m else p for m, p in module.group)
+    if module.group is not None:
+        yield "  one gradient all-reduce: " + ", ".join(f"{m}.{p}" if m else p for m, p in module.group.parameters)
 
 
 def _argument(move: InputMove) -> str:
@@ -70,7 +73,12 @@ def leaving(module: ModuleProgram) -> str:
 
 
 def placement(parameter: ParameterProgram) -> str:
-    """A parameter's placement on the tp axis in words: `Shard(0)`, `Shard(0) of parts 64+32+32`, `Replicate`."""
+    """A parameter's placement on its axis in words: `Shard(0)`, `Shard(0) of parts 64+32+32`, `Shard(0), gathered`,
+    `Replicate`."""
     if parameter.dim is None:
         return "Replicate" + (", added after the reduction" if parameter.withheld else "")
-    return f"Shard({parameter.dim})" + (f" of parts {'+'.join(map(str, parameter.parts))}" if parameter.parts else "")
+    return (
+        f"Shard({parameter.dim})"
+        + (f" of parts {'+'.join(map(str, parameter.parts))}" if parameter.parts else "")
+        + (", gathered" if parameter.gathered else "")
+    )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.program import InputMove, ModuleProgram, OutputMove, ParameterProgram
+from shardplan.core.program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
 from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.styles import STYLES, Style, feature_dim
 from shardplan.styles.links import Link, links
@@ -164,11 +164,11 @@ def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapp
         trained = {p.name for p in plan.tree.modules[name].parameters if p.requires_grad}
         home = home_of(name, units)
         for parameter in program.parameters:
-            if parameter.gradient == "partial" and parameter.name in trained:
+            if parameter.summed and parameter.name in trained:
                 groups[home].append((name[len(home) :].lstrip(".") if home else name, parameter.name))
     for home, members in groups.items():
         base = programs.get(home) or ModuleProgram(home)
-        programs[home] = replace(base, group=tuple(members))
+        programs[home] = replace(base, group=GradientGroup(tuple(members)))
     return {name: programs[name] for name in plan.tree.modules if name in programs}
 
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardplan.apply.mesh import read_mesh
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.core.report import Comparison
 from shardplan.lower.program import Program
 from shardplan.twin.precision import in_dtype
@@ -29,7 +29,6 @@ from .compare import worst_of
 from .rank import rank_rows
 from .steps import STEPS, Steps, cast, reference_steps
 
-AXES = ("dp_replicate", "dp_shard", "cp", "tp")
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
 # Imported once, in a process that runs nothing, from which the ranks are forked: torch and transformers take seconds.
 PRELOADED = ("torch.distributed.fsdp", "transformers.models.auto.modeling_auto", "shardplan.proof.processes")
@@ -94,8 +93,8 @@ def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Compar
 
 
 def _prove(case: Case) -> tuple[Comparison, ...]:
-    shape = tuple(getattr(case.sizes, axis) for axis in AXES)
-    mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=AXES))
+    shape, names = tuple(map(case.sizes.of, APPLIED)), tuple(axis.value for axis in APPLIED)
+    mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
     reference = _combined_reference(case, index, replicas)
     model = in_dtype(case.build(), case.dtype)

@@ -55,8 +55,7 @@ def sweep_text(sweep: Sweep, *, color: bool) -> str:
 
 def mesh_text(sizes: MeshSizes) -> str:
     """ "dp_shard 64 x tp 8"."""
-    shown = ((axis, getattr(sizes, axis)) for axis in ("dp_replicate", "dp_shard", "tp"))
-    return " x ".join(f"{axis} {n}" for axis, n in shown if n > 1) or "1 device"
+    return sizes.text() or "1 device"
 
 
 def bytes_text(number: float) -> str:

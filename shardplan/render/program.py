@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from shardplan.core.layout import R
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.core.sources import SourceMap
@@ -138,7 +139,7 @@ def _held(how: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mappin
     info = module.parameter(how.name)
     assert info is not None, (module.name, how.name)
     shape = local_shape(how, info, tp)
-    text = f"{placement(how)} {list(shape)}" + (", partial gradient" if how.gradient == "partial" else "")
+    text = f"{placement(how)} {list(shape)}" + (", partial gradient" if how.computed == R else "")
     tied = first_name.get(f"{module.name}.{how.name}" if module.name else how.name)
     if tied is not None:
         return Held(how.name, f"{text}, tied to {tied}", 0, 0, 0)
@@ -159,8 +160,8 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
         yield f"in {argument}{boundary.src} -> {boundary.dst}{', again in backward' if boundary.regather else ''}"
     if module.leave is not None:
         yield f"out {leaving(module)}"
-    if module.group:
-        count = len(module.group)
+    if module.group is not None:
+        count = len(module.group.parameters)
         yield f"{count} gradients in one all-reduce" if count > 1 else "1 gradient all-reduced"
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from shardplan.core.mesh import AXES, MeshSizes
+from shardplan.core.mesh import AXES, Axis, MeshSizes
 from shardplan.core.report import Comparison, VariantProof, Verdict, VerifyReport
 
 from .color import Paint, Role
@@ -31,7 +31,7 @@ def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False) -> 
 def sizes_text(sizes: MeshSizes) -> str:
     """ "dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
     shown = {axis: getattr(sizes, axis) for axis in AXES}
-    return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis == "tp"))
+    return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis is Axis.TP))
 
 
 def fold_rows(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:

@@ -22,7 +22,7 @@ from shardplan.core.tree import AdapterPart, ParameterInfo
 
 from .record import WHOLE_PARTIAL, Features, ParameterStyle, Style
 
-DIVIDED = ParameterStyle(None, "divided")
+DIVIDED = ParameterStyle(None, "P")
 
 # Which dim of an adapter's parameter holds the layer's output and input features.
 DIMS: dict[AdapterPart, dict[Features, int]] = {
@@ -36,8 +36,8 @@ DIMS: dict[AdapterPart, dict[Features, int]] = {
 def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | None:
     """How a style holds a parameter of an adapter; None where there is no right way."""
     weight, part = style.weight, parameter.adapter
-    if weight.shard is None:
-        return weight if weight.gradient in ("complete", "partial") else None
+    if weight.computed != "V":
+        return ParameterStyle(None, weight.computed) if weight.computed in "IR" else None
     if weight.shard == "out":
         return {
             "A": WHOLE_PARTIAL,

@@ -5,8 +5,8 @@ from shardplan.core.layout import SEQ, I, P, R, V
 from .record import ParameterStyle, Style
 
 MATMUL = frozenset({"linear", "conv1d"})
-OUT = ParameterStyle("out", "shard")
-IN = ParameterStyle("in", "shard")
+OUT = ParameterStyle("out", "V")
+IN = ParameterStyle("in", "V")
 
 STYLES = (
     Style(
@@ -70,7 +70,7 @@ STYLES = (
         kinds=MATMUL,
         on_parameters=True,
         weight=IN,
-        bias=ParameterStyle(None, "complete"),
+        bias=ParameterStyle(None, "I"),
         takes=(V(-1),),
         inside=V(-1),
         computes=P,
@@ -82,7 +82,7 @@ STYLES = (
         summary="As rowwise, but the partial sums are reduce-scattered along the sequence.",
         kinds=MATMUL,
         weight=IN,
-        bias=ParameterStyle(None, "partial"),
+        bias=ParameterStyle(None, "R"),
         takes=(V(-1),),
         inside=V(-1),
         computes=P,
@@ -97,7 +97,7 @@ STYLES = (
         kinds=MATMUL,
         on_parameters=True,
         weight=IN,
-        bias=ParameterStyle(None, "complete"),
+        bias=ParameterStyle(None, "I"),
         takes=(I,),
         inside=V(-1),
         computes=P,
@@ -110,7 +110,7 @@ STYLES = (
         "every rank holds its share of each.",
         on_parameters=True,
         kinds=MATMUL,
-        weight=ParameterStyle("out", "shard", packed=True),
+        weight=ParameterStyle("out", "V", packed=True),
         takes=(R, I),
         inside=R,
         computes=V(-1),
@@ -121,8 +121,8 @@ STYLES = (
         summary="As rowwise, for a matrix whose input features are several parts stored as one: each part is split.",
         on_parameters=True,
         kinds=MATMUL,
-        weight=ParameterStyle("in", "shard", packed=True),
-        bias=ParameterStyle(None, "complete"),
+        weight=ParameterStyle("in", "V", packed=True),
+        bias=ParameterStyle(None, "I"),
         takes=(V(-1),),
         inside=V(-1),
         computes=P,

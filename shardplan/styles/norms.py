@@ -10,7 +10,7 @@ STYLES = (
         summary="An RMS norm over features that are split (of the queries of all heads together): its weight is split as they "
         "are, and the mean of squares, a number for each token, is all-reduced.",
         kinds=frozenset({"norm"}),
-        weight=ParameterStyle("out", "shard"),
+        weight=ParameterStyle("out", "V"),
         takes=(V(-1),),
         inside=V(-1),
         computes=V(-1),

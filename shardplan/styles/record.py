@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shardplan.core.layout import SEQ, I, Layout, R, V
+from shardplan.core.layout import SEQ, I, Layout, LayoutKind, R, V
 from shardplan.core.tree import ModuleKind
 
 Features = Literal["out", "in"]
@@ -33,22 +33,22 @@ def feature_dim(kind: ModuleKind, parameter: str, features: Features, ndim: int)
 
 @dataclass(frozen=True, slots=True)
 class ParameterStyle:
-    """How a style holds a parameter on the tp axis.
+    """How a style stores and reads a parameter on the tp axis.
 
     Args:
-        shard: the features that are split, or None for a whole copy on every rank.
-        gradient: "shard" (the gradient of a shard), "complete" (equal on all ranks), "partial" (a sum to be reduced),
-            "divided" (complete, of a value of which each rank reads 1/tp: moved I -> P).
+        shard: the features that are stored in shards, or None for a whole copy on every rank.
+        computed: the kind of layout that the module's code reads (core/layout.py): V, the shard; I, a whole with a complete
+            gradient; R, a whole with a partial one; P, 1/tp of a whole copy. Shards that are read whole are gathered.
         packed: split each of the rule's `packed` parts, not the dimension as a whole.
     """
 
     shard: Features | None
-    gradient: Literal["shard", "complete", "partial", "divided"]
+    computed: LayoutKind
     packed: bool = False
 
 
-WHOLE = ParameterStyle(None, "complete")
-WHOLE_PARTIAL = ParameterStyle(None, "partial")
+WHOLE = ParameterStyle(None, "I")
+WHOLE_PARTIAL = ParameterStyle(None, "R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardplan.core.expressions import evaluate, parse_expression
+from shardplan.core.layout import I, Layout, V
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
@@ -41,10 +42,10 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
 
 def _lower_adapter(plan: ResolvedPlan, parameter: ParameterInfo, held: ParameterStyle, rule: Rule) -> ParameterProgram:
     if held.shard is None:
-        return ParameterProgram(parameter.name, None, held.gradient)
+        return ParameterProgram(parameter.name, I, Layout(held.computed))
     dim = adapter_dim(parameter, held.shard)
     parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
-    return ParameterProgram(parameter.name, dim, "shard", parts)
+    return ParameterProgram(parameter.name, V(dim), V(dim), parts)
 
 
 def _program(
@@ -60,9 +61,10 @@ def _program(
     if held.shard is not None:
         dim = feature_dim(module.kind, parameter.short, held.shard, len(parameter.shape))
     if dim is None:
-        gradient = held.gradient if held.shard is None else "complete"
+        computed = Layout(held.computed) if held.shard is None else I
         # A Linear skips a bias that is None; Conv1D's addmm needs one.
         stand_in = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
-        return ParameterProgram(parameter.name, None, gradient, withheld=stand_in)
+        return ParameterProgram(parameter.name, I, computed, withheld=stand_in)
     parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
-    return ParameterProgram(parameter.name, dim, "shard", parts)
+    computed = V(dim) if held.computed == "V" else Layout(held.computed)
+    return ParameterProgram(parameter.name, V(dim), computed, parts)

@@ -36,6 +36,6 @@ STYLES = (
         summary="Whole on every rank, each of which reads 1/tp of it: what is added to a partial sum (a bias behind experts "
         "that are split by their input features).",
         on_parameters=True,
-        weight=ParameterStyle(None, "divided"),
+        weight=ParameterStyle(None, "P"),
     ),
 )

@@ -98,7 +98,7 @@ class Leave:
                 continue
             owner, leaf = owner_of(module, parameter.name)
             if owner._parameters[leaf] is not None:
-                bias = read(owner._parameters[leaf], parameter.gradient, self.shared.regime)
+                bias = read(owner._parameters[leaf], parameter, self.shared.regime)
                 output = on_first(output, lambda x, bias=bias: x + bias)
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardplan.core.program import Gradient, ParameterProgram
+from shardplan.core.program import ParameterProgram
 
 from .packing import pack
-from .reading import call_with, read
+from .reading import Member, call_with, read
 from .regime import Regime
 
 
@@ -35,9 +35,9 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
     old = owner._parameters[leaf]
     assert old is not None and not isinstance(old, DTensor), parameter.name
     data = old.detach()
-    if parameter.parts:
-        data = pack(data, parameter.dim, parameter.parts, mesh.size())
     placement = Replicate() if parameter.dim is None else Shard(parameter.dim)
+    if parameter.dim is not None and parameter.parts:
+        data = pack(data, parameter.dim, parameter.parts, mesh.size())
     new = nn.Parameter(
         distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
     )
@@ -55,27 +55,25 @@ class LocalParameters:
 
     def __init__(
         self,
-        gradients: Mapping[bool, Mapping[str, Gradient]],
+        parameters: Mapping[bool, Sequence[ParameterProgram]],
         regime: Regime,
-        withheld: Mapping[str, Literal["none", "zeros"]],
     ):
-        self.gradients = gradients
+        self.parameters = parameters
         self.regime = regime
-        self.withheld = dict(withheld)
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stored: list[tuple[dict[str, Any], str, Tensor | None]] = []
         try:
-            for name, gradient in self.gradients[self.regime.sequence_parallel].items():
-                owner, leaf = owner_of(module, name)
+            for program in self.parameters[self.regime.sequence_parallel]:
+                owner, leaf = owner_of(module, program.name)
                 parameters = owner._parameters
                 parameter = parameters[leaf]
-                if name in self.withheld:
+                if program.withheld is not None:
                     stored.append((parameters, leaf, parameter))
-                    parameters[leaf] = self._stand_in(parameter, self.withheld[name])
+                    parameters[leaf] = self._stand_in(parameter, program.withheld)
                 elif isinstance(parameter, DTensor):  # else an enclosing block has read it
                     stored.append((parameters, leaf, parameter))
-                    parameters[leaf] = read(parameter, gradient, self.regime)
+                    parameters[leaf] = read(parameter, program, self.regime)
             return forward(*args, **kwargs)
         finally:
             for parameters, leaf, parameter in stored:
@@ -92,14 +90,14 @@ class LocalParameters:
 class ParametersBelow:
     """Around a forward that reads parameters of modules below it: they are local tensors in it too."""
 
-    def __init__(self, members: Mapping[bool, tuple[tuple[nn.Module, str, Gradient], ...]], regime: Regime):
+    def __init__(self, members: Mapping[bool, Sequence[Member]], regime: Regime):
         self.members = members
         self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         members, locals_ = [], []
-        for owner, name, gradient in self.members[self.regime.sequence_parallel]:
+        for owner, name, program in self.members[self.regime.sequence_parallel]:
             parameter = owner._parameters[name]
             members.append((owner, name, parameter))
-            locals_.append(read(parameter, gradient, self.regime))
+            locals_.append(read(parameter, program, self.regime))
         return call_with(forward, members, locals_, args, kwargs)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardplan.core.layout import I, P
-from shardplan.core.program import Gradient
+from shardplan.core.program import ParameterProgram
 
 from .moves import move, refuse_second_derivatives, sum_gradients, summed
 from .private import private
@@ -23,7 +22,7 @@ from .regime import Regime
 
 _FakeTensor = private("FakeTensor")
 
-Member = tuple[nn.Module, str, Gradient]  # (its owner, its name there, how its gradient arrives)
+Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, how it is stored and read)
 
 
 class _Read(torch.autograd.Function):
@@ -66,40 +65,43 @@ def _placed(gradient: Tensor, i: int, ctx: Any) -> DTensor:
     return DTensor.__new__(DTensor, gradient, ctx.specs[i], requires_grad=False)  # its __init__ does nothing, slowly
 
 
-def read(parameter: Tensor | None, gradient: Gradient, regime: Regime) -> Tensor | None:
-    """The local tensor of a DTensor parameter, or this rank's part of it where it is divided; a partial gradient is summed
-    over tp before it reaches the DTensor.
+def read(parameter: Tensor | None, program: ParameterProgram, regime: Regime) -> Tensor | None:
+    """What a module's code reads of a DTensor parameter: its local tensor, moved to the computed layout; a partial gradient
+    is summed over tp before it reaches the DTensor.
 
     What is no DTensor (already read by an enclosing block) is returned as it is.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if not torch.compiler.is_compiling():
-        return _read_together([parameter], [gradient], regime)[0]
-    local = _traced(parameter, gradient, regime)
-    return move(local, parameter.device_mesh, I, P) if gradient == "divided" else local
+        return _read_together([parameter], [program], regime)[0]
+    return _moved(_traced(parameter, program, regime), parameter, program)
 
 
-def _read_together(parameters: Sequence[DTensor], gradients: Sequence[Gradient], regime: Regime) -> Sequence[Tensor]:
+def _read_together(
+    parameters: Sequence[DTensor], programs: Sequence[ParameterProgram], regime: Regime
+) -> Sequence[Tensor]:
     trained = [parameter.requires_grad and torch.is_grad_enabled() for parameter in parameters]
     if any(trained):
-        partial = [gradient == "partial" for gradient, train in zip(gradients, trained, strict=True) if train]
+        partial = [program.summed for program, train in zip(programs, trained, strict=True) if train]
         some = [parameter for parameter, train in zip(parameters, trained, strict=True) if train]
         made = iter(_Read.apply(partial, regime.reduce_dtype, *some))
     locals_ = [next(made) if train else p._local_tensor for p, train in zip(parameters, trained, strict=True)]
-    if "divided" in gradients:
-        for i, gradient in enumerate(gradients):
-            if gradient == "divided":
-                locals_[i] = move(locals_[i], parameters[i].device_mesh, I, P)
-    return locals_
+    return [_moved(*one) for one in zip(locals_, parameters, programs, strict=True)]
 
 
-def _traced(parameter: DTensor, gradient: Gradient, regime: Regime) -> Tensor:
+def _moved(local: Tensor, parameter: DTensor, program: ParameterProgram) -> Tensor:
+    """The local tensor in the layout that the module's code reads: gathered, or divided. (The sums of I -> R are the block's.)"""
+    if program.summed or program.stored == program.computed:
+        return local
+    size = None if program.dim is None else parameter.shape[program.dim]
+    return move(local, parameter.device_mesh, program.stored, program.computed, size=size)
+
+
+def _traced(parameter: DTensor, program: ParameterProgram, regime: Regime) -> Tensor:
     """In a graph that is being compiled: what torch.compile knows of DTensors."""
-    if gradient == "shard":
-        return parameter.to_local(grad_placements=parameter.placements)
-    local = parameter.to_local(grad_placements=[Replicate()])
-    if gradient == "partial" and local.requires_grad:
+    local = parameter.to_local(grad_placements=parameter.placements)
+    if program.summed and local.requires_grad:
         (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
     return local
 
@@ -136,15 +138,15 @@ class Reads:
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
             return _traced_together(forward, self.members[self.regime.sequence_parallel], self.regime, args, kwargs)
-        slots, gradients = [], []
-        for owner, name, gradient in self.members[self.regime.sequence_parallel]:
+        slots, programs = [], []
+        for owner, name, program in self.members[self.regime.sequence_parallel]:
             parameter = owner._parameters[name]
             if isinstance(parameter, DTensor):
                 slots.append((owner, name, parameter))
-                gradients.append(gradient)
+                programs.append(program)
         if not slots:
             return forward(*args, **kwargs)
-        locals_ = _read_together([parameter for _, _, parameter in slots], gradients, self.regime)
+        locals_ = _read_together([parameter for _, _, parameter in slots], programs, self.regime)
         return call_with(forward, slots, locals_, args, kwargs)
 
 
@@ -154,9 +156,9 @@ def _traced_together(
     """In a graph: only those whose gradients are summed. (Loops: torch.compile traces them inside a checkpoint, where it
     cannot trace a comprehension that closes over something.)"""
     slots, locals_ = [], []
-    for owner, name, gradient in members:
+    for owner, name, program in members:
         parameter = owner._parameters[name]
-        if gradient == "partial" and isinstance(parameter, DTensor) and parameter.requires_grad:
+        if program.summed and isinstance(parameter, DTensor) and parameter.requires_grad:
             slots.append((owner, name, parameter))
             locals_.append(parameter.to_local(grad_placements=[Replicate()]))
     if not slots or not torch.is_grad_enabled():

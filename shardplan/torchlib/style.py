@@ -72,9 +72,8 @@ class ModuleStyle(ParallelStyle):
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
         if program.parameters:
-            gradients = {mode: {p.name: p.gradient for p in pr.parameters} for mode, pr in self.programs.items()}
-            withheld = {p.name: p.withheld for p in program.parameters if p.withheld}
-            wrap_forward(module, LocalParameters(gradients, regime, withheld))
+            parameters = {mode: pr.parameters for mode, pr in self.programs.items()}
+            wrap_forward(module, LocalParameters(parameters, regime))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
         if program.features is not None:
@@ -83,7 +82,7 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, Regather())
         if program.also_reads:
             members = {
-                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p.gradient) for owner, p in pr.also_reads)
+                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in pr.also_reads)
                 for mode, pr in self.programs.items()
             }
             wrap_forward(module, ParametersBelow(members, regime))
@@ -94,7 +93,7 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, ReadsOnce(self.shared.reads[program.name]))
         if self.reads:
             members = {
-                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p.gradient) for owner, p in reads)
+                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in reads)
                 for mode, reads in self.reads.items()
             }
             wrap_forward(module, Reads(members, regime))

@@ -61,8 +61,9 @@ def spent(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> tuple[i
     times = Counter(event.module for event in bench.reference.events if event.kind == "enter")
     programs = lower(resolved).modules
     for name, program in programs.items():
-        count += times[name] * bool(program.group)
-        size += Size(0, sum(sizes.parameter(full_name(full_name(name, module), p)) for module, p in program.group))
+        count += times[name] * (program.group is not None)
+        summed = program.group.parameters if program.group is not None else ()
+        size += Size(0, sum(sizes.parameter(full_name(full_name(name, module), p)) for module, p in summed))
     for number in means(resolved, bench.reference):
         count += 1
         size += Size(sizes.value(number), 0)
