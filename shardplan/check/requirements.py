@@ -126,7 +126,7 @@ def stays_split(held: Held) -> bool:
     """Whether the split reaches beyond the module: its output stays split, or it takes a value that already
     is."""
     if held.how.shard == "out":
-        return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
+        return held.style.computes == V(-1) and held.style.hands is None and not held.style.features.dtensor
     return V(-1) in held.style.takes
 
 
