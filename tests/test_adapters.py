@@ -356,9 +356,9 @@ def test_every_style_holds_every_part_of_an_adapter_or_refuses_it():
         held = {p.adapter: adapter_style(style, p) for p in parts}
         if style.weight in (WHOLE, WHOLE_PARTIAL):
             assert set(held.values()) == {style.weight}
-        if style.weight.shard == "in" and not style.vocabulary:
+        if style.weight.shard == "in" and not style.splits_rows:
             assert held["A"] == style.weight and held["B"] == WHOLE_PARTIAL and held["magnitude"] is None
-        if style.vocabulary:
+        if style.splits_rows:
             assert held["embedding_A"] == DIVIDED and held["A"] is None
         if style.weight.shard == "out":
             assert held["B"] == style.weight and held["A"] == WHOLE_PARTIAL

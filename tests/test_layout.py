@@ -20,7 +20,7 @@ from shardplan.models import find_model
 from shardplan.models.tree import tree_of
 from shardplan.parse import parse_plan
 from shardplan.styles import STYLES
-from shardplan.styles.record import ParameterStyle, Style
+from shardplan.styles.record import Lookup, ParameterStyle, Style
 from shardplan.twin import make_twin
 from tests.proofs import PLANS
 
@@ -458,7 +458,10 @@ SHARDED = ParameterStyle("out", "shard")
         ({"hands": I}, "does not say what the module computes"),
         ({"weight": SHARDED}, "does not say what the module then computes"),
         ({"computes": V(SEQ), "hands": P}, "no move"),
-        ({"vocabulary": True, "computes": I}, "does not compute a partial sum"),
+        (
+            {"lookup": Lookup(), "weight": ParameterStyle("in", "shard"), "computes": I},
+            "does not compute a partial sum",
+        ),
     ],
 )
 def test_records_that_lack_something_are_refused(fields: dict, reason: str) -> None:

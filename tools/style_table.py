@@ -50,7 +50,7 @@ def _parameters(style: Style) -> str:
     if not style.owns_parameters:
         return "left to other rules"
     weight = _held(style.weight)
-    if style.argument == "ids" and style.shards_parameters:
+    if style.lookup is not None and style.shards_parameters:
         return "split by rows (the vocabulary)" if style.weight.shard == "in" else "split by columns"
     return weight if style.bias is None or style.bias == style.weight else f"{weight}; bias {_held(style.bias)}"
 
@@ -62,7 +62,7 @@ def _held(style: ParameterStyle) -> str:
 
 
 def _takes(style: Style) -> str:
-    if style.argument == "ids":
+    if style.lookup is not None:
         return "token ids"
     taken = " or ".join(str(layout) for layout in style.takes) or "as it comes"
     return f"{taken}, moved to {style.inside}" if style.is_door and style.inside else taken
@@ -70,9 +70,9 @@ def _takes(style: Style) -> str:
 
 def _hands(style: Style) -> str:
     layout = style.hands or style.computes
-    if style.dtensor_output:
+    if style.features.dtensor:
         return f"{layout} as a DTensor"
-    if style.partial_until_door:
+    if style.until_door:
         return "P, until the door"
     if layout is not None:
         return str(layout)
@@ -82,8 +82,8 @@ def _hands(style: Style) -> str:
 def _options(style: Style) -> list[str]:
     said = [
         (style.argument_option, "argument"),
-        (style.grad_option, "grad"),
-        (bool(style.output_option), f"output ({', '.join(style.output_option)})"),
+        (style.options.grad, "grad"),
+        (bool(style.options.output), f"output ({', '.join(style.options.output)})"),
         (style.packed_option, "packed"),
         (style.seq_option, "seq_dim"),
         (style.read_outside_option, "read_outside"),

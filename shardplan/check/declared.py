@@ -149,8 +149,8 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
             value = attribute(resolved, assignment, path)
             if isinstance(value, str):
                 yield DIVIDE, value, rule, assignment.name
-        if style.tail is not None and not isinstance(resolved.tree.numbers.get(style.tail), int):
-            yield NUMBER, f"the configuration has no number {style.tail}", rule, assignment.name
+        if style.features.tail is not None and not isinstance(resolved.tree.numbers.get(style.features.tail), int):
+            yield NUMBER, f"the configuration has no number {style.features.tail}", rule, assignment.name
 
 
 def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Diagnostic:

@@ -71,4 +71,4 @@ class Facts(HeldParameters):
 
 
 def _keeps_whole(style: Style) -> bool:
-    return style.owns_parameters and style.weight == WHOLE and not style.takes and style.tail is None
+    return style.owns_parameters and style.weight == WHOLE and not style.takes and style.features.tail is None

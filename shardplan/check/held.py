@@ -147,7 +147,7 @@ class HeldParameters:
     @cached_property
     def vocabularies(self) -> frozenset[int]:
         """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
-        looked_up = {held.size for held in self.splits if held.style.vocabulary}
+        looked_up = {held.size for held in self.splits if held.style.splits_rows}
         said = self.resolved.tree.numbers.get("vocab_size")
         return frozenset(looked_up | ({said} if is_count(said) else set()))
 

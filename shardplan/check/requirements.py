@@ -128,7 +128,7 @@ def stays_split(held: Held) -> bool:
     if held.how.computed != "V":  # gathered where it is read
         return False
     if held.how.shard == "out":
-        return held.style.computes == V(-1) and held.style.hands is None and not held.style.dtensor_output
+        return held.style.computes == V(-1) and held.style.hands is None and not held.style.features.dtensor
     return V(-1) in held.style.takes
 
 

@@ -102,7 +102,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 def _entrance(facts: Facts) -> Iterator[Diagnostic]:
     modules = facts.resolved.modules.values()
-    waiting = [a for a in modules if facts.style(a).partial_until_door]
+    waiting = [a for a in modules if facts.style(a).until_door]
     splits = any(facts.style(a).is_door and facts.style(a).inside == V(SEQ) for a in modules)
     slices = [a for a in modules if V(SEQ) in hands(a)]
     if waiting and slices and not splits:

@@ -63,7 +63,7 @@ def _reduced_to(assignment: Assignment | None) -> Layout | None:
     style, rule = STYLES[assignment.rule.style], assignment.rule
     if rule.output in OUTPUTS:
         return OUTPUTS[rule.output].at(rule.seq_dim)
-    waits = style.vocabulary or style.partial_until_door
+    waits = style.lookup is not None
     if style.computes != P or style.hands is None or style.hands.kind not in "IV" or waits:
         return None
     return style.hands.at(rule.seq_dim)

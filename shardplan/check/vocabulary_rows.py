@@ -19,11 +19,11 @@ def vocabulary_rows(facts: HeldParameters, held: Held) -> bool:
 
 
 def _holds_rows(facts: HeldParameters, held: Held) -> bool:
-    if held.style.vocabulary:
+    if held.style.splits_rows:
         return True
     if held.module.kind == "embedding" or held.how.shard != "out" or held.how.packed:
         return False
-    hands_whole = held.style.hands is not None or held.style.dtensor_output
+    hands_whole = held.style.hands is not None or held.style.features.dtensor
     return hands_whole and held.size in facts.vocabularies
 
 

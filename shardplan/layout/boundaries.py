@@ -92,9 +92,9 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         if rule.output == "gather":
             open_gradient = rule.grad is None
             hands = I if rule.grad == "complete" else R
-    elif style.partial_until_door:
+    elif style.until_door:
         hands = I if scope is None else P
-    elif style.dtensor_output:
+    elif style.features.dtensor:
         hands = I
     at = rule.seq_dim
     return Boundary(
@@ -107,27 +107,27 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         computes=computes.at(at) if computes else None,
         hands=hands.at(at) if hands else None,
         open_gradient=open_gradient,
-        vocabulary=module.parameter("weight").shape[0] if style.vocabulary else None,
-        tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
+        vocabulary=module.parameter("weight").shape[0] if style.splits_rows else None,
+        tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
         layer=module.layer,
-        scope=scope if style.partial_until_door else None,
-        declared=style.dtensor_output,
+        scope=scope if style.until_door else None,
+        declared=style.features.dtensor,
     )
 
 
 def _does_nothing(style: Style, rule: Rule, module: ModuleInfo) -> bool:
     """Whether a rule moves nothing and holds no gradient: what it says of layouts has no consequence."""
     moves = any(layout != style.inside for layout in style.takes) or rule.output is not None
-    moves = moves or style.hands not in (None, style.computes) or style.dtensor_output or style.partial_until_door
+    moves = moves or style.hands not in (None, style.computes) or style.features.dtensor or style.until_door
     return not moves and not style.shards_parameters and not any(p.requires_grad for p in module.parameters)
 
 
 def is_mean(plan: Mapping[str, Boundary], module: str, operation: str) -> bool:
     """Whether an operation in a module's own code is a mean that its style has taken over the features of all ranks."""
     style = plan[module].style
-    return operation == "mean" and style is not None and style.means
+    return operation == "mean" and style is not None and style.features.means
 
 
 def missing(style: Style) -> str | None:
@@ -137,18 +137,16 @@ def missing(style: Style) -> str | None:
     for src in style.takes:
         if move_ops(src, style.inside) is None:
             return f"takes {src} and gives {style.inside}, which is no move"
-    hands = P if style.partial_until_door and style.computes == P else style.hands
+    hands = P if style.until_door and style.computes == P else style.hands
     if hands is not None and style.computes is None:
         return f"hands on {hands}, but does not say what the module computes"
     if hands is not None and move_ops(style.computes, hands) is None:
         return f"computes {style.computes} and hands on {hands}, which is no move"
     if style.shards_parameters and style.computes is None:
         return "splits parameters, but does not say what the module then computes"
-    if style.bias is not None and style.weight.shard == "in" and not style.bias_after:
-        return "splits input features, but adds the bias on every rank"
-    if style.means and not (style.inside == style.computes == V(-1)):
+    if style.features.means and not (style.inside == style.computes == V(-1)):
         return "takes means over split features, but its features are not split"
-    if style.vocabulary and style.computes != P:
+    if style.splits_rows and style.computes != P:
         return "looks rows up by id, but does not compute a partial sum"
     return None
 

@@ -276,12 +276,12 @@ def _rule(style: Style, old: Rule | None, output: str | None) -> Rule:
 def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Section) -> Iterator[Repair]:
     """The same style with one option changed."""
     style = STYLES[old.style]
-    for output in (*style.output_option, None) if style.output_option else ():
+    for output in (*style.options.output, None) if style.options.output else ():
         if output != old.output:
             yield change(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
     if old.grad is not None:
         yield change(plan, name, old, replace(old, grad=None, location=OURS), section)
-    if style.grad_option and style.is_door and old.grad is None:
+    if style.options.grad and style.is_door and old.grad is None:
         yield change(plan, name, old, replace(old, grad="complete", location=OURS), section)
     for packed in (2, 3) if style.packed_option else ():
         if packed != old.packed:

@@ -74,11 +74,11 @@ def _lower_module(
         parameters=parameters,
         enter=_enter(plan, assignment, style),
         leave=_leave(plan, assignment, style, width),
-        vocabulary=_rows(module) if style.vocabulary else None,
-        features=width if style.means else None,
+        vocabulary=_rows(module) if style.splits_rows else None,
+        features=width if style.features.means else None,
         link=link,
-        logits=width if style.dtensor_output else None,
-        tail=int(plan.tree.numbers[style.tail]) if style.tail else 0,
+        logits=width if style.features.dtensor else None,
+        tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
         layer=module.layer,
@@ -132,7 +132,7 @@ def _enter(plan: ResolvedPlan, assignment: Assignment, style: Style) -> tuple[In
     src = style.takes[0]
     if R in style.takes and I in style.takes:
         src = arrives(plan, assignment.name)
-    elif P in style.takes and any(STYLES[a.rule.style].partial_until_door for a in plan.modules.values()):
+    elif P in style.takes and any(STYLES[a.rule.style].until_door for a in plan.modules.values()):
         src = P
     if src == inside:
         return ()
@@ -148,9 +148,9 @@ def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int 
         src, dst = V(SEQ), gathered(plan, assignment.name)
     elif rule.output is not None:
         src, dst = P, I if rule.output == "all_reduce" else V(SEQ)
-    elif style.partial_until_door:
+    elif style.until_door:
         dst = I  # where it does not stay partial until the door
-    if src is None or dst is None or (src == dst and not style.partial_until_door):
+    if src is None or dst is None or (src == dst and not style.until_door):
         return None
     size = width if src == V(-1) else None
     return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)

@@ -10,8 +10,8 @@ from shardplan.styles import ALIASES, NONE, STYLES, Style, canonical_style
 # Options that only some styles take. `style`, `optional` and `override` go with every style, and with `none`.
 TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "argument": lambda style: style.argument_option,
-    "grad": lambda style: style.grad_option,
-    "output": lambda style: bool(style.output_option),
+    "grad": lambda style: style.options.grad,
+    "output": lambda style: bool(style.options.output),
     "packed": lambda style: style.packed_option,
     "divide": lambda style: True,
     "divides": lambda style: True,
@@ -37,7 +37,7 @@ def takers(option: str, value: str | None = None) -> tuple[str, ...]:
     return tuple(
         name
         for style in STYLES.values()
-        if TAKEN_BY[option](style) and (value is None or value in style.output_option)
+        if TAKEN_BY[option](style) and (value is None or value in style.options.output)
         for name in spellings(style)
     )
 

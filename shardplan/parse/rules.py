@@ -180,7 +180,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
 
 
 def _check_output(written: str, style: str, value: object, path: Path, findings: Findings) -> None:
-    able = STYLES[style].output_option
+    able = STYLES[style].options.output
     others = takers("output", value) if isinstance(value, str) else ()
     if value not in able and others:
         only = " and ".join(f"`{one}`" for one in able)

@@ -46,7 +46,7 @@ def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | No
             "embedding_B": weight,
             "magnitude": weight if "linear" in (style.kinds or ()) else None,
         }.get(part)
-    if style.vocabulary:
+    if style.splits_rows:
         return {"embedding_A": DIVIDED, "embedding_B": WHOLE_PARTIAL}.get(part)
     # DoRA's magnitudes are held against the norm of each row of W + B A, of which a rank would have a part.
     return {"A": weight, "B": DIVIDED if len(parameter.shape) == 1 else WHOLE_PARTIAL}.get(part)

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, I, P, R, V
 
-from .record import Style
+from .record import Options, Style
 
 STYLES = (
     Style(
@@ -12,8 +12,7 @@ STYLES = (
         owns_parameters=False,
         takes=(V(SEQ),),
         inside=R,
-        output_option=("all_reduce", "reduce_scatter"),
-        grad_option=True,
+        options=Options(output=("all_reduce", "reduce_scatter"), grad=True),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -23,7 +22,7 @@ STYLES = (
         owns_parameters=False,
         takes=(I,),
         inside=R,
-        output_option=("all_reduce", "reduce_scatter"),
+        options=Options(output=("all_reduce", "reduce_scatter")),
         source="arXiv 1909.08053, the operator f",
     ),
     Style(

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import I, P, V
 
-from .record import ParameterStyle, Style
+from .record import Lookup, ParameterStyle, Style
 
 EMBEDDING = frozenset({"embedding"})
 
@@ -14,8 +14,7 @@ STYLES = (
         weight=ParameterStyle("in", "V"),
         computes=P,
         hands=I,
-        argument="ids",
-        vocabulary=True,
+        lookup=Lookup(),
     ),
     Style(
         name="embedding_rowwise_seq",
@@ -24,9 +23,7 @@ STYLES = (
         kinds=EMBEDDING,
         weight=ParameterStyle("in", "V"),
         computes=P,
-        argument="ids",
-        vocabulary=True,
-        partial_until_door=True,
+        lookup=Lookup(until_door=True),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -35,8 +32,7 @@ STYLES = (
         "rank adds 1/tp of them to the partial sum.",
         kinds=EMBEDDING,
         computes=I,
-        argument="ids",
-        partial_until_door=True,
+        lookup=Lookup(until_door=True),
     ),
     Style(
         name="embedding_colwise",
@@ -45,6 +41,6 @@ STYLES = (
         weight=ParameterStyle("out", "V"),
         computes=V(-1),
         hands=I,
-        argument="ids",
+        lookup=Lookup(),
     ),
 )

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, I, P, R, V
 
-from .record import ParameterStyle, Style
+from .record import FeatureStyle, ParameterStyle, Style
 
 MATMUL = frozenset({"linear", "conv1d"})
 OUT = ParameterStyle("out", "V")
@@ -61,7 +61,7 @@ STYLES = (
         takes=(R, I),
         inside=R,
         computes=V(-1),
-        dtensor_output=True,
+        features=FeatureStyle(dtensor=True),
     ),
     Style(
         name="rowwise",
@@ -75,7 +75,6 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=I,
-        bias_after=True,
     ),
     Style(
         name="rowwise_seq",
@@ -87,7 +86,6 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=V(SEQ),
-        bias_after=True,
         source="arXiv 2205.05198",
     ),
     Style(
@@ -102,7 +100,6 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=I,
-        bias_after=True,
     ),
     Style(
         name="packed_colwise",
@@ -114,7 +111,6 @@ STYLES = (
         takes=(R, I),
         inside=R,
         computes=V(-1),
-        packed_option=True,
     ),
     Style(
         name="packed_rowwise",
@@ -127,15 +123,13 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=I,
-        bias_after=True,
-        packed_option=True,
     ),
     Style(
         name="mla_kv_a_proj",
         summary="The whole down-projection of multi-head latent attention; the gradient of its rotary tail, which "
         "every rank's heads read, is all-reduced.",
         kinds=MATMUL,
-        tail="qk_rope_head_dim",
+        features=FeatureStyle(tail="qk_rope_head_dim"),
         source="transformers `distributed/tensor_parallel.py`, MlaKvAProjParallel",
     ),
 )

@@ -22,7 +22,7 @@ def links(plan: ResolvedPlan) -> Mapping[str, Link]:
     doors = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].takes]
     if not doors:
         return {}
-    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].partial_until_door]
+    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].until_door]
     inner = [*doors, *sources]
     scope = next(
         a

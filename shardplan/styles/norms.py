@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import V
 
-from .record import ParameterStyle, Style
+from .record import FeatureStyle, ParameterStyle, Style
 
 STYLES = (
     Style(
@@ -14,7 +14,7 @@ STYLES = (
         takes=(V(-1),),
         inside=V(-1),
         computes=V(-1),
-        means=True,
+        features=FeatureStyle(means=True),
         source="arXiv 1910.07467",
     ),
 )

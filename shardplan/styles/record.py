@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.core.layout import SEQ, I, Layout, LayoutKind, R, V
@@ -52,6 +52,48 @@ WHOLE_PARTIAL = ParameterStyle(None, "R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a rule of a style may say that does not follow from the style's layouts.
+
+    Args:
+        output: the values of `output:`.
+        grad: whether `grad:` may be said.
+    """
+
+    output: tuple[Literal["gather", "all_reduce", "reduce_scatter"], ...] = ()
+    grad: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookup:
+    """A table whose vectors are looked up by id: what arrives are token ids, which are not moved. Where its rows are split,
+    ids outside of this rank's ceil-chunk give zero.
+
+    Args:
+        until_door: the vectors stay a partial sum until the plan's `split_seq_input` door; without one, or where a complete
+            value takes their place, they are reduced at once.
+    """
+
+    until_door: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeatureStyle:
+    """What a style does along the features of a value, its last dim, beside the moves of the whole value.
+
+    Args:
+        means: a mean that the forward takes over its features, of which each rank has some, is that over all of them.
+        dtensor: the output, split in its features, is handed to the caller as a DTensor of the full shape.
+        tail: the config number that says how many trailing output features are read by every rank's heads (MLA's
+            rotary key): these alone pass a move I -> R.
+    """
+
+    means: bool = False
+    dtensor: bool = False
+    tail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """One style.
 
@@ -65,24 +107,17 @@ class Style:
         kinds: the module kinds that it fits; None is any.
         on_parameters: whether a rule may name a single parameter: then only `weight` counts, there are no moves.
         weight: for every parameter but `bias`.
-        bias: for the parameter `bias`; None is as `weight`.
+        bias: for the parameter `bias`, which is then added once, after the reduction; None is as `weight`.
         takes: the layouts that may arrive; empty: as it comes, no move.
         inside: the layout in which the module's forward gets it; None: as it came.
         computes: the layout of what the forward returns; None: follows from what arrived (not moved).
         hands: the layout handed on; None: `computes`.
-        bias_after: the bias is added after the reduction, once.
         argument: which arguments `takes` speaks of: "first" (or the rule's `argument`), "floats" (every floating-point
-            tensor), "ids" (token ids, no move).
-        vocabulary: rows are looked up by id: ids outside this rank's ceil-chunk give zero.
-        means: a mean that the forward takes over its features, of which each rank has some, is that over all of them.
-        partial_until_door: the output stays a partial sum until the plan's `split_seq_input` door; without one, or where
-            a complete value takes its place, it is reduced at once.
-        dtensor_output: the output is handed to the caller as a DTensor of the full shape.
-        tail: the config number that says how many trailing output features are read by every rank's heads (MLA's
-            rotary key): these alone pass a move I -> R.
-        output_option: the `output:` values that the rule may say.
-        grad_option: whether `grad:` may be said.
-        packed_option: whether `packed:` may be said.
+            tensor).
+        options: what a rule may say besides what follows from the layouts.
+        lookup: of a table of vectors.
+        features: what is done along the features of a value.
+        owns_parameters: whether the module's parameters are its own; else other rules say how they are held.
         source: where the scheme comes from.
     """
 
@@ -97,17 +132,11 @@ class Style:
     inside: Layout | None = None
     computes: Layout | None = None
     hands: Layout | None = None
-    bias_after: bool = False
-    argument: Literal["first", "floats", "ids"] = "first"
-    vocabulary: bool = False
-    means: bool = False
-    partial_until_door: bool = False
-    dtensor_output: bool = False
-    tail: str | None = None
-    output_option: tuple[Literal["gather", "all_reduce", "reduce_scatter"], ...] = ()
-    grad_option: bool = False
-    packed_option: bool = False
-    owns_parameters: bool = field(default=True)
+    argument: Literal["first", "floats"] = "first"
+    options: Options = Options()
+    lookup: Lookup | None = None
+    features: FeatureStyle = FeatureStyle()
+    owns_parameters: bool = True
     source: str = ""
 
     def parameter(self, name: str) -> ParameterStyle:
@@ -119,6 +148,21 @@ class Style:
         return self.weight.shard is not None
 
     @property
+    def splits_rows(self) -> bool:
+        """Whether each rank has some rows of a table: what it looks up is a partial sum."""
+        return self.lookup is not None and self.weight.shard == "in"
+
+    @property
+    def until_door(self) -> bool:
+        """Whether what is looked up stays a partial sum until the door of the sequence-parallel region."""
+        return self.lookup is not None and self.lookup.until_door
+
+    @property
+    def packed_option(self) -> bool:
+        """Whether `packed:` may be said: the parts of a dimension are split."""
+        return self.weight.packed
+
+    @property
     def argument_option(self) -> bool:
         """Whether `argument:` may be said: the style moves one argument of a module that may have several."""
         return bool(self.takes) and self.argument == "first" and self.kinds is None
@@ -127,7 +171,7 @@ class Style:
     def seq_option(self) -> bool:
         """Whether `seq_dim:` may be said: something is, or by `output:` may be, split along the sequence."""
         layouts = (*self.takes, self.inside, self.computes, self.hands)
-        return bool(self.output_option) or any(layout is not None and layout.dim == SEQ for layout in layouts)
+        return bool(self.options.output) or any(layout is not None and layout.dim == SEQ for layout in layouts)
 
     @property
     def read_outside_option(self) -> bool:

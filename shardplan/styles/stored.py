@@ -36,7 +36,7 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
     if parameter.adapter is not None:
         return _lower_adapter(plan, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
     held = style.weight if own is not None else style.parameter(parameter.short)
-    withheld = own is None and style.bias_after and parameter.short == "bias"
+    withheld = own is None and style.bias is not None and parameter.short == "bias"
     return _program(plan, module, parameter, held, assignment.rule, withheld=withheld)
 
 

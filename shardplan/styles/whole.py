@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, V
 
-from .record import WHOLE, WHOLE_PARTIAL, ParameterStyle, Style
+from .record import WHOLE, WHOLE_PARTIAL, Options, ParameterStyle, Style
 
 STYLES = (
     Style(
@@ -13,8 +13,7 @@ STYLES = (
         takes=(V(SEQ),),
         inside=V(SEQ),
         computes=V(SEQ),
-        output_option=("gather",),
-        grad_option=True,
+        options=Options(output=("gather",), grad=True),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -29,7 +28,7 @@ STYLES = (
         "router in front of split experts): its gradient is a partial sum, reduced once per block.",
         on_parameters=True,
         weight=WHOLE_PARTIAL,
-        output_option=("all_reduce", "reduce_scatter"),
+        options=Options(output=("all_reduce", "reduce_scatter")),
     ),
     Style(
         name="replicated_divided",

@@ -28,7 +28,9 @@ def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Dra
         width = _width(board, flow, tree, pattern)
         if len(moved) < 2 or width is None or sum(moved.values()) <= width:
             continue
-        rules = {p: o for p, o in draft.tensor_parallel.items() if not STYLES[o["style"]].tail or p not in moved}
+        rules = {
+            p: o for p, o in draft.tensor_parallel.items() if not STYLES[o["style"]].features.tail or p not in moved
+        }
         draft = _summed(board, Draft(rules).with_rules({pattern: {"style": DOOR}})) or draft
     return draft
 
@@ -53,8 +55,8 @@ def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -
         if rule is None or around in (None, name) or (outer := board.tree.pattern(around)) in draft.tensor_parallel:
             continue
         style = STYLES[rule["style"]]
-        if style.tail is not None:
-            found.setdefault(outer, {})[pattern] = int(tree.numbers[style.tail])
+        if style.features.tail is not None:
+            found.setdefault(outer, {})[pattern] = int(tree.numbers[style.features.tail])
         elif R in style.takes and report.arrivals.get(name) == I and (width := _features(tree, pattern)) is not None:
             found.setdefault(outer, {})[pattern] = width
     return found

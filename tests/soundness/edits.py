@@ -154,9 +154,9 @@ def _allowed(style: str) -> set[str]:
     record = STYLES[style]
     allowed = {"style", "divide", "divides", "optional"}
     allowed |= {"packed"} if record.packed_option else set()
-    allowed |= {"grad"} if record.grad_option else set()
+    allowed |= {"grad"} if record.options.grad else set()
     allowed |= {"argument"} if record.argument_option else set()
-    allowed |= {"output"} if record.output_option else set()
+    allowed |= {"output"} if record.options.output else set()
     allowed |= {"read_outside"} if record.read_outside_option else set()
     return allowed
 
@@ -164,9 +164,9 @@ def _allowed(style: str) -> set[str]:
 def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
     record = STYLES[rule["style"]]
     result: dict[str, list[Any]] = {}
-    if record.output_option:
-        result["output"] = [v for v in (None, *record.output_option) if v != rule.get("output")]
-    if record.grad_option and (rule.get("output") == "gather" or record.is_door):
+    if record.options.output:
+        result["output"] = [v for v in (None, *record.options.output) if v != rule.get("output")]
+    if record.options.grad and (rule.get("output") == "gather" or record.is_door):
         result["grad"] = [v for v in ("partial", "complete") if v != rule.get("grad")]
     if record.packed_option:
         result["packed"] = [v for v in (2, 3) if v != rule.get("packed")]

@@ -74,7 +74,7 @@ def spent(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> tuple[i
             size += Size(sizes.value(number) * share, 0)
         if program is not None and program.tail and event.kind == "leave":
             count += 1
-            size += Size(tree.numbers[STYLES[program.style].tail], 0)
+            size += Size(tree.numbers[STYLES[program.style].features.tail], 0)
     return count, size
 
 
@@ -140,7 +140,7 @@ def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Front
 
 def means(resolved: ResolvedPlan, run: Trace) -> Iterator[int]:
     """The means over features that the plan splits: each is a sum forward, and so is its gradient."""
-    norms = {name for name, assignment in resolved.modules.items() if STYLES[assignment.rule.style].means}
+    norms = {name for name, assignment in resolved.modules.items() if STYLES[assignment.rule.style].features.means}
     for event in run.events:
         if event.kind == "op" and event.name == "mean" and event.module in norms:
             yield from event.outputs
@@ -153,7 +153,7 @@ def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
     gathered: set[str] = set()
     for name, assignment in resolved.assignments.items():
         style = STYLES[assignment.rule.style]
-        if (style.vocabulary and style.shards_parameters) or (style.weight.shard == "in" and style.takes == (I,)):
+        if style.splits_rows or (style.weight.shard == "in" and style.takes == (I,)):
             split[name] = "rows"
         elif style.weight.shard == "out" and style.hands is not None and element(block(name)):
             gathered.update((name, f"{name}.weight", f"{name}.bias"))
