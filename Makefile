@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo gates test test-all exhaustive soundness adversaries zoo bench bench-gpu generated clean
+.PHONY: demo gates quick test test-all exhaustive soundness adversaries zoo bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -23,6 +23,9 @@ gates: $(VENV)/.installed  ## what is seen without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+
+quick: $(VENV)/.installed  ## the tests that need no torch (tests/conftest.py lists their files), in less than a minute
+	$(PYTEST) --quick -m "not slow and not exhaustive and not torch"
 
 test: $(VENV)/.installed  ## what every change must pass
 	$(PYTEST) -m "not slow and not exhaustive"

@@ -21,6 +21,58 @@ SEVERAL_PROCESSES = (
     "test_processes_",
 )
 
+# The files of `make quick`: their tests need no torch, but for those that are marked `torch`.
+QUICK = {
+    "test_bind",
+    "test_bind_names",
+    "test_bind_speed",
+    "test_check_examples",
+    "test_check_fuzz",
+    "test_check_sections",
+    "test_check_sizes",
+    "test_check_structure",
+    "test_check_words",
+    "test_cli",
+    "test_cli_fuzz",
+    "test_cli_list",
+    "test_fuzz_parse",
+    "test_generated",
+    "test_lazy",
+    "test_models_auto",
+    "test_parse_codes",
+    "test_parse_expressions",
+    "test_parse_extends",
+    "test_parse_foreign",
+    "test_parse_globs",
+    "test_parse_lint",
+    "test_parse_plan",
+    "test_parse_readers",
+    "test_render_json",
+    "test_render_proof",
+    "test_render_text",
+    "test_report",
+    "test_rooms",
+    "test_schema",
+    "test_twin_counts",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="only the tests that need no torch, and none can import it")
+
+
+def pytest_configure(config):
+    if config.getoption("quick"):
+        assert {path.stem for path in Path(__file__).parent.glob("test_*.py")} >= QUICK, "a file of QUICK is gone"
+        assert "torch" not in sys.modules
+        sys.modules["torch"] = None  # an import of it fails, in the test that does it
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the files that are not quick, before they import what they need."""
+    if config.getoption("quick") and collection_path.name.startswith("test_"):
+        return collection_path.stem not in QUICK
+
 
 def pytest_collection_modifyitems(items):
     for item in items:

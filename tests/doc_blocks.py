@@ -64,7 +64,7 @@ class Block:
 def documents() -> list[str]:
     """The files whose blocks are checked, relative to the project's root. Generated ones have their own tests."""
     written = sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in {"cli.md", "diagnostics.md"})
-    return ["README.md", *(f"docs/{p.name}" for p in written)]
+    return ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in written)]
 
 
 def blocks(text: str) -> Iterator[Block]:

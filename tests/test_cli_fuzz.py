@@ -71,10 +71,10 @@ def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
-QUICK = settings(max_examples=60, deadline=20_000, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=60, deadline=20_000, suppress_health_check=list(HealthCheck))
 
 
-@QUICK
+@FEW
 @given(mutated_plans(), st.sampled_from(["plan.yaml", "plan.json"]))
 def test_any_plan_is_linted(folder, text, name):
     plan = write(folder / name, text)
@@ -84,14 +84,16 @@ def test_any_plan_is_linted(folder, text, name):
     assert "\x1b" not in shown and "\u202e" not in shown
 
 
-@QUICK
+@pytest.mark.torch
+@FEW
 @given(mutated_plans(), st.sampled_from([[], ["--tp", "2"], ["--tp", "3", "--seq-len", "7"]]))
 def test_any_plan_is_validated(folder, text, options):
     model = write(folder / "config.json", json.dumps(MODEL))
     run("validate", model, write(folder / "mine.yaml", text), *options)
 
 
-@QUICK
+@pytest.mark.torch
+@FEW
 @given(st.dictionaries(st.sampled_from([*MODEL, "head_dim", "attention_dropout", "rope_theta"]), ODD, max_size=3))
 def test_any_model_is_validated(folder, changes):
     model = write(folder / "changed.json", json.dumps({**MODEL, **changes}))

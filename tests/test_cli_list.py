@@ -25,6 +25,7 @@ def test_the_collection_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["opt"]["sequence_parallel"] is False
 
 
+@pytest.mark.torch
 def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "mixtral", "--set", "num_key_value_heads=4"]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -37,11 +38,13 @@ def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.torch
 def test_a_model_without_an_overlay(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "opt"]) == 0
     assert "none: the plan has no sequence_parallel section" in capsys.readouterr().out
 
 
+@pytest.mark.torch
 def test_a_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "mixtral", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -49,6 +52,7 @@ def test_a_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(found["whole"]) == ["model.layers.*.mlp.gate"]
 
 
+@pytest.mark.torch
 def test_the_share_is_of_the_parameters_inside_the_layers() -> None:
     """Of a Mixtral layer all but the router and two norms: 32 hidden features, 8 experts."""
     sizes = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -66,6 +70,7 @@ def test_settings_are_for_a_model(words: list[str], capsys: pytest.CaptureFixtur
     assert "are for a MODEL" in capsys.readouterr().err
 
 
+@pytest.mark.torch
 def test_a_model_that_no_plan_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "clip"]) == 1
     assert "error[SP511]" in capsys.readouterr().out

@@ -53,6 +53,7 @@ def test_no_pydantic(name):
     assert not imported_by(LIGHT[name]) & {"pydantic", "yaml"}
 
 
+@pytest.mark.torch
 def test_this_test_can_fail():
     assert "torch" in imported_by("import shardplan, torch")
     assert "pydantic" in imported_by("import pydantic")
