@@ -17,7 +17,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import torch  # noqa: E402
 
 from shardplan.layout import check  # noqa: E402
-from tests.case_tree import cases, run_command  # noqa: E402
+from tests.case_tree import cases, run_case  # noqa: E402
 
 SECTION = """## Refusing
 
@@ -48,16 +48,16 @@ def main() -> None:
     rows = []
     with_counting()
     for case in cases():
-        if case.code is None or (args.cases and case.plan.stem not in args.cases) or "validate" not in case.words:
+        if case.code is None or (args.cases and case.path.stem not in args.cases) or "validate" not in case.command:
             continue
         Counted.made.clear()
         start = time.process_time()
-        run_command(case.words)
+        run_case(case)
         seconds = time.process_time() - start
         if Counted.made or args.cases:
             tried = sum(whole.tries - one.tries for one in Counted.made)
             searching = sum(whole.seconds - one.seconds for one in Counted.made)
-            rows.append((seconds, searching, tried, case.plan.stem))
+            rows.append((seconds, searching, tried, case.path.stem))
     rows.sort(reverse=True)
     median = rows[len(rows) // 2][0] if rows else 0.0
     print(

@@ -1,13 +1,20 @@
-"""The case tree: plans, command lines and the exact text that they give.
+"""The case tree: in each file a command line, the files that it reads and the exact text that it prints.
 
-    tests/cases/err/<CODE>-<slug>.yaml|.json   a plan with findings (exit code 1)
-    tests/cases/ok/<slug>.yaml|.json           a plan without errors (exit code 0)
-    <same name>.args                           the command line, one line; without it `lint {plan}`
-    <same name>.out                            the exact output, written by `python tests/update_cases.py`
-    tests/cases/models/*.json                  configurations of models that cases name
+    tests/cases/err/<CODE>-<slug>.case   a command with findings (exit code 1)
+    tests/cases/ok/<slug>.case           a command without errors (exit code 0)
+    tests/cases/models/*.json            configurations of models that cases name
 
-In a command line {plan} is the case's plan and {models} the folder of configurations; both are relative to
-the project's root, where cases are run. A folder `parts` beside the cases holds what plans extend.
+A case has the form of Go's txtar archives, which holds text of any kind, also what is no YAML and no UTF-8:
+
+    # run: validate models/llama-3.1-8b.json plan.yaml --tp 2
+    -- plan.yaml --
+    version: "1"
+    tensor_parallel: {}
+    -- expected --
+    ...
+
+The command runs in a folder that holds the case's files and `models`. Lines are counted from a file's marker.
+`python tests/update_cases.py` writes what stands under `expected`, which comes last.
 """
 
 from __future__ import annotations
@@ -15,68 +22,98 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shlex
-from collections.abc import Iterator
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
-CASES = Path("tests/cases")
-ENDINGS = {".yaml", ".yml", ".json"}
+CASES = ROOT / "tests" / "cases"
 EXIT_CODES = {"ok": 0, "err": 1}
+COMMAND = "# run: "
+FILE = re.compile(rb"^-- (\S+) --\n", re.MULTILINE)
+EXPECTED = re.compile(rb"^-- expected --\n.*", re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Case:
-    """One plan of the tree; paths are relative to the root."""
+    """One file of the tree.
 
-    plan: Path
+    Args:
+        path: where it is.
+        command: the words behind `shardplan`.
+        files: the files that the command reads, by name.
+        expected: the text that it prints; None where none has been written yet.
+    """
+
+    path: Path
+    command: tuple[str, ...]
+    files: Mapping[str, bytes]
+    expected: str | None
 
     @property
     def name(self) -> str:
-        return f"{self.plan.parent.name}/{self.plan.name}"
-
-    @property
-    def out(self) -> Path:
-        return ROOT / self.plan.with_suffix(".out")
+        return f"{self.path.parent.name}/{self.path.stem}"
 
     @property
     def code(self) -> str | None:
         """The diagnostic code that an `err` case is named after."""
-        return self.plan.name.partition("-")[0] if self.plan.parent.name == "err" else None
+        return self.path.name.partition("-")[0] if self.path.parent.name == "err" else None
 
     @property
-    def expected_exit(self) -> int:
-        return EXIT_CODES[self.plan.parent.name]
+    def exit_code(self) -> int:
+        return EXIT_CODES[self.path.parent.name]
 
-    @property
-    def words(self) -> list[str]:
-        """The command line."""
-        args = ROOT / self.plan.with_suffix(".args")
-        line = args.read_text("utf-8") if args.exists() else "lint {plan}"
-        line = line.replace("{plan}", shlex.quote(self.plan.as_posix()))
-        return shlex.split(line.replace("{models}", (CASES / "models").as_posix()))
+
+def read(path: Path) -> Case:
+    """Raises ValueError where the file does not begin with its command line."""
+    head, *rest = FILE.split(path.read_bytes())
+    first = head.decode().partition("\n")[0]
+    if not first.startswith(COMMAND):
+        raise ValueError(f"{path} does not begin with `{COMMAND}`")
+    files = {name.decode(): content for name, content in zip(rest[::2], rest[1::2], strict=True)}
+    expected = files.pop("expected", None)
+    words = tuple(shlex.split(first.removeprefix(COMMAND)))
+    return Case(path, words, files, None if expected is None else expected.decode())
+
+
+def write_expected(case: Case, text: str) -> None:
+    """What stands above stays as it is."""
+    above = EXPECTED.sub(b"", case.path.read_bytes())
+    end = b"" if above.endswith(b"\n") else b"\n"
+    case.path.write_bytes(above + end + b"-- expected --\n" + text.encode())
 
 
 def cases() -> Iterator[Case]:
     """Every case, by folder and name."""
     for folder in sorted(EXIT_CODES):
-        for path in sorted((ROOT / CASES / folder).iterdir()):
-            if path.suffix in ENDINGS:
-                yield Case(path.relative_to(ROOT))
+        yield from map(read, sorted((CASES / folder).glob("*.case")))
 
 
-def run_command(words: list[str]) -> tuple[int, str]:
-    """The exit code and the output of a command line that is run at the project's root, without colour."""
+def unpack(case: Case, folder: Path) -> None:
+    """Put what the command reads into a folder."""
+    (folder / "models").symlink_to(CASES / "models")
+    for name, content in case.files.items():
+        (folder / name).write_bytes(content)
+
+
+def run_case(case: Case) -> tuple[int, str]:
+    """The exit code and the output of a case's command, without colour."""
     from shardplan.cli.main import main
 
     environment = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "FORCE_COLOR"}}
     output = io.StringIO()
     with (
-        contextlib.chdir(ROOT),
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
         contextlib.redirect_stdout(output),
         patch.dict(os.environ, environment, clear=True),
+        patch.object(sys, "path", [*sys.path]),  # to which the command adds its folder
     ):
-        code = main(words)
+        unpack(case, Path(folder))
+        code = main(list(case.command))
     return code, output.getvalue()

@@ -1,15 +1,16 @@
-"""Each case of the tree gives exactly its text, and each code has a case."""
+"""Each case of the tree prints exactly its text, and each code has a case."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from shardplan.layout import model
 from shardplan.layout.check import Search
 from shardplan.render.catalog import catalog
-from tests.case_tree import ROOT, Case, cases, run_command
+from tests.case_tree import CASES, EXIT_CODES, ROOT, Case, cases, read, run_case, write_expected
 
-CASES = list(cases())
+ALL = list(cases())
 
 # Codes that no command line can give, and the test that shows them.
 ELSEWHERE: dict[str, str] = {
@@ -32,42 +33,46 @@ ELSEWHERE: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 def test_case(case: Case, monkeypatch: pytest.MonkeyPatch):
     searches: list[Search] = []
     monkeypatch.setattr(model, "Search", lambda: searches.append(Search(seconds=math.inf)) or searches[-1])
-    code, output = run_command(case.words)
+    code, output = run_case(case)
     assert not any(search.over for search in searches), "a search that ends early finds what the machine had time for"
     again = f"look at it, then run `python tests/update_cases.py {case.name}`"
-    assert case.out.exists(), f"{case.name} has no expected text: {again}"
-    assert output == case.out.read_text("utf-8"), f"the output of {case.name} has changed: {again}"
-    assert code == case.expected_exit
+    assert case.expected is not None, f"{case.name} has no expected text: {again}"
+    assert output == case.expected, f"the output of {case.name} has changed: {again}"
+    assert code == case.exit_code
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.code], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in ALL if case.code], ids=lambda case: case.name)
 def test_a_case_shows_the_code_that_it_is_named_after(case: Case):
-    assert f"[{case.code}]" in case.out.read_text("utf-8")
+    assert f"[{case.code}]" in (case.expected or "")
 
 
 def test_every_code_has_a_case():
-    shown = "".join(case.out.read_text("utf-8") for case in CASES if case.out.exists())
+    shown = "".join(case.expected or "" for case in ALL)
     missing = [code for code in catalog() if f"[{code}]" not in shown and code not in ELSEWHERE]
-    assert not missing, f"add tests/cases/err/<CODE>-<slug>.yaml for {', '.join(missing)}"
+    assert not missing, f"add tests/cases/err/<CODE>-<slug>.case for {', '.join(missing)}"
 
 
-def test_no_text_is_left_without_its_plan():
-    known = {case.out.with_suffix(suffix) for case in CASES for suffix in (".out", ".args")}
-    folders = {case.out.parent for case in CASES}
-    stray = [path.name for folder in folders for path in folder.glob("*.*") if path.suffix in {".out", ".args"}]
-    assert [name for name in stray if name not in {path.name for path in known}] == []
+def test_the_tree_holds_nothing_else():
+    files = {path for folder in EXIT_CODES for path in (CASES / folder).iterdir()}
+    assert files == {case.path for case in ALL}
+
+
+def test_the_expected_text_is_written_under_what_stays(tmp_path: Path):
+    above = b"# run: lint plan.yaml\n-- plan.yaml --\nname: caf\xe9\r\n\n\n"
+    path = tmp_path / "odd.case"
+    path.write_bytes(above)
+    for text in ("first\n", "second\n\n"):
+        write_expected(read(path), text)
+        assert path.read_bytes() == above + b"-- expected --\n" + text.encode()
+    case = read(path)
+    assert (case.expected, case.files) == ("second\n\n", {"plan.yaml": b"name: caf\xe9\r\n\n\n"})
 
 
 @pytest.mark.parametrize("code", ELSEWHERE)
 def test_a_code_that_is_shown_elsewhere_is(code: str):
     path, _, name = ELSEWHERE[code].partition("::")
     assert f"def {name}(" in (ROOT / path).read_text("utf-8")
-
-
-def test_no_two_cases_share_their_text():
-    texts = [case.out for case in CASES]
-    assert sorted(texts) == sorted(set(texts))

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 import shardplan
 from shardplan.cli.main import main
 from shardplan.render.schema import report_schema
+from tests.case_tree import read, unpack
 
 ROOT = Path(__file__).parent.parent
 MODELS = ROOT / "tests" / "cases" / "models"
@@ -124,9 +125,11 @@ def test_strict_makes_warnings_errors(capsys):
     assert "error[SP205]" in capsys.readouterr().out
 
 
-def test_what_follows_from_a_finding_is_counted_and_shown_if_wanted(capsys):
-    model = "tests/cases/models/llama-3.1-8b.json"
-    words = ["validate", model, "tests/cases/err/SP403-unreduced.yaml", "--tp", "2", "--no-sequence-parallel"]
+def test_what_follows_from_a_finding_is_counted_and_shown_if_wanted(capsys, tmp_path, monkeypatch):
+    case = read(MODELS.parent / "err" / "SP403-unreduced.case")
+    unpack(case, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = list(case.command)
     assert main(words) == 1
     short = capsys.readouterr().out
     assert short.count("error[") == 1 and "that follow from them (--verbose)" in short

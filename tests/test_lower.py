@@ -17,13 +17,14 @@ def program(name: str, *, sp: bool = False, plan=None, classes=None, **options):
     return program_of(twin(name, 2, classes=classes).build(), plan or name, 2, sequence_parallel=sp, **options)
 
 
-def test_every_module_that_owns_a_parameter_has_an_entry():
+def test_every_module_that_owns_a_parameter_has_an_entry_in_the_trees_order():
     """Also those that no rule names: their parameters become DTensors too."""
     for name in ("llama", "gemma3", "mixtral"):
         model = twin(name, 2).build()
         owners = {n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
         compiled = program_of(model, name, 2)
         assert owners <= set(compiled.modules) and owners <= set(compiled.parallelize_plan)
+        assert list(compiled.modules) == [n for n, _ in model.named_modules() if n in compiled.modules]
 
 
 def test_what_arrives_at_the_head():

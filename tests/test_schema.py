@@ -6,17 +6,16 @@ import json
 from pathlib import Path
 
 import jsonschema
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.parse import CODES, json_schema, parse_plan, parse_text
-from shardplan.parse.files import CannotRead, read_text
+from shardplan.parse.files import CannotRead, decode
 from shardplan.parse.json_reader import read_json
 from shardplan.parse.nodes import to_data
 from shardplan.parse.yaml_reader import read_yaml
 from shardplan.styles import ALIASES, STYLES
-from tests.case_tree import CASES, ENDINGS, ROOT
+from tests.case_tree import CASES, ROOT, cases, read, unpack
 
 VALIDATOR = jsonschema.Draft202012Validator(json_schema())
 
@@ -38,21 +37,15 @@ NOT_FORM = {
     "SP118": "allowed, and only warned of",
 }
 SEEN_IN_PART = {"SP108", "SP110", "SP111", "SP112"}  # "" for a parent or a pattern, a separator, a long pattern
-FILES = sorted(
-    path.relative_to(ROOT)
-    for folder in (ROOT / CASES, ROOT / "plans")
-    for path in folder.rglob("*")
-    if path.suffix in ENDINGS and path.parent.name != "models"
-)
 
 
-def content(path: Path) -> object:
+def content(name: str, data: bytes) -> object:
     """The document as an editor hands it to the schema; None where its text cannot be read."""
     try:
-        text = read_text(path)
+        text = decode(data)
     except CannotRead:
         return None
-    document = (read_json if path.suffix == ".json" else read_yaml)(text, str(path))
+    document = (read_json if name.endswith(".json") else read_yaml)(text, name)
     return None if document.root is None else to_data(document.root)
 
 
@@ -72,7 +65,7 @@ def disagreement(data: object, found: set[str]) -> str | None:
 def verdicts_apart(path: Path) -> str | None:
     """The disagreement about a file; of one whose text cannot be read, whether the library says so."""
     found = {d.code for d in parse_plan(path).diagnostics if d.primary.location.file == str(path)}
-    data = content(path)
+    data = content(path.name, path.read_bytes())
     if data is not None:
         return disagreement(data, found)
     return (
@@ -80,15 +73,21 @@ def verdicts_apart(path: Path) -> str | None:
     )
 
 
-def test_schema_and_library_give_the_same_verdict_on_every_case_and_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    apart = {str(path): why for path in FILES if (why := verdicts_apart(path))}
+def test_schema_and_library_give_the_same_verdict_on_every_case_and_plan(tmp_path: Path) -> None:
+    files = sorted((ROOT / "plans").iterdir())
+    for case in cases():
+        folder = tmp_path / case.name
+        folder.mkdir(parents=True)
+        unpack(case, folder)
+        files += [folder / name for name in case.files]
+    apart = {str(path): why for path in files if (why := verdicts_apart(path))}
     assert not apart, "\n".join(f"{path}: {why}" for path, why in apart.items())
-    verdicts = [VALIDATOR.is_valid(data) for path in FILES if (data := content(path)) is not None]
+    read_ones = [data for path in files if (data := content(path.name, path.read_bytes())) is not None]
+    verdicts = [VALIDATOR.is_valid(data) for data in read_ones]
     assert verdicts.count(True) > 10 and verdicts.count(False) > 10, "there are cases of both kinds"
 
 
-WHOLE = content(ROOT / CASES / "ok" / "SP1-whole.yaml")
+WHOLE = content("plan.yaml", read(CASES / "ok" / "SP1-whole.case").files["plan.yaml"])
 ODD = (
     None,
     True,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from tests.case_tree import cases, run_command
+from tests.case_tree import cases, run_case, write_expected
 
 
 def update(names: list[str]) -> int:
@@ -20,14 +20,13 @@ def update(names: list[str]) -> int:
     for case in cases():
         if names and not any(name in case.name for name in names):
             continue
-        code, output = run_command(case.words)
-        before = case.out.read_text("utf-8") if case.out.exists() else None
-        if output != before:
-            case.out.write_text(output, "utf-8")
-            print(f"{'wrote' if before is None else 'changed'} {case.out}")
-        if code != case.expected_exit:
+        code, output = run_case(case)
+        if output != case.expected:
+            write_expected(case, output)
+            print(f"{'wrote' if case.expected is None else 'changed'} {case.path}")
+        if code != case.exit_code:
             wrong += 1
-            print(f"{case.name}: exit code {code}, expected {case.expected_exit}")
+            print(f"{case.name}: exit code {code}, expected {case.exit_code}")
     return wrong
 
 

@@ -47,7 +47,7 @@ class Program:
         return any(module.logits is not None for module in self.modules.values())
 
     def describe(self) -> str:
-        """The program as stable text, one line per module: for golden tests, and to compare ranks."""
+        """The program as stable text, a line for each fact: ranks compare it, and a proof is known again by it."""
         return describe(self.resolved, self.variants)
 
     @property
