@@ -8,6 +8,7 @@ from typing import Literal
 from .layout import I, Layout, R
 
 Gradient = Literal["shard", "complete", "partial", "divided"]
+StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place of a bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class ParameterProgram:
     dim: int | None
     gradient: Gradient
     parts: tuple[int, ...] = ()
-    withheld: Literal["none", "zeros"] | None = None
+    withheld: StandIn | None = None
 
 
 @dataclass(frozen=True, slots=True)
