@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardplan.core.program import Gradient, ParameterProgram
+from shardplan.core.program import Gradient, ParameterProgram, StandIn
 
 from .packing import pack
-from .reading import call_with, read
+from .reading import call_with, read, slots_of
 from .regime import Regime
 
 
@@ -35,9 +35,11 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
     old = owner._parameters[leaf]
     assert old is not None and not isinstance(old, DTensor), parameter.name
     data = old.detach()
-    if parameter.parts:
-        data = pack(data, parameter.dim, parameter.parts, mesh.size())
-    placement = Replicate() if parameter.dim is None else Shard(parameter.dim)
+    placement: Replicate | Shard = Replicate()
+    if parameter.dim is not None:
+        placement = Shard(parameter.dim)
+        if parameter.parts:
+            data = pack(data, parameter.dim, parameter.parts, mesh.size())
     new = nn.Parameter(
         distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
     )
@@ -57,7 +59,7 @@ class LocalParameters:
         self,
         gradients: Mapping[bool, Mapping[str, Gradient]],
         regime: Regime,
-        withheld: Mapping[str, Literal["none", "zeros"]],
+        withheld: Mapping[str, StandIn],
     ):
         self.gradients = gradients
         self.regime = regime
@@ -68,7 +70,7 @@ class LocalParameters:
         try:
             for name, gradient in self.gradients[self.regime.sequence_parallel].items():
                 owner, leaf = owner_of(module, name)
-                parameters = owner._parameters
+                parameters = slots_of(owner)
                 parameter = parameters[leaf]
                 if name in self.withheld:
                     stored.append((parameters, leaf, parameter))
@@ -82,7 +84,7 @@ class LocalParameters:
                 parameters[leaf] = parameter
 
     @staticmethod
-    def _stand_in(parameter: Tensor | None, what: Literal["none", "zeros"]) -> Tensor | None:
+    def _stand_in(parameter: Tensor | None, what: StandIn) -> Tensor | None:
         if parameter is None or what == "none":
             return None
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -101,5 +103,5 @@ class ParametersBelow:
         for owner, name, gradient in self.members[self.regime.sequence_parallel]:
             parameter = owner._parameters[name]
             members.append((owner, name, parameter))
-            locals_.append(read(parameter, gradient, self.regime))
+            locals_.append(None if parameter is None else read(parameter, gradient, self.regime))
         return call_with(forward, members, locals_, args, kwargs)
