@@ -27,7 +27,9 @@ class MixedPrecisionFields(Section):
     """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
 
     param: Given[Dtype] = Field(default=None, description="The dtype in which layers compute.", examples=["bfloat16"])
-    reduce: Given[Dtype] = Field(default=None, description="The dtype in which gradients are added up.", examples=["float32"])
+    reduce: Given[Dtype] = Field(
+        default=None, description="The dtype in which gradients are added up.", examples=["float32"]
+    )
     output: Given[Dtype] = Field(default=None, description="The dtype of the model's output.", examples=["float32"])
     cast_forward_inputs: bool = Field(
         default=default_of(MixedPrecision, "cast_forward_inputs"),
@@ -39,8 +41,12 @@ class MixedPrecisionFields(Section):
 class PrefetchFields(Section):
     """How many units to gather ahead of the one that computes."""
 
-    forward: Given[int] = Field(default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1])
-    backward: Given[int] = Field(default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2])
+    forward: Given[int] = Field(
+        default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1]
+    )
+    backward: Given[int] = Field(
+        default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2]
+    )
 
 
 Strategy = Annotated[
