@@ -57,7 +57,8 @@ def declared_sums(
                 dead(names, parse_glob(rule.pattern), rule.location, inherited=file is not plan, modules_only=True)
             )
         holds.update(dict.fromkeys(reached.modules, rule))
-    found, used = [], set()
+    found: list[SummedOutputs] = []
+    used: set[str] = set()
     matched: dict[SumRule, list[tuple[str, tuple[tuple[str, ...], ...]]]] = {}
     for name in (name for name in tree.modules if name in holds and holds[name].outputs):
         matched.setdefault(holds[name], []).append((name, _members(tree, name, holds[name])))

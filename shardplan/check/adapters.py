@@ -51,14 +51,14 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             if what:
                 groups.setdefault((id(rule), what, help), (rule, []))[1].append(module.name)
     for (_, what, help), (rule, names) in groups.items():
-        names = tuple(dict.fromkeys(names))
+        adapted = tuple(dict.fromkeys(names))
         yield Diagnostic(
             code=ADAPTER.code,
             severity=Severity.ERROR,
-            message=f"{what} of {named(map(facts.resolved.tree.address, names))}",
+            message=f"{what} of {named(map(facts.resolved.tree.address, adapted))}",
             primary=Label(rule.location, f"`{rule.style}` splits the layer") if rule is not None else None,
             help=help,
-            modules=names,
+            modules=adapted,
         )
 
 

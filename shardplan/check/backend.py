@@ -200,7 +200,8 @@ def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator
 
 
 def _classes(facts: Facts) -> Iterator[Diagnostic]:
-    resolved = facts.resolved
+    resolved, section = facts.resolved, facts.resolved.data_parallel
+    assert section is not None
     units = frozenset(resolved.dp_units)
     classes = {resolved.tree.modules[name].class_name for name in units}
     others = tuple(n for n, m in resolved.tree.modules.items() if m.class_name in classes and n not in units)
@@ -208,8 +209,8 @@ def _classes(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=CLASSES.code,
             severity=Severity.ERROR,
-            message=f"{resolved.data_parallel.backend} finds units by their class, and {named(others)} is of the class of a unit",
-            primary=field_label(resolved.data_parallel, "units"),
+            message=f"{section.backend} finds units by their class, and {named(others)} is of the class of a unit",
+            primary=field_label(section, "units"),
             help="name all modules of a class in `units`, or none",
             modules=others,
         )

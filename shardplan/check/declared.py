@@ -126,8 +126,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for code, reason, rule, name in _problems(facts):
         problems.setdefault((id(rule), code.code, reason), (rule, []))[1].append(name)
     by_code = {code.code: code for code in CODES}
-    for (_, code, reason), (rule, names) in problems.items():
-        yield _problem(by_code[code], reason, rule, tuple(dict.fromkeys(names)))
+    for (_, number, reason), (rule, names) in problems.items():
+        yield _problem(by_code[number], reason, rule, tuple(dict.fromkeys(names)))
     if facts.tp is not None:
         yield from _indivisible(facts, facts.tp)
 
@@ -142,7 +142,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     for assignment in resolved.assignments.values():
         rule, style = assignment.rule, facts.style(assignment)
         for expression in rule.divides:
-            value = declared(expression, resolved.tree.numbers)
+            value: int | str | None = declared(expression, resolved.tree.numbers)
             if isinstance(value, str):
                 yield DIVIDES, value, rule, assignment.name
         for path in rule.divide:

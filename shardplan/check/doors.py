@@ -73,10 +73,10 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
     nearest = _nearest(facts, doors)
     regions: dict[str, list[tuple[str, tuple[Layout, ...]]]] = defaultdict(list)
     for name, assignment in modules.items():
-        outer = nearest.get(name)
-        while outer is not None:
-            regions[outer].append((name, hands(assignment)))
-            outer = nearest.get(outer)
+        around = nearest.get(name)
+        while around is not None:
+            regions[around].append((name, hands(assignment)))
+            around = nearest.get(around)
     pairs: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, door in doors.items():
         outer = doors.get(nearest.get(name, ""))

@@ -107,7 +107,7 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     read what a sibling splits.
     """
     modules = facts.resolved.tree.modules
-    weights = {name: facts.held.get(_weight(modules[name])) for name in siblings}
+    weights = {name: facts.held.get(weight) for name in siblings if (weight := _weight(modules[name]))}
     split = [_widths(modules[name]) for name, held in weights.items() if held is not None and held.how.shard == "out"]
     own = _widths(module)
     if own is None:
@@ -125,10 +125,10 @@ def _weight(module: ModuleInfo) -> str | None:
 def _widths(module: ModuleInfo) -> tuple[int, int] | None:
     """The output and input features of a matrix; None where its weight is stored in another form."""
     weight = module.parameter("weight")
-    dims = [feature_dim(module.kind, "weight", side, 2) for side in ("out", "in")]
-    if weight is None or len(weight.shape) != 2 or None in dims:
+    out, into = feature_dim(module.kind, "weight", "out", 2), feature_dim(module.kind, "weight", "in", 2)
+    if weight is None or len(weight.shape) != 2 or out is None or into is None:
         return None
-    return weight.shape[dims[0]], weight.shape[dims[1]]
+    return weight.shape[out], weight.shape[into]
 
 
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:

@@ -95,8 +95,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for name, assignment in facts.misfits.items():
         code, what = _reason(facts, assignment)
         groups.setdefault((id(assignment.rule), code.code, what), (assignment.rule, []))[1].append(name)
-    for (_, code, what), (rule, names) in groups.items():
-        yield FINDINGS[code](facts, rule, what, tuple(names))
+    for (_, number, what), (rule, names) in groups.items():
+        yield FINDINGS[number](facts, rule, what, tuple(names))
 
 
 def _reason(facts: Facts, assignment: Assignment) -> tuple[Code, str]:

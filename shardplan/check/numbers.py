@@ -33,10 +33,12 @@ def packed_parts(resolved: ResolvedPlan, held: Held) -> tuple[int, ...] | str:
         if packed < 1 or held.size % packed:
             return f"{held.size} features do not make {packed} equal parts"
         return (held.size // packed,) * packed
-    parts = [declared(expression, resolved.tree.numbers) for expression in packed]
-    for part in parts:
+    parts: list[int] = []
+    for expression in packed:
+        part = declared(expression, resolved.tree.numbers)
         if isinstance(part, str):
             return part
+        parts.append(part)
     if sum(parts) != held.size:
         return f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {held.size} features"
     return tuple(parts)

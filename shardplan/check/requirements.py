@@ -58,7 +58,9 @@ def requirements(facts: HeldParameters) -> Iterator[Requirement]:
     heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
     most_heads: dict[str, int] = defaultdict(int)
     for held, _, heads in heads_of:
-        for name in held.names if heads is not None else ():
+        if heads is None:
+            continue
+        for name in held.names:
             around = parent(facts.resolved.tree.owner(name))
             most_heads[around] = max(most_heads[around], heads)
     for held, piece, heads in heads_of:
@@ -79,7 +81,7 @@ def _declared(facts: HeldParameters) -> Iterator[Requirement]:
     for assignment in resolved.assignments.values():
         rule = assignment.rule
         for expression in rule.divides:
-            count = declared(expression, resolved.tree.numbers)
+            count: int | str | None = declared(expression, resolved.tree.numbers)
             if isinstance(count, int):
                 groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
         for path in rule.divide:
@@ -110,7 +112,7 @@ def head_count(facts: HeldParameters, held: Held, size: int) -> int | None:
     if not stays_split(held):
         return None
     numbers, own = facts.resolved.tree.numbers, held.around.numbers
-    head_sizes = {name: own[name] for name in HEAD_SIZES if is_count(own.get(name))}
+    head_sizes = {name: width for name in HEAD_SIZES if is_count(width := own.get(name))}
     counts = [size // width for width in head_sizes.values() if size % width == 0]
     said = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
     agreed = [count for count in counts if count in said]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeGuard
 
 from shardplan.core.tree import ModuleInfo
 
@@ -46,7 +47,7 @@ def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, 
     return _only(widths) or (own[0] if own else None)
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Whether an attribute or a number of the configuration counts something."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+Part = Literal["key", "value"]  # of an element of a document
+
 
 class Severity(StrEnum):
     """How much a finding weighs: an error refuses the plan, a warning does not (unless `--strict`)."""
@@ -40,7 +42,7 @@ class Location:
 
     file: str
     path: tuple[str | int, ...] = ()
-    part: Literal["key", "value"] = "key"
+    part: Part = "key"
     span: Span | None = None
 
 

@@ -40,6 +40,11 @@ class Layout:
         """The same layout with SEQ replaced by a number."""
         return replace(self, dim=seq_dim) if self.dim == SEQ else self
 
+    def split_dim(self, ndim: int) -> int:
+        """The dim (from 0) that a V splits of a value with `ndim` dims; SEQ must have been replaced."""
+        assert isinstance(self.dim, int), self
+        return self.dim % ndim
+
     @property
     def gradient(self) -> Layout:
         """The layout of the gradient, read as a value: I <-> I, R <-> P, V <-> V."""

@@ -16,6 +16,7 @@ from .tree import ModuleTree
 
 Section = Literal["tensor_parallel", "sequence_parallel"]
 SECTIONS: tuple[Section, ...] = get_args(Section)
+Output = Literal["gather", "all_reduce", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class Rule:
     override: bool = False
     argument: str | None = None
     grad: Literal["partial", "complete"] | None = None
-    output: Literal["gather", "all_reduce", "reduce_scatter"] | None = None
+    output: Output | None = None
     packed: tuple[str, ...] | int | None = None
     divide: tuple[str, ...] = ()
     divides: tuple[str, ...] = ()

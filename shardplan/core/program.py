@@ -9,6 +9,8 @@ from .layout import I, Layout, R
 from .mesh import Axis
 from .moves import move_ops
 
+StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place of a bias
+
 
 @dataclass(frozen=True, slots=True)
 class ParameterProgram:
@@ -29,7 +31,7 @@ class ParameterProgram:
     stored: Layout
     computed: Layout
     parts: tuple[int, ...] = ()
-    withheld: Literal["none", "zeros"] | None = None
+    withheld: StandIn | None = None
 
     def __post_init__(self) -> None:
         assert self.stored.kind in "IV" and move_ops(self.stored, self.computed) is not None, self

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .diagnostics import Location, Span
+from .diagnostics import Location, Part, Span
 
-SpanKey = tuple[tuple[str | int, ...], str]  # (path into the document, "key" or "value")
+SpanKey = tuple[tuple[str | int, ...], Part]  # (path into the document, which part of the element)
 
 
 @dataclass(frozen=True, slots=True)

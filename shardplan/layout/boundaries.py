@@ -107,7 +107,7 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         computes=computes.at(at) if computes else None,
         hands=hands.at(at) if hands else None,
         open_gradient=open_gradient,
-        vocabulary=module.parameter("weight").shape[0] if style.splits_rows else None,
+        vocabulary=_rows(module) if style.splits_rows else None,
         tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         outside=rule.read_outside,
         divide=rule.divide,
@@ -115,6 +115,13 @@ def _boundary(plan: ResolvedPlan, module: ModuleInfo, scope: str | None) -> Boun
         scope=scope if style.until_door else None,
         declared=style.features.dtensor,
     )
+
+
+def _rows(module: ModuleInfo) -> int:
+    """The number of rows of a look-up table."""
+    weight = module.parameter("weight")
+    assert weight is not None, module.name
+    return weight.shape[0]
 
 
 def _does_nothing(style: Style, rule: Rule, module: ModuleInfo) -> bool:
@@ -132,16 +139,17 @@ def is_mean(plan: Mapping[str, Boundary], module: str, operation: str) -> bool:
 
 def missing(style: Style) -> str | None:
     """What a record lacks for its layouts to be proven, or None."""
-    if style.takes and style.inside is None:
-        return "takes a layout, but does not say what the module's forward gets"
     for src in style.takes:
+        if style.inside is None:
+            return "takes a layout, but does not say what the module's forward gets"
         if move_ops(src, style.inside) is None:
             return f"takes {src} and gives {style.inside}, which is no move"
     hands = P if style.until_door and style.computes == P else style.hands
-    if hands is not None and style.computes is None:
-        return f"hands on {hands}, but does not say what the module computes"
-    if hands is not None and move_ops(style.computes, hands) is None:
-        return f"computes {style.computes} and hands on {hands}, which is no move"
+    if hands is not None:
+        if style.computes is None:
+            return f"hands on {hands}, but does not say what the module computes"
+        if move_ops(style.computes, hands) is None:
+            return f"computes {style.computes} and hands on {hands}, which is no move"
     if style.shards_parameters and style.computes is None:
         return "splits parameters, but does not say what the module then computes"
     if style.features.means and not (style.inside == style.computes == V(-1)):

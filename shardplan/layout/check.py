@@ -96,8 +96,9 @@ class LayoutReport:
     def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
         """The plan with what the lowering takes from here, without the optional sums that were not seen to hold."""
         sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
-        seen = {"arrivals": self.arrivals, "elsewhere": self.elsewhere, "shared_reads": self.shared_reads}
-        return replace(resolved, **seen, sums=sums)
+        return replace(
+            resolved, arrivals=self.arrivals, elsewhere=self.elsewhere, shared_reads=self.shared_reads, sums=sums
+        )
 
 
 def check_layout(
@@ -196,8 +197,8 @@ def _explain(
             found = replace(found, help=advice(plan, group[0]))
         revised = _revised(changes, repair)
         if revised is not None:
-            changes[revised] = replace(repair, old=changes[revised].old)
-            primary[revised] = replace(primary[revised], help=changes[revised].help)
+            at, again = revised
+            changes[at], primary[at] = again, replace(primary[at], help=again.help)
             secondary.append(found)
         elif key in reported or (group[0].follows and primary):
             secondary.append(found)
@@ -215,11 +216,12 @@ def _explain(
     return *merged(primary, changes), secondary
 
 
-def _revised(changes: Sequence[Repair | None], repair: Repair | None) -> int | None:
-    """Which earlier change a later one of the same rule replaces."""
+def _revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair] | None:
+    """Which earlier change a later one of the same rule replaces, and both as one."""
     if repair is None:
         return None
-    return next((i for i, one in enumerate(changes) if one is not None and one.names == repair.names), None)
+    same = ((i, one) for i, one in enumerate(changes) if one is not None and one.names == repair.names)
+    return next(((i, replace(repair, old=one.old)) for i, one in same), None)
 
 
 def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple[list[Diagnostic], list[Repair | None]]:
@@ -229,7 +231,7 @@ def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple
     for one, repair in zip(diagnostics, repairs, strict=True):
         for i, (other, before) in enumerate(zip(kept, changes, strict=True)):
             both = together(before, repair) if before and repair else None
-            if both is not None and one.code == other.code and one.primary == other.primary:
+            if before is not None and both is not None and one.code == other.code and one.primary == other.primary:
                 kept[i] = replace(
                     other,
                     message=other.message.replace(before.pattern, both.pattern),

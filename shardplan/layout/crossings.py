@@ -84,6 +84,7 @@ class Crossings:
                 )
         self.known.maker.setdefault(inside, boundary.name)
         if inside != number or inside not in self.known.types:
+            assert boundary.inside is not None, boundary  # as it takes a layout
             self.known.types[inside] = declared(boundary.inside, self.known.run.values[inside].ndim)
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
@@ -109,7 +110,7 @@ class Crossings:
             return False
         if found.kind != "V":
             return True
-        if found.spread.dim != layout.dim % ndim:
+        if found.spread.dim != layout.split_dim(ndim):
             return False
         expected = self._read_order(boundary) if boundary is not None and layout.dim == -1 else None
         return same_order(found.spread.order, expected, len(self.spreads.runs))
@@ -137,12 +138,12 @@ class Crossings:
         self.running.pop()
 
     def _hand_on(self, event: Event, boundary: Boundary) -> None:
-        number, handed = event.inputs[0], event.outputs[0]
+        number, handed, hands = event.inputs[0], event.outputs[0], boundary.hands
+        assert hands is not None and boundary.computes is not None, boundary
         computed, ndim = self.known.type_of(number), self.known.run.values[number].ndim
         if not self._fits(computed, boundary.computes, ndim, None):
             wanted = str(boundary.computes)
             self.known.find("result", event, boundary.name, (number,), arrived=computed.describe(ndim), wanted=wanted)
-        hands = boundary.hands
         if boundary.open_gradient:
             hands = self.arrivals[boundary.name] = self.gathers.get(boundary.name, R)
         if boundary.scope is not None and boundary.scope not in self.running:

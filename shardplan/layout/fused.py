@@ -89,4 +89,6 @@ def _splits(plan: ResolvedPlan, name: str) -> bool:
 def _out_features(module: ModuleInfo) -> int:
     weight = module.parameter("weight")
     assert weight is not None
-    return weight.shape[feature_dim(module.kind, weight.name, "out", len(weight.shape))]
+    dim = feature_dim(module.kind, weight.name, "out", len(weight.shape))
+    assert dim is not None
+    return weight.shape[dim]

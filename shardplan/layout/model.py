@@ -212,8 +212,9 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
             )
             continue
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
-        known = number is not None and number < len(layers)
-        moved = name.replace(f".{number}.", f".{layers[number]}.", 1) if known else name
+        moved = name
+        if number is not None and number < len(layers):
+            moved = name.replace(f".{number}.", f".{layers[number]}.", 1)
         result[moved if moved in here else name] = None
     return tuple(result)
 

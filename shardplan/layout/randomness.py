@@ -27,6 +27,8 @@ from shardplan.twin.trace import SourceLine
 
 from .codes import RANDOM
 
+_DispatchMode: Any = private("TorchDispatchMode")
+
 OTHERS = "numbers of random or numpy.random"  # generators beside torch's
 # A threshold may be small: what is drawn between two bounds is tried at both.
 UNIFORM = ("rand", "rand_like", "uniform_")
@@ -127,7 +129,7 @@ def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
     )
 
 
-class _Draws(private("TorchDispatchMode")):
+class _Draws(_DispatchMode):
     """Finds the operations that move torch's generator.
 
     Args:
@@ -152,7 +154,7 @@ class _Draws(private("TorchDispatchMode")):
         name = func.overloadpacket.__name__
         here = Site(self.modules[-1], name, model_line())
         self.sites[here] = None
-        if here.key == self.key:
+        if self.redraw is not None and here.key == self.key:
             bounds = (*args[1:], *kwargs.values(), 0.0, 1.0)[:2] if name == "uniform_" else (0.0, 1.0)
             with torch.random.fork_rng(devices=[]):  # what is drawn later stays as it is
                 return self.redraw(lambda: func(*args, **kwargs), bounds)

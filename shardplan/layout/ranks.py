@@ -66,6 +66,7 @@ class RankRecorder(Recorder):
             whole = self.reference.argument(*scope, name)
             if whole is None:
                 continue
+            assert boundary.inside is not None, boundary  # as it takes a layout
             new = self._placed(boundary.inside, named[name], whole)
             if new is not None:
                 moved[name] = new
@@ -127,7 +128,7 @@ class RankRecorder(Recorder):
             return _like(x, whole)
         if layout.kind == "P":
             return _like(x, whole / self.ranks)  # of ids too, as the move does: their reader then raises
-        dim = layout.dim % whole.ndim
+        dim = layout.split_dim(whole.ndim)
         part = whole.narrow(dim, *chunk(whole.shape[dim], self.ranks, self.rank))
         return None if x.shape == part.shape else _like(x, part)
 
@@ -147,6 +148,7 @@ def chosen_arguments(boundary: Boundary, module: nn.Module, named: Mapping[str, 
         return tuple(n for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point())
     name = boundary.argument or argument_names(module)[0]
     if not isinstance(named.get(name), Tensor):
+        assert boundary.style is not None, boundary  # as it takes a layout
         what = "missing" if named.get(name) is None else f"a {type(named[name]).__name__}"
         raise ValueError(f"style {boundary.style.name} moves the argument {name!r}, which is {what} in this call")
     return (name,)
@@ -172,17 +174,20 @@ def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank:
         module = local.get_submodule(boundary.name)
         for parameter in boundary.parameters:
             owner, leaf = owner_of(module, parameter.name)
-            old = owner._parameters[leaf]
+            held: dict[str, Any] = owner._parameters  # a plain tensor stands in for what is withheld
+            old = held[leaf]
             if old is None:
                 continue
             if parameter.withheld:
-                owner._parameters[leaf] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
+                held[leaf] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
                 continue
             data = local_part(old.detach(), parameter, ranks, rank)
-            owner._parameters[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
+            held[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
         layer = module.get_submodule(boundary.layer)  # "" is the module itself
         divide_attributes(layer, boundary.divide, ranks)
         if boundary.vocabulary is not None:
+            assert isinstance(layer, nn.Embedding), boundary.name
+            layer.padding_idx = None
             _look_up_own_rows(layer, boundary.vocabulary, ranks, rank)
     return local
 
@@ -191,7 +196,6 @@ def _look_up_own_rows(module: nn.Module, rows: int, ranks: int, rank: int) -> No
     """Ids of other ranks' rows give zeros."""
     start, length = chunk(rows, ranks, rank)
     own: Callable[..., Tensor] = module.forward  # the class's, or one that was set on the instance
-    module.padding_idx = None
 
     def forward(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         elsewhere = (input < start) | (input >= start + length)

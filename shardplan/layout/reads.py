@@ -49,8 +49,9 @@ def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]
                 if (number, event.module) in known:
                     home = around.get(event.module)
                     key = (home, calls[home], number) if home in running else None
-                    first = moved.get(key)
+                    first = None
                     if key is not None:
+                        first = moved.get(key)
                         moved.setdefault(key, event.module)
                     found[event.module] = found.get(event.module, first) and first
             running.append(event.module)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.layout import SEQ, P
-from shardplan.core.plan import Assignment, ResolvedPlan, Rule, Section
+from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section
 from shardplan.core.tree import ModuleKind, ancestors, block, full_name
 from shardplan.styles import STYLES, Style
 
@@ -20,7 +20,7 @@ GATHERED = ("colwise_gather_output", "colwise_seq_gather_output")  # each rank g
 OPTIONS = ("argument", "grad", "output", "packed", "divide", "divides", "seq_dim", "read_outside")
 
 # What is tried for a module of each kind, the likeliest first: style, and an `output:` with it.
-Choice = tuple[str | None, str | None]  # (None, None) removes the rule
+Choice = tuple[str | None, Output | None]  # (None, None) removes the rule
 MATMUL = ("colwise", "rowwise", "colwise_gather_output", "packed_colwise", "rowwise_split_input", "packed_rowwise")
 MATMUL_SEQ = ("colwise", "rowwise_seq", "colwise_gather_output", "packed_colwise", "colwise_seq", "rowwise")
 
@@ -137,6 +137,7 @@ class Repair:
     def _instruction(self) -> str:
         where = f" under {self.section}" if self.section == "sequence_parallel" else ""
         if self.new is None:
+            assert self.old is not None  # nothing would change
             return f"remove the rule `{self.pattern}: {written(self.old)}`"
         if self.old is None:
             return f"add `{self.entry}`{where}"
@@ -239,12 +240,12 @@ def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
     assignment = plan.assignments.get(name)
     old = assignment.rule if assignment else None
     overlaid = plan.sequence_parallel
-    if old is not None:
-        yield from _with_other_options(plan, name, old, assignment.section)
+    if assignment is not None:
+        yield from _with_other_options(plan, name, assignment.rule, assignment.section)
     for style, output in CHOICES[overlaid].get(kind, ()):
         if style is None:
-            if old is not None:
-                yield change(plan, name, old, None, assignment.section)
+            if assignment is not None:
+                yield change(plan, name, assignment.rule, None, assignment.section)
             continue
         if old is not None and style == old.style and output == old.output:
             continue
@@ -254,23 +255,24 @@ def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
         yield change(plan, name, old, _rule(STYLES[style], old, output), section)
 
 
-def _needs_overlay(style: Style, output: str | None) -> bool:
+def _needs_overlay(style: Style, output: Output | None) -> bool:
     layouts = (*style.takes, style.inside, style.computes, style.hands)
     return any(layout is not None and layout.dim == SEQ for layout in layouts) or output in ("gather", "reduce_scatter")
 
 
-def _rule(style: Style, old: Rule | None, output: str | None) -> Rule:
+def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
     """A rule of another style with those options of the old one that it may have too."""
-    kept = {}
-    if old is not None:
-        kept = {"divide": old.divide, "divides": old.divides}
-        if style.packed_option:
-            kept["packed"] = old.packed
-        if style.argument_option:
-            kept["argument"] = old.argument
-        if style.read_outside_option:
-            kept["read_outside"] = old.read_outside
-    return Rule(pattern="", style=style.name, location=OURS, output=output, **kept)
+    rule = Rule(pattern="", style=style.name, location=OURS, output=output)
+    if old is None:
+        return rule
+    return replace(
+        rule,
+        divide=old.divide,
+        divides=old.divides,
+        packed=old.packed if style.packed_option else None,
+        argument=old.argument if style.argument_option else None,
+        read_outside=old.read_outside if style.read_outside_option else (),
+    )
 
 
 def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Section) -> Iterator[Repair]:

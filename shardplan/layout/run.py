@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shardplan.core.layout import I, R
+from shardplan.core.layout import I, Layout, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.models.rebinding import copied
@@ -68,21 +68,22 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
     """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
+    assert ranks is not None
     run = partial(run_rank, bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks)
     runs = [run(rank) for rank in range(ranks)]
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
     spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
     open_ones = [name for name, boundary in bound.items() if boundary.open_gradient]
     parts: dict[Place, dict[int, bool]] = {}
+
+    def typed(layout: Layout) -> Proof:
+        gathers = dict.fromkeys(open_ones, layout)
+        return Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
+
     while True:
-        best: Proof | None = None
-        for layout in (R, I) if open_ones else (R,):
-            gathers = dict.fromkeys(open_ones, layout)
-            proof = Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
-            if best is None or (proof.stopped, len(proof.findings)) < (best.stopped, len(best.findings)):
-                best = proof
-            if not best.findings:
-                break
+        best = typed(R)
+        if best.findings and open_ones:
+            best = min(best, typed(I), key=lambda proof: (proof.stopped, len(proof.findings)))
         if best.findings or not best.doubts:
             break
         # Nothing is wrong but for what may hide in a tolerance, or behind a zero: the same runs once more, in which the

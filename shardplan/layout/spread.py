@@ -128,12 +128,16 @@ def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: fl
         for x, (start, length) in zip(locals_, chunks, strict=True)
     ):
         return Spread("split", dim)
-    order = [_indices(x, reference, dim, tolerance) for x in locals_]
-    if any(indices is None for indices in order):
-        return None
-    if sorted(i for indices in order for i in indices) != list(range(size)):
-        order = _among_equals(order, reference, dim, tolerance)
-    return None if order is None else Spread("split", dim, tuple(order))
+    order: list[tuple[int, ...]] = []
+    for x in locals_:
+        indices = _indices(x, reference, dim, tolerance)
+        if indices is None:
+            return None
+        order.append(indices)
+    if sorted(i for indices in order for i in indices) == list(range(size)):
+        return Spread("split", dim, tuple(order))
+    apart = _among_equals(order, reference, dim, tolerance)
+    return None if apart is None else Spread("split", dim, tuple(apart))
 
 
 def _among_equals(
@@ -142,6 +146,8 @@ def _among_equals(
     """The indices, those of slices that are equal (heads that are repeated) given to one after the other; None where there
     are not as many."""
     first = _indices(reference, reference, dim, tolerance)
+    if first is None:
+        return None
     alike: dict[int, list[int]] = {}
     for index, one in enumerate(first):
         alike.setdefault(one, []).append(index)

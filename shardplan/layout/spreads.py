@@ -31,11 +31,13 @@ class Spreads:
     def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | Literal["?"] | None:
         """How a value of an event of the first rank is spread; None where the ranks' values do not make up the
         reference, "?" where the runs are out of step."""
-        others = [run.at.get(event.place) for run in (self.reference, *self.runs)]
+        others: list[Event] = []
         count = len(event.inputs if inputs else event.outputs)
-        for other in others:
+        for run in (self.reference, *self.runs):
+            other = run.at.get(event.place)
             if other is None or other.name != event.name or len(other.inputs if inputs else other.outputs) != count:
                 return "?"
+            others.append(other)
         numbers = [other.inputs if inputs else other.outputs for other in others]
         key = (numbers[1][index], inputs)
         if key not in self._known:

@@ -119,7 +119,7 @@ def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one:
     without = next((name for name, value in values.items() if value is None), None)
     if without is not None:
         return SeenSum(one, "hands on no partial sum", without)
-    paths = {name: _path(run, reading, value, one.block) for name, value in values.items()}
+    paths = {name: _path(run, reading, value, one.block) for name, value in values.items() if value is not None}
     last = set(paths[one.closer][0])
     for name, (path, _) in paths.items():
         if last.isdisjoint(path):
@@ -170,7 +170,8 @@ def _relative(one: SharedSum, home: str) -> SharedSum:
 def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:
     """The values that a value becomes by additions alone, each read once, within its block; and the modules whose code it
     passes as it is."""
-    path, passed = [number], []
+    path: list[int] = [number]
+    passed: list[str] = []
     while True:
         step = None
         for event in reading.get(number, ()):

@@ -46,7 +46,7 @@ FREE = Type("whole")
 def declared(layout: Layout, ndim: int) -> Type:
     """The type that a style's record declares, of a value with `ndim` dims."""
     if layout.kind == "V":
-        return Type("V", Spread("split", layout.dim % ndim))
+        return Type("V", Spread("split", layout.split_dim(ndim)))
     return Type(layout.kind, SUM if layout.kind == "P" else WHOLE)
 
 
@@ -69,5 +69,6 @@ def _explicit(
 ) -> tuple[tuple[int, ...], ...]:
     if order is not None:
         return order
+    assert other is not None  # one of the two is not the ceil-chunks
     size = sum(len(indices) for indices in other)
     return tuple(tuple(range(start, start + length)) for start, length in (chunk(size, ranks, r) for r in range(ranks)))

@@ -81,6 +81,7 @@ def _sums(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple
 
 def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     written = entry if isinstance(entry, str) else entry.style
+    assert written is not None, pattern  # a rule without a style is passed over
     style = canonical_style(written)
     assert style is not None, written
     said = () if isinstance(entry, str) else entry.model_fields_set

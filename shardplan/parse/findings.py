@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity, Span
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Part, Severity, Span
 
 from .limits import MAX_FINDINGS
 from .nodes import ListNode, MapNode, Node, Path, Scalar
@@ -50,7 +49,7 @@ class Findings:
         code: Code,
         message: str,
         path: Path = (),
-        part: Literal["key", "value"] = "value",
+        part: Part = "value",
         *,
         span: Span | None = None,
         label: str = "",

@@ -202,7 +202,7 @@ def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
 
 def _fields(path: Path) -> tuple[str, ...]:
     """The fields of the mapping at a path."""
-    model = PlanDocument
+    model: type[BaseModel] = PlanDocument
     for step in path:
         field = model.model_fields.get(str(step))
         model = (_model_in(field.annotation) if field else None) or model

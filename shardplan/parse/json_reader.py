@@ -9,7 +9,7 @@ import json
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 from shardplan.core.diagnostics import Diagnostic, Span
 
@@ -29,9 +29,12 @@ _TOKEN = re.compile(
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _WORDS = {"true": True, "false": False, "null": None}
 
+_Kind = Literal["text", "number", "word", "sign", "end"]
+_KINDS: tuple[_Kind, ...] = get_args(_Kind)
+
 
 class _Token(NamedTuple):
-    kind: Literal["text", "number", "word", "sign", "end"]
+    kind: _Kind
     text: str
     start: int
     end: int
@@ -71,11 +74,15 @@ class _Reader:
     def _tokens(self) -> Iterator[_Token]:
         position = 0
         while True:
-            position = _BLANK.match(self.text, position).end()
+            blank = _BLANK.match(self.text, position)
+            assert blank is not None  # it may be empty
+            position = blank.end()
             match = _TOKEN.match(self.text, position)
             if match is None:
                 break
-            yield _Token(match.lastgroup, match[0], position, match.end())
+            kind = match.lastgroup
+            assert kind in _KINDS, kind
+            yield _Token(kind, match[0], position, match.end())
             position = match.end()
         if position < len(self.text):
             self._refuse_character(position)

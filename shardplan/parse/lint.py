@@ -164,14 +164,14 @@ def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> 
             _warn_nothing(f"`{section}` holds no rules", (section,), "add rules, or remove it", findings)
     if plan.data_parallel is not None and not plan.data_parallel.given:
         _warn_nothing("`data_parallel` says nothing", ("data_parallel",), "remove it", findings)
-    for section in ("activation_checkpointing", "compile"):
-        own, effective = getattr(plan, section), getattr(sections, section)
+    for field in ("activation_checkpointing", "compile"):
+        own, effective = getattr(plan, field), getattr(sections, field)
         if own is not None and not effective.modules:
-            inherited = any(one.modules for p in plan.lineage if (one := getattr(p, section)) is not None)
+            inherited = any(one.modules for p in plan.lineage if (one := getattr(p, field)) is not None)
             has_units = sections.data_parallel is not None and bool(sections.data_parallel.units)
             if not inherited and ("modules" in effective.given or not has_units):
-                message = f"`{section}` names no modules"
-                _warn_nothing(message, (section,), "add `modules`, or remove it", findings)
+                message = f"`{field}` names no modules"
+                _warn_nothing(message, (field,), "add `modules`, or remove it", findings)
 
 
 def _warn_nothing(message: str, path: tuple[str, ...], help: str, findings: Findings) -> None:

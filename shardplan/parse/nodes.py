@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardplan.core.diagnostics import Diagnostic, Span
+from shardplan.core.diagnostics import Diagnostic, Part, Span
 from shardplan.core.sources import SpanKey
 
 Value = str | int | float | bool | None
@@ -115,7 +115,7 @@ def spans(root: Node) -> dict[SpanKey, Span]:
     return places
 
 
-def _places(node: Node, path: Path) -> Iterator[tuple[Path, str, Span | None]]:
+def _places(node: Node, path: Path) -> Iterator[tuple[Path, Part, Span | None]]:
     yield path, "value", node.span
     match node:
         case ListNode(items):

@@ -61,6 +61,7 @@ def style_schema() -> dict[str, Any]:
 
 def option_rules() -> list[dict[str, Any]]:
     """JSON Schema conditions on a rule with options: who says this option has one of these styles."""
+    rules: list[tuple[dict[str, Any], tuple[str, ...]]]
     rules = [({"required": [option]}, takers(option)) for option in TAKEN_BY]
     rules += [
         ({"required": ["output"], "properties": {"output": {"const": value}}}, takers("output", value))

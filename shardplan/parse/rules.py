@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardplan.core.diagnostics import Code, Span
+from shardplan.core.diagnostics import Code, Part, Span
 from shardplan.core.expressions import MAX_LENGTH as MAX_EXPRESSION
 from shardplan.core.expressions import ExpressionError, parse_expression
 from shardplan.core.globs import MAX_LENGTH as MAX_GLOB
@@ -148,8 +148,8 @@ def _rules(root: Node) -> Iterator[_Rule]:
                 case Scalar(str(style)):
                     yield _Rule(path, style, path, None)
                 case MapNode() as options:
-                    style = options.get("style")
-                    text = style.value if isinstance(style, Scalar) and isinstance(style.value, str) else None
+                    said = options.get("style")
+                    text = said.value if isinstance(said, Scalar) and isinstance(said.value, str) else None
                     yield _Rule(path, text, (*path, "style"), options)
 
 
@@ -238,7 +238,7 @@ def _check_globs(root: Node, findings: Findings) -> None:
             return
 
 
-def _globs(root: Node) -> Iterator[tuple[str, Path, str, Span | None]]:
+def _globs(root: Node) -> Iterator[tuple[str, Path, Part, Span | None]]:
     for section in SECTIONS:
         rules = node_at(root, (section,))
         for entry in rules.entries if isinstance(rules, MapNode) else ():
@@ -249,7 +249,7 @@ def _globs(root: Node) -> Iterator[tuple[str, Path, str, Span | None]]:
         yield from _items(node_at(root, path), path)
 
 
-def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, str, Span | None]]:
+def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, Part, Span | None]]:
     for i, item in enumerate(globs.items if isinstance(globs, ListNode) else ()):
         if isinstance(item, Scalar) and isinstance(item.value, str) and 0 < len(item.value) <= MAX_GLOB:
             yield item.value, (*path, i), "value", item.span

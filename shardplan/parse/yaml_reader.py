@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import yaml
 
@@ -51,6 +51,16 @@ class _Open:
     key: tuple[str, Span] | None = None
     size: int = 1  # nodes in it, itself included
     height: int = 1  # levels of lists and mappings, its own included
+
+
+class _Mark(Protocol):
+    """A place in the text, counted from 0: the library has one class of its own for C and one for Python."""
+
+    @property
+    def line(self) -> int: ...
+
+    @property
+    def column(self) -> int: ...
 
 
 class _Anchored(NamedTuple):
@@ -132,19 +142,21 @@ class _Composer:
             yield from yaml.parse(self.text, Loader=yaml.CSafeLoader)
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
+            assert mark is not None and error.problem is not None  # the library says what is wrong, and where
             line, column = self._position(mark)
             place = Span(line, column, line, column + 1)
             context = f", {error.context}" if error.context else ""
             message = f"not valid YAML{context}: {error.problem}"
             refuse(self.file, message, place, help=_HELP.get(error.problem))
 
-    def _position(self, mark: yaml.Mark) -> tuple[int, int]:
+    def _position(self, mark: _Mark) -> tuple[int, int]:
         """Line and column, from 1. A mark at the end of the text may stand on a line that is not there."""
         if mark.line < len(self.lines):
             return mark.line + 1, mark.column + 1
         return len(self.lines), len(self.lines[-1]) + 1
 
     def _span(self, event: yaml.Event) -> Span:
+        assert event.start_mark is not None and event.end_mark is not None  # it was read from a text
         line, column = self._position(event.start_mark)
         end_line, end_column = self._position(event.end_mark)
         if end_column == 1 and end_line > line:  # a block scalar ends where the next line begins
@@ -168,10 +180,12 @@ class _Composer:
 
     def _close(self, event: yaml.CollectionEndEvent) -> None:
         done = self.stack.pop()
-        start, end = done.start, self._span(event)
+        start = done.start
+        end: Span | None = self._span(event)
         if not done.flow:
             inner = [entry.value for entry in done.entries.values()] or done.items
             end = inner[-1].span if inner else start
+        assert end is not None  # it was read from a text
         span = Span(start.line, start.column, end.end_line, end.end_column)
         node: Node = ListNode(tuple(done.items), span)
         if done.mapping:

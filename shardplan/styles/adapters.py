@@ -36,6 +36,7 @@ DIMS: dict[AdapterPart, dict[Features, int]] = {
 def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | None:
     """How a style holds a parameter of an adapter; None where there is no right way."""
     weight, part = style.weight, parameter.adapter
+    assert part is not None, parameter
     if weight.computed != "V":
         return ParameterStyle(None, weight.computed) if weight.computed in "IR" else None
     if weight.shard == "out":
@@ -54,4 +55,5 @@ def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | No
 
 def adapter_dim(parameter: ParameterInfo, features: Features) -> int:
     """The dim of an adapter's parameter that holds the given features."""
+    assert parameter.adapter is not None, parameter
     return DIMS[parameter.adapter][features]

@@ -1,10 +1,11 @@
 """Styles of look-up tables (Megatron-LM's vocabulary-parallel embedding, arXiv 1909.08053)."""
 
 from shardplan.core.layout import I, P, V
+from shardplan.core.tree import ModuleKind
 
 from .record import Lookup, ParameterStyle, Style
 
-EMBEDDING = frozenset({"embedding"})
+EMBEDDING: frozenset[ModuleKind] = frozenset({"embedding"})
 
 STYLES = (
     Style(

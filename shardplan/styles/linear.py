@@ -1,10 +1,11 @@
 """Styles of matrix multiplications (Megatron-LM's column and row parallel linear layers, arXiv 1909.08053)."""
 
 from shardplan.core.layout import SEQ, I, P, R, V
+from shardplan.core.tree import ModuleKind
 
 from .record import FeatureStyle, ParameterStyle, Style
 
-MATMUL = frozenset({"linear", "conv1d"})
+MATMUL: frozenset[ModuleKind] = frozenset({"linear", "conv1d"})
 OUT = ParameterStyle("out", "V")
 IN = ParameterStyle("in", "V")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.layout import I, Layout, V
 from shardplan.core.plan import ResolvedPlan, Rule
-from shardplan.core.program import ParameterProgram
+from shardplan.core.program import ParameterProgram, StandIn
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
 
 from . import STYLES, ParameterStyle, feature_dim
@@ -31,7 +31,7 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
     own = plan.parameters.get(full_name(module.name, parameter.name))
     assignment = own or plan.modules.get(module.name)
     if assignment is None or (own is None and STYLES[assignment.rule.style].is_door):
-        return _program(plan, module, parameter, WHOLE, None, withheld=False)
+        return ParameterProgram(parameter.name, I, I)
     style = STYLES[assignment.rule.style]
     if parameter.adapter is not None:
         return _lower_adapter(plan, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
@@ -53,7 +53,7 @@ def _program(
     module: ModuleInfo,
     parameter: ParameterInfo,
     held: ParameterStyle,
-    rule: Rule | None,
+    rule: Rule,
     *,
     withheld: bool,
 ) -> ParameterProgram:
@@ -63,7 +63,7 @@ def _program(
     if dim is None:
         computed = Layout(held.computed) if held.shard is None else I
         # A Linear skips a bias that is None; Conv1D's addmm needs one.
-        stand_in = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
+        stand_in: StandIn | None = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
         return ParameterProgram(parameter.name, I, computed, withheld=stand_in)
     parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
     computed = V(dim) if held.computed == "V" else Layout(held.computed)

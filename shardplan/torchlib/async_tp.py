@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .private import private
 
-_GraphPass = private("CustomGraphPass")
+_GraphPass: Any = private("CustomGraphPass")
 
 
 class Fused(_GraphPass):

@@ -46,13 +46,14 @@ class Enter:
                 return reads.read(x, self.mesh)
             src = boundary.src
             if program.link == "door":
+                assert self.shared.link is not None
                 src = P if self.shared.link.take(x) else I
             if not boundary.regather:
                 return move(x, self.mesh, src, boundary.dst)
             if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
                 return checkpoint(move, x, self.mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, self.mesh, src, boundary.dst)
-            note(whole, x, self.mesh, src.dim)
+            note(whole, x, self.mesh, src.split_dim(x.ndim))
             return whole
 
         if boundary.argument == "*":
@@ -97,9 +98,8 @@ class Leave:
             if not parameter.withheld:
                 continue
             owner, leaf = owner_of(module, parameter.name)
-            if owner._parameters[leaf] is not None:
-                bias = read(owner._parameters[leaf], parameter, self.shared.regime)
-                output = on_first(output, lambda x, bias=bias: x + bias)
+            if (bias := owner._parameters[leaf]) is not None:
+                output = _plus(output, read(bias, parameter, self.shared.regime))
         if program.tail:
             output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
         if program.outside:
@@ -111,7 +111,14 @@ class Leave:
         return output
 
     def _stays_partial(self, program: ModuleProgram) -> bool:
-        return program.link == "source" and self.shared.link.keeps_partial(program.name)
+        if program.link != "source":
+            return False
+        assert self.shared.link is not None
+        return self.shared.link.keeps_partial(program.name)
+
+
+def _plus(output: Any, bias: Tensor) -> Any:
+    return on_first(output, lambda x: x + bias)
 
 
 def acts(program: ModuleProgram) -> bool:

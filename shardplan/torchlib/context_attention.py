@@ -91,9 +91,9 @@ class ContextAttention:
             )
         chunk, rank = query.shape[SEQUENCE], self.mesh.get_local_rank()
         end = (rank + 1) * chunk  # what comes after is not read
-        whole = [move(x, self.mesh, V(SEQUENCE), R).narrow(SEQUENCE, 0, end) for x in (key, value)]
+        keys, values = (move(x, self.mesh, V(SEQUENCE), R).narrow(SEQUENCE, 0, end) for x in (key, value))
         mask = torch.ones(chunk, end, dtype=torch.bool, device=query.device).tril(rank * chunk)
-        return _attention(query, *whole, mask, dropout_p, **options)
+        return _attention(query, keys, values, mask, dropout_p, **options)
 
 
 @functools.cache

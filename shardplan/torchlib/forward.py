@@ -20,8 +20,14 @@ _AROUND = "_shardplan_around"
 _OWN = "_shardplan_own_forward"
 
 
-@functools.cache
+_WRAPPED: dict[type[nn.Module], type[nn.Module]] = {}  # class -> its subclass
+
+
 def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return _WRAPPED.get(cls) or _WRAPPED.setdefault(cls, _subclass(cls))
+
+
+def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = self.__dict__.get(_OWN) or functools.partial(cls.forward, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,13 +52,15 @@ def refuse_second_derivatives() -> None:
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, mesh, forward, backward, dim, size):
+    def forward(
+        ctx: Any, x: Tensor, mesh: DeviceMesh, forward: Operation, backward: Operation, dim: int, size: int
+    ) -> Tensor:
         ctx.move = (mesh, backward, dim, size)
         y = OPERATIONS[forward](x, mesh, dim, size)
         return y.view_as(x) if y is x else y
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         mesh, backward, dim, size = ctx.move
         return OPERATIONS[backward](gradient, mesh, dim, size), None, None, None, None, None
@@ -83,7 +86,7 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
     sharded = src if src.kind == "V" else dst
     dim, whole = 0, 0
     if sharded.kind == "V":
-        dim = sharded.dim % x.ndim
+        dim = sharded.split_dim(x.ndim)
         whole = size if size is not None else x.shape[dim] * (mesh.size() if src.kind == "V" else 1)
         if dst.kind == "V" and x.shape[dim] % mesh.size() and dim != x.ndim - 1:
             raise ValueError(
@@ -102,12 +105,12 @@ def summed(mesh: DeviceMesh, tensors: Sequence[Tensor], dtype: torch.dtype | Non
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, mesh, dtype, *tensors):
+    def forward(ctx: Any, mesh: DeviceMesh, dtype: torch.dtype | None, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh, ctx.dtype = mesh, dtype
         return tuple(t.view_as(t) for t in tensors)
 
     @staticmethod
-    def backward(ctx, *gradients):
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         return None, None, *summed(ctx.mesh, gradients, ctx.dtype)
 

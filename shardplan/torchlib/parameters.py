@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from shardplan.core.program import ParameterProgram
+from shardplan.core.program import ParameterProgram, StandIn
 
 from .packing import pack
-from .reading import Member, call_with, read
+from .reading import Member, call_with, read, slots_of
 from .regime import Regime
 
 
@@ -35,9 +35,11 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
     old = owner._parameters[leaf]
     assert old is not None and not isinstance(old, DTensor), parameter.name
     data = old.detach()
-    placement = Replicate() if parameter.dim is None else Shard(parameter.dim)
-    if parameter.dim is not None and parameter.parts:
-        data = pack(data, parameter.dim, parameter.parts, mesh.size())
+    placement: Replicate | Shard = Replicate()
+    if parameter.dim is not None:
+        placement = Shard(parameter.dim)
+        if parameter.parts:
+            data = pack(data, parameter.dim, parameter.parts, mesh.size())
     new = nn.Parameter(
         distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
     )
@@ -66,7 +68,7 @@ class LocalParameters:
         try:
             for program in self.parameters[self.regime.sequence_parallel]:
                 owner, leaf = owner_of(module, program.name)
-                parameters = owner._parameters
+                parameters = slots_of(owner)
                 parameter = parameters[leaf]
                 if program.withheld is not None:
                     stored.append((parameters, leaf, parameter))
@@ -80,7 +82,7 @@ class LocalParameters:
                 parameters[leaf] = parameter
 
     @staticmethod
-    def _stand_in(parameter: Tensor | None, what: Literal["none", "zeros"]) -> Tensor | None:
+    def _stand_in(parameter: Tensor | None, what: StandIn) -> Tensor | None:
         if parameter is None or what == "none":
             return None
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -99,5 +101,5 @@ class ParametersBelow:
         for owner, name, program in self.members[self.regime.sequence_parallel]:
             parameter = owner._parameters[name]
             members.append((owner, name, parameter))
-            locals_.append(read(parameter, program, self.regime))
+            locals_.append(None if parameter is None else read(parameter, program, self.regime))
         return call_with(forward, members, locals_, args, kwargs)

@@ -30,7 +30,9 @@ class _Read(torch.autograd.Function):
     that are partial sums are summed before, by one all-reduce."""
 
     @staticmethod
-    def forward(ctx, partial: Sequence[bool], dtype: torch.dtype | None, *parameters: DTensor):
+    def forward(
+        ctx: Any, partial: Sequence[bool], dtype: torch.dtype | None, *parameters: DTensor
+    ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.partial, ctx.dtype = partial, dtype
         ctx.specs = [parameter._spec for parameter in parameters]
@@ -41,12 +43,12 @@ class _Read(torch.autograd.Function):
         return tuple(local.detach() for local in locals_)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor | None):
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         found = list(gradients)
         which = [i for i, partial in enumerate(ctx.partial) if partial]
         if any(found[i] is not None for i in which):
-            parts = [found[i] if found[i] is not None else _zeros(ctx.like[i]) for i in which]
+            parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
             for i, total in zip(which, summed(ctx.specs[0].mesh, parts, ctx.dtype), strict=True):
                 unused = found[i] is None and not isinstance(total, _FakeTensor) and not total.any()
                 # As unsharded: optimizers leave alone what has no gradient on any rank.
@@ -65,7 +67,7 @@ def _placed(gradient: Tensor, i: int, ctx: Any) -> DTensor:
     return DTensor.__new__(DTensor, gradient, ctx.specs[i], requires_grad=False)  # its __init__ does nothing, slowly
 
 
-def read(parameter: Tensor | None, program: ParameterProgram, regime: Regime) -> Tensor | None:
+def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor:
     """What a module's code reads of a DTensor parameter: its local tensor, moved to the computed layout; a partial gradient
     is summed over tp before it reaches the DTensor.
 
@@ -116,11 +118,16 @@ def call_with(
     """Call with other modules' parameters exchanged for local tensors."""
     try:
         for (owner, name, _), local in zip(members, locals_, strict=True):
-            owner._parameters[name] = local
+            slots_of(owner)[name] = local
         return forward(*args, **kwargs)
     finally:
         for owner, name, parameter in members:
-            owner._parameters[name] = parameter
+            slots_of(owner)[name] = parameter
+
+
+def slots_of(module: nn.Module) -> dict[str, Any]:
+    """Where a module's forward finds its parameters; while it runs, plain tensors may stand there."""
+    return module._parameters
 
 
 class Reads:
@@ -138,7 +145,8 @@ class Reads:
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
             return _traced_together(forward, self.members[self.regime.sequence_parallel], self.regime, args, kwargs)
-        slots, programs = [], []
+        slots: list[tuple[nn.Module, str, DTensor]] = []
+        programs: list[ParameterProgram] = []
         for owner, name, program in self.members[self.regime.sequence_parallel]:
             parameter = owner._parameters[name]
             if isinstance(parameter, DTensor):
@@ -155,7 +163,8 @@ def _traced_together(
 ) -> Any:
     """In a graph: only those whose gradients are summed. (Loops: torch.compile traces them inside a checkpoint, where it
     cannot trace a comprehension that closes over something.)"""
-    slots, locals_ = [], []
+    slots: list[tuple[nn.Module, str, DTensor]] = []
+    locals_: list[Tensor] = []
     for owner, name, program in members:
         parameter = owner._parameters[name]
         if program.summed and isinstance(parameter, DTensor) and parameter.requires_grad:
@@ -163,5 +172,5 @@ def _traced_together(
             locals_.append(parameter.to_local(grad_placements=[Replicate()]))
     if not slots or not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    locals_ = sum_gradients(slots[0][2].device_mesh, locals_, regime.reduce_dtype)
-    return call_with(forward, slots, locals_, args, kwargs)
+    summing = sum_gradients(slots[0][2].device_mesh, locals_, regime.reduce_dtype)
+    return call_with(forward, slots, summing, args, kwargs)

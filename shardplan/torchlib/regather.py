@@ -58,7 +58,7 @@ class View:
     of: Again
     shape: torch.Size
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
 
 

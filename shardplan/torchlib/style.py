@@ -109,6 +109,7 @@ class ModuleStyle(ParallelStyle):
 
     def _hook_scope(self, module: nn.Module, mesh: DeviceMesh) -> None:
         link = self.shared.link
+        assert link is not None
 
         def begin(module: nn.Module, args: Any) -> None:
             link.begin()

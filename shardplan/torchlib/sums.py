@@ -51,7 +51,7 @@ class Waiting:
             self.sums.append(x)
         shape = list(x.shape)
         if dst.kind == "V":
-            shape[dst.dim] //= mesh.size()
+            shape[dst.split_dim(x.ndim)] //= mesh.size()
         return x.new_zeros(shape)
 
     def take(self, x: Tensor) -> Tensor:

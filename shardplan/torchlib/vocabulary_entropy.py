@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .meshes import Group
 from .private import private
-from .vocabulary_logits import read_chunk, read_logits, read_temperature
+from .vocabulary_logits import Split, read_chunk, read_logits, read_temperature
 from .vocabulary_probabilities import log_probabilities_of_piece, normalizers, pieces
 
 
@@ -27,8 +29,9 @@ _gradient_per_rank = private("run_per_rank")(_gradient)
 
 class _Entropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, split, temperature, chunk):
+    def forward(ctx: Any, x: Tensor, split: Split, temperature: float, chunk: int) -> Tensor:
         known = normalizers(x, split, temperature, chunk, moment=True)
+        assert known.moment is not None  # it was asked for
         result = known.log_total - known.moment
         ctx.save_for_backward(x, known.maximum, known.log_total, result)
         ctx.options = (temperature, chunk)
@@ -36,7 +39,7 @@ class _Entropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _gradient_per_rank(*ctx.saved_tensors, gradient, *ctx.options), None, None, None
 
 

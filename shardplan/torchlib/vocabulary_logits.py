@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +40,7 @@ class Split:
         return column.masked_fill(elsewhere, 0), elsewhere
 
 
-def is_split(logits: Tensor) -> bool:
+def is_split(logits: Tensor) -> TypeGuard[DTensor]:
     """Whether logits are a DTensor that is split over the vocabulary.
 
     Raises:

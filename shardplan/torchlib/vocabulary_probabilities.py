@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,7 +143,7 @@ class _LogProbabilities(torch.autograd.Function):
     """Saves the logits as they are, no probabilities: backward computes them anew, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx, x, target, split, temperature, chunk):
+    def forward(ctx: Any, x: Tensor, target: Tensor, split: Split, temperature: float, chunk: int) -> Tensor:
         column, elsewhere = split.locate(target, x.shape[-1])
         known = normalizers(
             x,
@@ -153,11 +154,12 @@ class _LogProbabilities(torch.autograd.Function):
         )
         ctx.save_for_backward(x, known.maximum, known.log_total, column, elsewhere)
         ctx.options = (temperature, chunk)
+        assert known.others is not None  # they were asked for
         return known.others - known.log_total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient):
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return _gradient_per_rank(*ctx.saved_tensors, gradient, *ctx.options), None, None, None, None
 
 

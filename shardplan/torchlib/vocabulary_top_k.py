@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -28,10 +30,10 @@ def _largest(x: Tensor, k: int, first: int) -> tuple[Tensor, Tensor]:
 _largest_per_rank = private("run_per_rank")(_largest)
 
 
-def _merge(x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
-    values, ids = _largest_per_rank(x, k, split.first)
-    count = k * split.group.size()
-    values, ids = all_gather(values, split.group, -1, count), all_gather(ids, split.group, -1, count)
+def _merge(x: Tensor, k: int, first: int, group: Group) -> tuple[Tensor, Tensor]:
+    values, ids = _largest_per_rank(x, k, first)
+    count = k * group.size()
+    values, ids = all_gather(values, group, -1, count), all_gather(ids, group, -1, count)
     # What fills up comes last, then a stable order: so a real logit of -inf goes before it.
     real_first = (ids == _NONE).to(torch.uint8).argsort(dim=-1, stable=True)
     values, ids = values.gather(-1, real_first), ids.gather(-1, real_first)
@@ -49,15 +51,15 @@ _scatter_per_rank = private("run_per_rank")(_scatter)
 
 class _TopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, k, split):
-        values, ids = x.topk(k, -1) if split.group is None else _merge(x, k, split)
+    def forward(ctx: Any, x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
+        values, ids = x.topk(k, -1) if split.group is None else _merge(x, k, split.first, split.group)
         ctx.mark_non_differentiable(ids)
         ctx.save_for_backward(x, *split.locate(ids, x.shape[-1]))
         return values, ids
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, gradient, _):
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         return _scatter_per_rank(*ctx.saved_tensors, gradient), None, None
 
 

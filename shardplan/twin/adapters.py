@@ -53,13 +53,13 @@ def adapters_of(model: nn.Module) -> Adapters | None:
     if not isinstance(configs, Mapping):
         return None
     layers = {name: dict(_adapted(wrapper)) for name, wrapper in adapters_in(model)}
-    wrappers = [wrapper for _, wrapper in adapters_in(model)]
+    wrappers: list[Any] = [wrapper for _, wrapper in adapters_in(model)]  # layers of peft, of several classes
     active = tuple(wrappers[0].active_adapters) if wrappers else tuple(configs)
     trained = {name: p.requires_grad for name, p in model.named_parameters(remove_duplicate=False)}
     return Adapters(dict(configs), active, layers, trained)
 
 
-def _adapted(wrapper: nn.Module) -> Iterator[tuple[str, Adapted]]:
+def _adapted(wrapper: Any) -> Iterator[tuple[str, Adapted]]:
     variants = getattr(wrapper, "lora_variant", {})
     for name, rank in getattr(wrapper, "r", {}).items():
         variant = type(variants[name]).__name__ if name in variants else None
@@ -83,7 +83,9 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
         ValueError: they come out as others than the original's.
         Exception: whatever peft raises.
     """
-    from peft import PeftModel  # the original has adapters of peft, so it is there
+    # The original has adapters of peft, so it is there.
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
 
     names = [name for name, _ in model.named_modules()]
     wanted = {name: adapters.layers[original(name)] for name in names if original(name) in adapters.layers}
@@ -96,6 +98,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
             else:
                 wrapped.add_adapter(adapter, small, autocast_adapter_dtype=False)
     assert wrapped is not None
+    assert isinstance(wrapped.base_model, BaseTuner)
     wrapped.base_model.set_adapter(list(adapters.active))
     result = unwrapped(wrapped)
     made = {name: {a: one.variant for a, one in _adapted(wrapper)} for name, wrapper in adapters_in(result)}

@@ -126,7 +126,7 @@ class _Carrying:
 
     def _number(self, key: str, value: int, plain: Any, reduced: Any) -> int:
         """A number that is no size stays; a size becomes the reduced model's."""
-        known = self.numbers.get((key, value)) or self.sizes.get(value, ())
+        known = self.numbers.get((key, value)) or self.sizes.get(value, set())
         if type(plain) is int and plain == reduced:
             return value
         if len(known) == 1:
@@ -225,7 +225,7 @@ class _Carrying:
 
 
 def _triples(live: Live, small: nn.Module, original: Callable[[str], str]) -> Iterator[Triple]:
-    found = {name: models for name, *models in pairs(live.model, live.plain)}
+    found = {name: (own, plain) for name, own, plain in pairs(live.model, live.plain)}
     for name, reduced, _ in list(pairs(small, small)):
         if (there := original(name)) in found:  # else its parent says that it was taken away
             yield there, *found[there], reduced

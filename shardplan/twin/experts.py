@@ -35,15 +35,15 @@ def reaching(make: Callable[[int], Maker], seed: int, inputs: Mapping[str, Any],
     first = make(seed)
     if not counts:
         return first
-    best: tuple[int, Maker] | None = None
-    for i in range(TRIES):
-        chosen = first if i == 0 else make(seed + STEP * i)
-        missing = unreached(chosen(), inputs, counts)
-        if best is None or missing < best[0]:
-            best = (missing, chosen)
-        if not missing:
+    best, fewest = first, unreached(first(), inputs, counts)
+    for i in range(1, TRIES):
+        if not fewest:
             break
-    return best[1]
+        chosen = make(seed + STEP * i)
+        missing = unreached(chosen(), inputs, counts)
+        if missing < fewest:
+            best, fewest = chosen, missing
+    return best
 
 
 def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> int:

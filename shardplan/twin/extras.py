@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,14 +47,18 @@ def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
     text = text_config(config)
     widths = [config_value(text, name) for name in WIDTHS] + [hidden_size(text)]
     for width in dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0):
-        yield "encoder_hidden_states", lambda ids, seed, width=width: _states(ids, seed, width)
-        yield "encoder_outputs", lambda ids, seed, width=width: (_states(ids, seed, width),)
+        yield "encoder_hidden_states", partial(_states, width=width)
+        yield "encoder_outputs", partial(_outputs, width=width)
     yield "token_type_ids", _types
 
 
 def _states(ids: Tensor, seed: int, width: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*ids.shape, width, generator=generator)
+
+
+def _outputs(ids: Tensor, seed: int, width: int) -> tuple[Tensor]:
+    return (_states(ids, seed, width),)
 
 
 def _types(ids: Tensor, seed: int) -> Tensor:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from shardplan.models.numbers import config_value
 
@@ -34,7 +34,7 @@ class Features:
     make: Callable[[int], dict[str, Any]]
 
 
-def features_of(model: PreTrainedModel, config: PreTrainedConfig, seq_len: int) -> Features | None:
+def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
     """The inputs of a model whose forward takes something else than one text; None for the others."""
     takes = inspect.signature(model.forward).parameters
     decodes = "decoder_input_ids" in takes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from shardplan.models.found import Inputs
 from shardplan.models.numbers import config_value, text_config
@@ -40,9 +40,7 @@ class Feeding:
     unseen: str = ""
 
 
-def feeding(
-    model: PreTrainedModel, config: PreTrainedConfig, seq_len: int, name: str, inputs: Inputs | None
-) -> Feeding:
+def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str, inputs: Inputs | None) -> Feeding:
     """The inputs of a reduced model: the user's, or those that its forward takes.
 
     Args:
@@ -83,9 +81,10 @@ def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
         for p in inspect.signature(inputs).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
     ]
+    function: Callable[..., Mapping[str, Any]] = inputs
 
     def call(seed: int) -> Mapping[str, Any]:
-        made = inputs(seed, config) if len(takes) > 1 else inputs(seed)
+        made = function(seed, config) if len(takes) > 1 else function(seed)
         if not isinstance(made, Mapping) or not isinstance(rows, int):
             return made
         return {name: _below(value, rows) if name in IDS else value for name, value in made.items()}

@@ -49,7 +49,8 @@ class Body:
 def functions_of(recorder: Calls) -> Iterator[None]:
     """While it lasts, calls of autograd.Function, torch.vmap and scripted functions are handed to the recorder."""
     # Below Function.apply itself: code often keeps the bound method (`swiglu = SwiGLU.apply`).
-    function, scripted, mapping = private("FunctionBase"), torch.jit.ScriptFunction, private("vmap_home")
+    function, mapping = private("FunctionBase"), private("vmap_home")
+    scripted: Any = torch.jit.ScriptFunction  # a method of which is exchanged
     call, vmap = scripted.__call__, mapping.vmap_impl
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,8 @@ import inspect
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from torch import nn
+from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -28,7 +29,7 @@ def sequence_length(tp: int) -> int:
     return max(16, 8 * tp)
 
 
-def labels_of(cls: type[PreTrainedModel]) -> Labels | None:
+def labels_of(cls: type[nn.Module]) -> Labels | None:
     """What the class's loss compares with: the next tokens, a class per row, a class per token; None: it has
     no loss."""
     if cls.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
@@ -62,10 +63,13 @@ def text_inputs(
     if isinstance(pad, int) and 0 <= pad < rows:
         ids[0, 1] = pad  # the row that `padding_idx` keeps from learning is looked up too
     result: dict[str, Any] = {"input_ids": ids}
+    classes = config.num_labels
     if labels == "class":
-        result["labels"] = torch.randint(config.num_labels, (BATCH,), generator=generator)
+        assert classes is not None
+        result["labels"] = torch.randint(classes, (BATCH,), generator=generator)
     elif labels == "classes":
-        result["labels"] = torch.randint(config.num_labels, ids.shape, generator=generator)
+        assert classes is not None
+        result["labels"] = torch.randint(classes, ids.shape, generator=generator)
     elif labels == "next":
         result["labels"] = ids.clone()
         result["labels"][0, : seq_len // 4] = IGNORED

@@ -99,7 +99,7 @@ def inside(module: nn.Module) -> nn.Module:
     """The layer in an adapter's wrapper; the module itself without one."""
     if is_wrapper(module):
         return layer_of(module)[1]
-    return inside(module.original_module) if copies_of(module) else module
+    return inside(module.get_submodule("original_module")) if copies_of(module) else module
 
 
 def _shares(model: nn.Module) -> bool:
@@ -109,7 +109,7 @@ def _shares(model: nn.Module) -> bool:
 def _adapted_alone(name: str, model: nn.Module) -> None:
     outer = model
     for part in name.split(".") if name else ():
-        outer = inside(outer)._modules[part]
+        outer = inside(outer).get_submodule(part)
     if inside(outer) is not outer and ("forward" in vars(outer) or any(vars(outer).get(hooks) for hooks in HOOKS)):
         raise NotBound(f"{name}: has hooks or a forward of its own around its adapter")
 

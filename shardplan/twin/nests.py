@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
     if type(value) is dict:
         return {key: replaced(item, new) for key, item in value.items()}
     if isinstance(value, Mapping):
+        assert isinstance(value, MutableMapping), type(value)
         for key, item in value.items():
             value[key] = replaced(item, new)
         return value

@@ -214,12 +214,14 @@ class OperationRecorder(TorchFunctionMode):
 
         self.trace.parts[place] = parts_of(again, operands, self.probes[place])
 
-    def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> None:
+    def _fail(self, name: str, inputs: tuple[int, ...], error: Exception) -> Event:
+        """The event of an exception, where the model first raised it."""
         if self._failed is None or self._failed[0] is not error:  # the model may have caught an earlier one
             module, call = self._scopes[-1]
             text = f"{type(error).__name__}: {error}"
             event = Event("crash", name, (module, call, "crash"), inputs, source=raising_line(error), message=text)
             self._failed = (error, event)
+        return self._failed[1]
 
     # Functions that the mode does not see whole.
 

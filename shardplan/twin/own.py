@@ -16,7 +16,7 @@ from shardplan.models.rebinding import NotBound, copied
 from shardplan.models.tree import kind_of
 
 from .codes import NO_INPUTS, NO_TWIN, NOT_CARRIED, TOO_LARGE
-from .inputs import BATCH
+from .images import BATCH
 from .precision import in_dtype
 from .weights import randomise
 
@@ -61,7 +61,7 @@ def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[],
     randomise(original, seed)
     for module in original.modules():
         if kind_of(module) == "dropout":
-            module.p = 0.0
+            vars(module)["p"] = 0.0
     in_dtype(original, dtype).train()
     copied(original)  # what cannot be copied is said here, once
     return lambda: copied(original)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -144,8 +144,7 @@ class Recorder(OperationRecorder):
                 torch.manual_seed(0)
                 return self.model(**inputs)
         except Exception as error:
-            self._fail("", (), error)
-            self._add(self._failed[1])
+            self._add(self._fail("", (), error))
             return None
         finally:
             for handle in handles:
@@ -158,12 +157,12 @@ def argument_names(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of a module's forward."""
     if "forward" in vars(module):  # set on the instance
         return tuple(inspect.signature(module.forward).parameters)
-    return _argument_names(type(module))
+    return _argument_names(type(module).forward)
 
 
 @cache
-def _argument_names(cls: type[nn.Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = ()) -> Trace:

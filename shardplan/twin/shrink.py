@@ -63,7 +63,7 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
             continue
         inner = tower_scale(value, config, scale) if value is not text and _is_model(value, scale) else scale
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
-        if inner is not scale:
+        if inner is not scale and scale.hidden is not None:
             handed_on = (n for n, v in vars(value).items() if HANDED_ON.fullmatch(n) and v == scale.hidden)
             data[name] |= {n: scale.widths[scale.hidden] for n in handed_on if vars(value)[n] != inner.hidden}
     nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}

@@ -73,4 +73,4 @@ def without_noise(model: nn.Module) -> None:
             if isinstance(value, float) and role(name) == "dropout":
                 vars(module)[name] = 0.0
         if kind_of(module) == "dropout":
-            module.p = 0.0
+            vars(module)["p"] = 0.0

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from shardplan.backends import BACKENDS
 from shardplan.core.plan import DDP, DataParallel, MegatronFSDP, MixedPrecision
 
-from .values import GlobText, Section, default_of, either, one_of
+from .values import Either, Given, GlobText, OneOf, Section, default_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Dtype = Literal["bfloat16", "float16", "float32"]
-Reshard = either(
-    (bool, bool, "true, false"),
-    (str, Literal["all_but_last"], "`all_but_last`"),
-    (int, Annotated[int, Field(ge=1)], "a number of ranks"),
-)
-BackendName = one_of(BACKENDS)
-CpuOffload = either((bool, bool, "true, false"), (str, Literal["pinned"], "`pinned`"))
+Reshard = Annotated[
+    bool | Literal["all_but_last"] | Annotated[int, Field(ge=1)],
+    Either({bool: "true, false", str: "`all_but_last`", int: "a number of ranks"}),
+]
+BackendName = Annotated[str, OneOf(BACKENDS)]
+CpuOffload = Annotated[bool | Literal["pinned"], Either({bool: "true, false", str: "`pinned`"})]
 
 
 class MixedPrecisionFields(Section):
     """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
 
-    param: Dtype = Field(default=None, description="The dtype in which layers compute.", examples=["bfloat16"])
-    reduce: Dtype = Field(default=None, description="The dtype in which gradients are added up.", examples=["float32"])
-    output: Dtype = Field(default=None, description="The dtype of the model's output.", examples=["float32"])
+    param: Given[Dtype] = Field(default=None, description="The dtype in which layers compute.", examples=["bfloat16"])
+    reduce: Given[Dtype] = Field(
+        default=None, description="The dtype in which gradients are added up.", examples=["float32"]
+    )
+    output: Given[Dtype] = Field(default=None, description="The dtype of the model's output.", examples=["float32"])
     cast_forward_inputs: bool = Field(
         default=default_of(MixedPrecision, "cast_forward_inputs"),
         description="Cast the inputs of each unit to `param`.",
@@ -37,24 +41,25 @@ class MixedPrecisionFields(Section):
 class PrefetchFields(Section):
     """How many units to gather ahead of the one that computes."""
 
-    forward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1])
-    backward: int = Field(default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2])
+    forward: Given[int] = Field(
+        default=None, ge=0, le=1000, description="Units ahead in the forward pass.", examples=[1]
+    )
+    backward: Given[int] = Field(
+        default=None, ge=0, le=1000, description="Units ahead in the backward pass.", examples=[2]
+    )
 
 
-Strategy = either(
-    (int, Annotated[int, Field(ge=0, le=3)], "a number from 0 to 3"),
-    (
-        str,
-        Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
-        "`no_shard`, `optim`, `optim_grads`, `optim_grads_params`",
-    ),
-)
-OuterStrategy = either(
-    (int, Annotated[int, Field(ge=0, le=1)], "0 or 1"), (str, Literal["no_shard", "optim"], "`no_shard`, `optim`")
-)
+Strategy = Annotated[
+    Annotated[int, Field(ge=0, le=3)] | Literal["no_shard", "optim", "optim_grads", "optim_grads_params"],
+    Either({int: "a number from 0 to 3", str: "`no_shard`, `optim`, `optim_grads`, `optim_grads_params`"}),
+]
+OuterStrategy = Annotated[
+    Annotated[int, Field(ge=0, le=1)] | Literal["no_shard", "optim"],
+    Either({int: "0 or 1", str: "`no_shard`, `optim`"}),
+]
 
 
-def _switch(name: str, description: str, cls: type = MegatronFSDP) -> Any:
+def _switch(name: str, description: str, cls: type[DataclassInstance] = MegatronFSDP) -> Any:
     default = default_of(cls, name)
     return Field(default=default, description=description, examples=[not default])
 
@@ -74,7 +79,7 @@ class MegatronFSDPFields(Section):
         "needs `zero_dp_strategy: 3`.",
         examples=["optim"],
     )
-    init_model_with_meta_device: bool = Field(
+    init_model_with_meta_device: Given[bool] = Field(
         default=None,
         description="The model is on the meta device, and the package calls `reset_parameters`. Without it, it is seen "
         "from the model.",
@@ -107,7 +112,7 @@ class DDPFields(Section):
         "find_unused_parameters", "Trained parameters may be without a gradient in a step.", DDP
     )
     static_graph: bool = _switch("static_graph", "The same parameters are used in every step.", DDP)
-    bucket_cap_mb: int = Field(
+    bucket_cap_mb: Given[int] = Field(
         default=None,
         ge=1,
         le=1_000_000,
@@ -138,7 +143,7 @@ class DataParallelFields(Section):
         "them sharded over.",
         examples=["all_but_last"],
     )
-    mixed_precision: MixedPrecisionFields = Field(
+    mixed_precision: Given[MixedPrecisionFields] = Field(
         default=None,
         description="Dtypes of parameters, gradient reduction and output.",
         examples=[{"param": "bfloat16", "reduce": "float32"}],
@@ -148,12 +153,12 @@ class DataParallelFields(Section):
         description="Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned memory.",
         examples=["pinned"],
     )
-    prefetch: PrefetchFields = Field(
+    prefetch: Given[PrefetchFields] = Field(
         default=None,
         description="How far ahead units are gathered. Without it, the backend's own choice.",
         examples=[{"forward": 1, "backward": 2}],
     )
-    frozen: Literal["own", "root", "replicated"] = Field(
+    frozen: Given[Literal["own", "root", "replicated"]] = Field(
         default=None,
         description="Where frozen modules go. `own`: each outside of the units is a unit of its own. `root`: they are "
         "gathered with the root, also where `units` names them. `replicated`: every data-parallel rank holds all frozen "
@@ -165,11 +170,11 @@ class DataParallelFields(Section):
         description="Frozen parameters, or modules of such, that are left alone: every data-parallel rank holds them whole.",
         examples=[["model.vision_tower"]],
     )
-    megatron_fsdp: MegatronFSDPFields = Field(
+    megatron_fsdp: Given[MegatronFSDPFields] = Field(
         default=None,
         description="Options of `backend: megatron_fsdp`.",
         examples=[{"zero_dp_strategy": "optim_grads", "grad_reduce_in_fp32": True}],
     )
-    ddp: DDPFields = Field(
+    ddp: Given[DDPFields] = Field(
         default=None, description="Options of `backend: ddp`.", examples=[{"gradient_as_bucket_view": True}]
     )

@@ -10,7 +10,7 @@ from ..options import none_rule
 from .data_parallel import DataParallelFields
 from .modules import ActivationCheckpointingFields, CompileFields
 from .rules import Entry
-from .values import WORD, GlobText, Section
+from .values import WORD, Given, GlobText, Section
 
 
 class PlanDocument(Section):
@@ -21,7 +21,7 @@ class PlanDocument(Section):
     version: Literal["1"] = Field(
         description='The version of the plan language, as text: `version: "1"`.', examples=["1"]
     )
-    name: Annotated[str, Field(pattern=WORD, max_length=100)] = Field(
+    name: Given[Annotated[str, Field(pattern=WORD, max_length=100)]] = Field(
         default=None, description="The plan's name. Without it, the file's name.", examples=["llama"]
     )
     description: str = Field(
@@ -32,7 +32,7 @@ class PlanDocument(Section):
         description="The models that the plan is for: Hugging Face model types (`config.model_type`) or class names.",
         examples=[["llama", "LlamaForCausalLM"]],
     )
-    extends: Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)] = Field(
+    extends: Given[Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)]] = Field(
         default=None,
         description="The plan that this one extends: the name of a built-in plan, or a file beside this one "
         "(a name that ends in .yaml, .yml or .json).",
@@ -48,17 +48,17 @@ class PlanDocument(Section):
         description="Rules laid over `tensor_parallel` when sequence parallelism is on.",
         examples=[{"model.layers.*.mlp.down_proj": "rowwise_seq"}],
     )
-    data_parallel: DataParallelFields = Field(
+    data_parallel: Given[DataParallelFields] = Field(
         default=None,
         description="How the model is wrapped over the data-parallel ranks.",
         examples=[{"backend": "fsdp2", "units": ["model.layers.*"]}],
     )
-    activation_checkpointing: ActivationCheckpointingFields = Field(
+    activation_checkpointing: Given[ActivationCheckpointingFields] = Field(
         default=None,
         description="Modules whose activations are computed again in the backward pass.",
         examples=[{"modules": ["model.layers.*"], "mode": "full"}],
     )
-    compile: CompileFields = Field(
+    compile: Given[CompileFields] = Field(
         default=None,
         description="Modules whose forward is compiled on its own.",
         examples=[{"modules": ["model.layers.*"]}],

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, GetCoreSchemaHandler, Tag
+from pydantic_core import CoreSchema
 
 from shardplan.core import expressions, globs
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 WORD = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 ATTRIBUTE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
@@ -15,32 +20,54 @@ ATTRIBUTE = r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$"
 TAGS: set[str] = set()  # the words for the types of fields that may have several
 
 
-def either(*options: tuple[type, Any, str]) -> Any:
-    """A field of several types.
+class Either:
+    """In the annotation of a field of several types: which of them a value is meant for, by its Python type.
 
     Args:
-        options: for each the Python type of the value, the annotation, and its words in a message.
+        words: for each member of the union, in order, the Python type of its values and its words in a message.
     """
-    words = {cls: text for cls, _, text in options}
-    literals = {cls: get_args(one) for cls, one, _ in options if get_origin(one) is Literal}
-    tagged = tuple(Annotated[annotation, Tag(text)] for _, annotation, text in options)
-    TAGS.update(words.values())
 
-    def choose(value: Any) -> str:
-        fits = type(value) in words and value in literals.get(type(value), (value,))
-        return words[type(value)] if fits else ""
+    def __init__(self, words: Mapping[type, str]):
+        self.words = words
+        TAGS.update(words.values())
 
-    return Annotated[Union[tagged], Discriminator(choose)]  # noqa: UP007  of a tuple
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        words, options = self.words, get_args(source)
+        literals = {cls: get_args(one) for cls, one in zip(words, options, strict=True) if get_origin(one) is Literal}
+        tagged = tuple(Annotated[one, Tag(text)] for one, text in zip(options, words.values(), strict=True))
+
+        def choose(value: Any) -> str:
+            fits = type(value) in words and value in literals.get(type(value), (value,))
+            return words[type(value)] if fits else ""
+
+        return handler(Annotated[Union[tagged], Discriminator(choose)])  # noqa: UP007  of a tuple
 
 
-def one_of(words: Iterable[str]) -> Any:
-    """A field that is one of some words."""
-    return Literal[tuple(words)]
+class OneOf:
+    """In the annotation of a text: it is one of some words."""
+
+    def __init__(self, words: Iterable[str]):
+        self.words = tuple(words)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return handler(Literal[self.words])
 
 
-def default_of(cls: type, name: str) -> Any:
+class _Stated:
+    """In the annotation of an optional field: a document cannot say None, which is what a field holds that it leaves out."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        inner, _none = get_args(source)
+        return handler(inner)
+
+
+T = TypeVar("T")
+Given = Annotated[T | None, _Stated()]
+
+
+def default_of(cls: type[DataclassInstance], name: str) -> Any:
     """The default of a dataclass's field, for documentation: no document is completed from here."""
-    return cls.__dataclass_fields__[name].default
+    return next(field.default for field in fields(cls) if field.name == name)
 
 
 GlobText = Annotated[
