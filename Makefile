@@ -22,6 +22,7 @@ demo: $(VENV)/.installed  ## validate, refuse, prove and train, on this machine
 gates: $(VENV)/.installed  ## what is seen without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
 quick: $(VENV)/.installed  ## the tests that need no torch (tests/conftest.py lists their files), in less than a minute

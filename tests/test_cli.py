@@ -1,5 +1,6 @@
 """The command line's frame: help, exit codes, output streams."""
 
+import io
 import json
 import os
 import subprocess
@@ -123,3 +124,20 @@ def test_output_that_the_terminal_cannot_encode_is_escaped():
     result = run("lint", plan, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
     assert result.returncode == 1 and result.stderr == ""
     assert "pl\\xe1n.yaml" in result.stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_tables_fit_a_terminal_and_have_a_line_for_each_row_elsewhere(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setenv("NO_COLOR", "1")
+    shown = {}
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["list"]) == 0
+        shown[stream.isatty()] = stream.getvalue().splitlines()
+    assert max(map(len, shown[True])) <= 70 < max(map(len, shown[False]))
+    assert sorted("".join(shown[True]).replace(" ", "")) == sorted("".join(shown[False]).replace(" ", ""))

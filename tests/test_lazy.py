@@ -25,6 +25,18 @@ def imported_by(code: str) -> set[str]:
     return set(line.split()[1:])
 
 
+# A small model, by settings.
+SIZES = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "num_key_value_heads": 4,
+}
+SMALL = [word for name, size in SIZES.items() for word in ("--set", f"{name}={size}")]
+
+
 def command(*words: str) -> str:
     return f"from shardplan.cli.main import main; assert main({list(words)!r}) == 0"
 
@@ -37,6 +49,7 @@ LIGHT = {
     "validate --help": command("validate", "--help"),
     "lint": command("lint", "llama"),
     "list": command("list"),
+    "list --json": command("list", "--json"),
     "explain": "from shardplan.render.catalog import catalog; " + command("explain", "SP201"),
     "schema": command("schema"),
     "schema --report": command("schema", "--report"),
@@ -48,6 +61,38 @@ def test_no_torch(name):
     assert not imported_by(LIGHT[name]) & set(HEAVY)
 
 
+# What draws no table: findings, and data of every kind, also that of a command that else draws one.
+WITHOUT_TABLES = {name: code for name, code in LIGHT.items() if name != "list"} | {
+    "lint --json": command("lint", "--json", "llama"),
+    "lint, with findings in colour": """
+import os
+os.environ["FORCE_COLOR"] = "1"
+from shardplan.cli.main import main
+assert main(["lint", "tests/cases/err/SP113-expressions.yaml"]) == 1
+""",
+    "what verify, estimate and show import": """
+import shardplan.cli.estimate, shardplan.cli.show, shardplan.cli.verify
+import shardplan.render.estimate, shardplan.render.proof, shardplan.render.table
+""",
+}
+WITH_MODELS = {
+    "list MODEL --json": command("list", "llama", "--json"),
+    "estimate --json": command("estimate", "llama", "auto", "--mesh", "tp=1", "--seq-len", "8", "--json", *SMALL),
+    "verify --json": command("verify", "llama", "llama", "--tp", "2", "--json", *SMALL),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TABLES)
+def test_no_rich(name):
+    assert "rich" not in imported_by(WITHOUT_TABLES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_MODELS)
+def test_no_rich_beside_a_model(name):
+    assert "rich" not in imported_by(WITH_MODELS[name])
+
+
 @pytest.mark.parametrize("name", ["import shardplan", "--help", "--version", "schema --report"])
 def test_no_pydantic(name):
     assert not imported_by(LIGHT[name]) & {"pydantic", "yaml"}
@@ -57,3 +102,4 @@ def test_no_pydantic(name):
 def test_this_test_can_fail():
     assert "torch" in imported_by("import shardplan, torch")
     assert "pydantic" in imported_by("import pydantic")
+    assert "rich" in imported_by(LIGHT["list"])

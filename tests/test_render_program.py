@@ -1,11 +1,14 @@
 """The table of `shardplan show`."""
 
+import re
+
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardplan import compile_plan, load_plan
 from shardplan.core.mesh import MeshSizes
 from shardplan.render.program import Held, Row, byte_text, fold, module_rows, program_text
+from shardplan.render.width import display_width
 
 CONFIG = LlamaConfig(
     vocab_size=101,
@@ -17,6 +20,7 @@ CONFIG = LlamaConfig(
     tie_word_embeddings=True,
 )
 PLAN = load_plan("llama")
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +44,28 @@ def test_the_numbers_are_those_of_the_model(program):
 
 
 def test_the_table(program):
-    lines = program_text(program, PLAN.sources, color=False).split("\n")
-    shown = {line.split()[0]: " ".join(line.split()) for line in lines if line.strip()}
-    assert shown["model.layers.0-2.self_attn.q_proj"].startswith(
-        "model.layers.0-2.self_attn.q_proj colwise weight Shard(0) [32, 64] 6,144 24.6 KB plans/llama.yaml:"
-    )
-    assert "in I -> R" in shown["model.layers.0-2.mlp"]
-    assert "tied to model.embed_tokens.weight 0 0 B" in shown["lm_head"]
-    assert "forward: 7 all-reduce, 1 all-gather" in shown["forward:"]
-    assert len(program_text(program, PLAN.sources, color=False, all_rows=True).split("\n")) > len(lines)
+    lines = program_text(program, PLAN.sources, color=False, width=200).split("\n")
+    shown = [" ".join(line.split()) for line in lines]
+    held = shown[shown.index("model.layers.0-2.self_attn.q_proj colwise plans/llama.yaml:11") + 1]
+    assert held == "weight Shard(0) [32, 64] 6,144 24.6 KB"
+    (mlp,) = (i for i, line in enumerate(shown) if line.startswith("model.layers.0-2.mlp input_with_grad_allreduce"))
+    assert "in I -> R" in shown[mlp + 1]
+    assert "weight Shard(0) [51, 64], tied to model.embed_tokens.weight in I -> R 0 0 B" in shown
+    assert "forward: 7 all-reduce, 1 all-gather" in shown
+    assert len(program_text(program, PLAN.sources, color=False, all_rows=True, width=200).split("\n")) > len(lines)
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "regather": True}])
+def test_no_line_is_wider_than_asked_for_and_nothing_is_cut(options):
+    program = compile_plan(CONFIG, MeshSizes(tp=2), PLAN, **options)
+    widest = program_text(program, PLAN.sources, color=False, width=1000)
+    for width in (30, 60, 120, 200):
+        text = program_text(program, PLAN.sources, color=False, width=width)
+        assert max(map(display_width, text.split("\n"))) <= width
+        assert sorted("".join(text.split())) == sorted("".join(widest.split()))
+        colored = program_text(program, PLAN.sources, color=True, width=width)
+        assert colored != text
+        assert [line.rstrip() for line in ANSI.sub("", colored).split("\n")] == text.split("\n")
 
 
 def test_rows_that_differ_are_not_folded():
@@ -90,4 +107,4 @@ def test_what_the_plan_could_have_otherwise_is_said(options, said):
     if said is None:
         assert "gathered values" not in text
     else:
-        assert said in text
+        assert said in " ".join(text.split())

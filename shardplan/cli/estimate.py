@@ -15,7 +15,7 @@ from shardplan.render import json_text, to_json, wants_color
 
 from .arguments import model_of
 from .exits import CLEAN, UsageError
-from .output import finish, progress
+from .output import columns, finish, progress
 
 CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selective": {"mode": "selective"}}
 
@@ -45,8 +45,11 @@ def run(args: argparse.Namespace) -> int:
         return CLEAN
     from shardplan.render.estimate import estimate_text, sweep_text
 
-    color = wants_color(sys.stdout)
-    print(sweep_text(made, color=color) if isinstance(made, Sweep) else estimate_text(made, color=color))
+    color, width = wants_color(sys.stdout), columns(sys.stdout)
+    if isinstance(made, Sweep):
+        print(sweep_text(made, color=color, width=width))
+    else:
+        print(estimate_text(made, color=color, width=width))
     return CLEAN
 
 

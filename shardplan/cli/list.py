@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import redirect_stdout
 
 from shardplan import api
@@ -13,9 +13,10 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.report import Report
 from shardplan.parse import builtin_plans, parse_plan
 from shardplan.render import json_text
+from shardplan.render.table import table
 
 from .exits import CLEAN, UsageError
-from .output import finish
+from .output import columns, finish
 
 BY_NAME = "(by name)"  # a plan that `auto` does not choose
 HEADER = ("model", "plan", "sequence parallel", "description")
@@ -31,7 +32,10 @@ def run(args: argparse.Namespace) -> int:
             found = api.coverage(args.model, settings=dict(args.settings), trust_remote_code=args.trust_remote_code)
     except PlanError as error:
         return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
-    print(json_text(found.data) if args.json else _aligned(_about(found)))
+    if args.json:
+        print(json_text(found.data))
+    else:
+        _print(_about(found))
     return CLEAN
 
 
@@ -41,7 +45,7 @@ def _collection(args: argparse.Namespace) -> int:
         names = ("model", "plan", "sequence_parallel", "description")
         print(json_text([dict(zip(names, (*row[:2], row[2] == "yes", row[3]), strict=True)) for row in rows]))
     else:
-        print(_aligned([HEADER, *rows]))
+        _print([HEADER, *rows])
     return CLEAN
 
 
@@ -64,8 +68,6 @@ def _about(found: Coverage) -> Iterator[tuple[str, str]]:
         yield "whole on every rank", f"{part}, {f'{share:.1%}' if share >= 0.001 else 'under 0.1%'}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]] | Iterator[tuple[str, ...]]) -> str:
-    rows = list(rows)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def _print(rows: Iterable[tuple[str, ...]]) -> None:
+    """A line for each row, unless a terminal is narrower."""
+    print("\n".join(table(rows, width=columns(sys.stdout))))

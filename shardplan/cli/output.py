@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from shutil import get_terminal_size
+from typing import TextIO
 
 from shardplan.core.report import Report
 from shardplan.render import report_text, text, wants_color
@@ -31,6 +33,11 @@ def warn(report: Report) -> None:
     """Print the warnings of a clean report to stderr, beside what the command prints."""
     if report.diagnostics:
         print(text(report.diagnostics, report.sources, color=wants_color(sys.stderr)) + "\n", file=sys.stderr)
+
+
+def columns(stream: TextIO) -> int | None:
+    """The columns of the terminal that the stream is, None where it is none."""
+    return get_terminal_size().columns if stream.isatty() else None
 
 
 def write_file(name: str, content: str) -> None:

@@ -17,7 +17,8 @@ EXIT_CODES = """\
 | 3 | a bug of shardplan; please report it with what the command prints with `--debug` |
 
 Findings go to standard output, progress and errors of the command line to standard error. Colours are used on
-a terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on.
+a terminal; `NO_COLOR` turns them off, `FORCE_COLOR=1` on. Tables are folded to the terminal's width; elsewhere `show` has
+120 columns, and other tables have a line for each row.
 """
 
 

@@ -14,7 +14,7 @@ from shardplan.render import wants_color
 
 from .arguments import model_of
 from .exits import CLEAN
-from .output import finish, warn
+from .output import columns, finish, warn
 from .validate import report_of
 
 
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     if not findings.ok:
         return finish(findings, args)
     warn(findings)
-    from shardplan.render.program import program_text
+    from shardplan.render.program import WIDTH, program_text
 
     try:
         with redirect_stdout(sys.stderr):
@@ -37,5 +37,6 @@ def run(args: argparse.Namespace) -> int:
             )
     except PlanError as error:
         return finish(replace(findings, diagnostics=error.diagnostics), args)
-    print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all))
+    width = columns(sys.stdout) or WIDTH
+    print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN

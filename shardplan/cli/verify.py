@@ -15,7 +15,7 @@ from shardplan.render.proof import proof_text
 
 from .arguments import model_of
 from .exits import CLEAN, FINDINGS, UsageError
-from .output import finish, progress, warn
+from .output import columns, finish, progress, warn
 from .validate import report_of
 
 
@@ -47,5 +47,6 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json_text(to_json(report)))
     else:
-        print(proof_text(report, color=wants_color(sys.stdout), all_rows=args.all))
+        width = columns(sys.stdout)
+        print(proof_text(report, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN if report.ok else FINDINGS

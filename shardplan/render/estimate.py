@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 from shardplan.core.estimate import CATEGORIES, Estimate, Memory, Sweep
 from shardplan.core.mesh import MeshSizes
 
 from .color import Paint
+from .table import table
 from .width import printable
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 BOUNDS = "Bounds, not promises: a step takes this long at least, with everything at its full speed and overlapped."
 
 
-def estimate_text(estimate: Estimate, *, color: bool) -> str:
-    """Memory, communication, computation, the bound where there is one, and what is left out."""
+def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) -> str:
+    """Memory, communication, computation, the bound where there is one, and what is left out.
+
+    Args:
+        width: of the terminal in columns; tables are as wide as they need without it.
+    """
     paint = Paint(color)
     parts = [
         _asked(estimate, paint),
-        _memory(estimate, paint),
-        _traffic(estimate, paint),
+        _memory(estimate, paint, width),
+        _traffic(estimate, paint, width),
         _computation(estimate),
-        *([_bound(estimate, paint)] if estimate.bound else []),
+        *([_bound(estimate, paint, width)] if estimate.bound else []),
         "\n".join([paint("strong", "not modelled"), *(f"  {text}" for text in estimate.not_modelled)]),
     ]
     return "\n\n".join(parts)
 
 
-def sweep_text(sweep: Sweep, *, color: bool) -> str:
-    """A line for each mesh."""
+def sweep_text(sweep: Sweep, *, color: bool, width: int | None = None) -> str:
+    """A line for each mesh.
+
+    Args:
+        width: of the terminal in columns; the table is as wide as it needs without it.
+    """
     paint = Paint(color)
     first = sweep.estimates[0]
     assert first.device is not None
@@ -41,11 +48,10 @@ def sweep_text(sweep: Sweep, *, color: bool) -> str:
         "bounded by",
         "tokens/s a device",
     )
-    rows = [header, *(_sweep_row(one) for one in sweep.estimates)]
-    lines = list(aligned(rows, left=(0, 4)))
-    lines[1:] = [
-        paint("good" if one.fits else "error", line) for one, line in zip(sweep.estimates, lines[1:], strict=True)
-    ]
+    rows: list[tuple[str, ...]] = [header]
+    for one in sweep.estimates:
+        rows.append(tuple(paint("good" if one.fits else "error", cell) for cell in _sweep_row(one)))
+    lines = table(rows, right=(1, 2, 3, 5), width=width)
     parts = [f"{_title(first)}\n{sweep.gpus:,} devices ({first.device.name})", "\n".join(lines)]
     if sweep.refused:
         parts.append("\n".join(f"{mesh_text(sizes)}: {printable(why)}" for sizes, why in sweep.refused))
@@ -66,14 +72,6 @@ def bytes_text(number: float) -> str:
     return f"{number:.0f} B"
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> Iterable[str]:
-    """The rows of a table; columns are aligned to the right but for those in `left`."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        cells = (f"{c:<{w}}" if i in left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-        yield "  ".join(cells).rstrip()
-
-
 def _title(estimate: Estimate) -> str:
     asked = estimate.asked
     overlay = ", sequence parallel" if asked.sequence_parallel else ""
@@ -91,9 +89,9 @@ def _asked(estimate: Estimate, paint: Paint) -> str:
     return "\n".join([paint("strong", _title(estimate)), size])
 
 
-def _memory(estimate: Estimate, paint: Paint) -> str:
+def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:
     memory = estimate.memory
-    rows = [("memory of a rank", "at the peak", "at most")]
+    rows = [_header(("memory of a rank", "at the peak", "at most"), paint)]
     rows += [
         (f"  {category}", bytes_text(memory.peak.get(category, 0)), bytes_text(memory.most[category]))
         for category in CATEGORIES
@@ -101,14 +99,18 @@ def _memory(estimate: Estimate, paint: Paint) -> str:
     ]
     rows.append(("  sum", bytes_text(memory.total), ""))
     rows += [(f"  on the host: {category}", "", bytes_text(size)) for category, size in memory.host.items()]
-    lines = list(aligned(rows))
+    lines = table(rows, right=(1, 2), width=width)
     lines.append(f"  the peak is in the {_place(memory)}")
     if estimate.device is not None:
         verdict = "fits" if estimate.fits else "does not fit"
         fraction = memory.total / estimate.device.memory
         text = f"  {verdict} {estimate.device.name}: {fraction:.0%} of {bytes_text(estimate.device.memory)}"
         lines.append(paint("good" if estimate.fits else "error", text))
-    return "\n".join([paint("strong", lines[0]), *lines[1:]])
+    return "\n".join(lines)
+
+
+def _header(titles: tuple[str, ...], paint: Paint) -> tuple[str, ...]:
+    return tuple(paint("strong", title) for title in titles)
 
 
 def _place(memory: Memory) -> str:
@@ -119,13 +121,12 @@ def _place(memory: Memory) -> str:
     return f"{memory.phase} of {printable(memory.module) or itself}"
 
 
-def _traffic(estimate: Estimate, paint: Paint) -> str:
+def _traffic(estimate: Estimate, paint: Paint, width: int | None) -> str:
     if not estimate.traffic:
         return "no communication"
-    rows = [("communication of a step", "calls", "sent by a rank")]
+    rows = [_header(("communication of a step", "calls", "sent by a rank"), paint)]
     rows += [(f"  {one.axis} {one.collective}", f"{one.calls:,}", bytes_text(one.bytes)) for one in estimate.traffic]
-    first, *rest = aligned(rows)
-    return "\n".join([paint("strong", first), *rest])
+    return "\n".join(table(rows, right=(1, 2), width=width))
 
 
 def _computation(estimate: Estimate) -> str:
@@ -133,13 +134,13 @@ def _computation(estimate: Estimate) -> str:
     return f"computation of a rank in a step: {said or 'no products'}"
 
 
-def _bound(estimate: Estimate, paint: Paint) -> str:
+def _bound(estimate: Estimate, paint: Paint, width: int | None) -> str:
     bound, device = estimate.bound, estimate.device
     assert bound is not None and device is not None
     head = f"a step takes at least {seconds_text(bound.seconds)} on {device.name}, bounded by: {bound.by}"
     rows = [(f"  {term}", seconds_text(seconds)) for term, seconds in bound.terms.items()]
     speed = f"  at most {estimate.tokens_per_second or 0:,.0f} tokens/s a device"
-    return "\n".join([paint("strong", head), *aligned(rows), speed])
+    return "\n".join([paint("strong", head), *table(rows, right=(1,), width=width), speed])
 
 
 def _sweep_row(one: Estimate) -> tuple[str, ...]:

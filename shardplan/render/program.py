@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from shardplan.core.layout import R
 from shardplan.core.plan import ResolvedPlan, Rule
@@ -16,11 +17,13 @@ from shardplan.lower.describe import leaving, placement
 
 from .color import Paint
 from .names import fold_names
+from .table import table
 from .text import place_text
-from .width import display_width, printable
+from .width import printable
 
-HEADER = ("module", "style", "parameter", "on each rank", "count", "bytes", "moves", "plan")
-NUMERIC = {4, 5}  # columns set to the right
+WIDTH = 120  # columns of what is shown elsewhere than on a terminal
+HEADER = ("module, and what a rank holds", "style and moves", "count", "bytes", "plan")
+NUMERIC = {2, 3}  # columns set to the right
 BYTES = {
     "float64": 8,
     "int64": 8,
@@ -75,13 +78,21 @@ class Row:
     moves: tuple[str, ...]
 
 
-def program_text(program: Program, sources: SourceMap, *, color: bool, all_rows: bool = False) -> str:
-    """The table of modules (repeated equal layers on one line, unless `all_rows`), the totals, the
-    collectives."""
+def program_text(
+    program: Program, sources: SourceMap, *, color: bool, all_rows: bool = False, width: int = WIDTH
+) -> str:
+    """The table of modules (repeated equal layers as one, unless `all_rows`), the totals, the collectives.
+
+    Args:
+        width: the columns that no line exceeds.
+    """
     paint = Paint(color)
     rows = tuple(module_rows(program, sources))
     shown = rows if all_rows else fold(rows)
-    return "\n".join([*_table(shown, paint), "", *_totals(program, rows), "", *_collectives(program, paint)])
+    header = [paint("strong", title) for title in HEADER]
+    modules = table([header, *(line for row in shown for line in _lines(row))], right=NUMERIC, width=width)
+    below = [*_totals(program, rows), "", *_collectives(program, paint)]
+    return "\n".join([*modules, "", *table([(line,) for line in below], width=width)])
 
 
 def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
@@ -165,28 +176,12 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
         yield f"{count} gradients in one all-reduce" if count > 1 else "1 gradient all-reduced"
 
 
-def _table(rows: Iterable[Row], paint: Paint) -> list[str]:
-    cells = [HEADER, *(line for row in rows for line in _lines(row))]
-    widths = [max(display_width(line[i]) for line in cells) for i in range(len(HEADER))]
-    lines = []
-    for number, line in enumerate(cells):
-        parts = []
-        for i, cell in enumerate(line):
-            blank = " " * (widths[i] - display_width(cell))
-            parts.append(blank + cell if i in NUMERIC else cell + blank)
-        text = "  ".join(parts).rstrip()
-        lines.append(paint("strong", text) if number == 0 else text)
-    return lines
-
-
 def _lines(row: Row) -> Iterator[tuple[str, ...]]:
-    """The row's cells: as many lines as its longest column needs."""
-    left = ((printable(row.name) or "(model)",), row.styles)
-    held = tuple((p.name, p.text, f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
-    right = (row.moves, tuple(map(printable, row.lines)))
-    for i in range(max(1, len(held), *(len(column) for column in (*left, *right)))):
-        columns = [[column[i] if i < len(column) else "" for column in side] for side in (left, right)]
-        yield (*columns[0], *(held[i] if i < len(held) else ("",) * 4), *columns[1])
+    """The row's cells: its name and then its parameters, beside the styles and then the moves."""
+    held = ((f"  {p.name}  {p.text}", f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
+    names, counts, sizes = zip((row.name or "(model)", "", ""), *held, strict=True)
+    for cells in zip_longest(names, (*row.styles, *row.moves), counts, sizes, row.lines, fillvalue=""):
+        yield tuple(map(printable, cells))
 
 
 def _totals(program: Program, rows: Iterable[Row]) -> list[str]:

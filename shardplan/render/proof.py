@@ -12,19 +12,24 @@ from shardplan.core.report import Comparison, VariantProof, Verdict, VerifyRepor
 
 from .color import Paint, Role
 from .names import fold_names
+from .table import table
 from .text import named_few
 from .width import printable
 
 VERDICTS: dict[Verdict, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
 VARIANTS = {"tensor_parallel": "tensor parallel", "sequence_parallel": "sequence parallel"}
-HEADER = ("tensor", "worst error", "where", "verdict")
+HEADER = ("  tensor", "worst error", "where", "verdict")
 RANKS = {True: "real processes", False: "simulated in one process"}
 
 
-def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False) -> str:
-    """One table for each variant (repeated layers on one line, unless `all_rows`) and the verdict."""
+def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False, width: int | None = None) -> str:
+    """One table for each variant (repeated layers on one line, unless `all_rows`) and the verdict.
+
+    Args:
+        width: of the terminal in columns; the tables are as wide as they need without it.
+    """
     paint = Paint(color)
-    parts = [_variant(proof, report, paint, all_rows) for proof in report.variants]
+    parts = [_variant(proof, report, paint, all_rows, width) for proof in report.variants]
     return "\n\n".join([*parts, _verdict(report, paint)])
 
 
@@ -48,9 +53,10 @@ def _fold(group: Sequence[Comparison]) -> list[Comparison]:
     return [replace(worst, name=name) for name in fold_names(row.name for row in group)]
 
 
-def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: bool) -> str:
+def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: bool, width: int | None) -> str:
     rows = proof.rows if all_rows else fold_rows(proof.rows)
     title = f"{VARIANTS[proof.variant]}, {sizes_text(report.sizes)} ({RANKS[report.processes]})"
+    header = (*HEADER[:-1], paint("strong", HEADER[-1]))
     counts = Counter(row.verdict for row in proof.rows)
     total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
     worst = f", worst {proof.worst.error:.1e} at {printable(proof.worst.name)}" if proof.worst else ""
@@ -61,7 +67,7 @@ def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: 
     return "\n".join(
         [
             paint("strong", title),
-            *_table(rows, paint),
+            *table([header, *(_cells(row, paint) for row in rows)], right=(1,), width=width),
             f"{len(proof.rows)} compared: {total}{worst}",
             f"{proof.parameters:,} parameters, {proof.sharded_share:.1%} of them split over tp",
             *(f"{what}: {named_few(names)} ({len(names)} in all)" for what, names in missed.items() if names),
@@ -69,15 +75,9 @@ def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: 
     )
 
 
-def _table(rows: Iterable[Comparison], paint: Paint) -> list[str]:
-    rows = tuple(rows)
-    cells = [HEADER, *((printable(r.name), f"{r.error:.1e}", r.where, _verdict_word(r)) for r in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(HEADER) - 1)]
-    lines = []
-    roles: list[Role] = ["strong", *(VERDICTS[row.verdict] for row in rows)]
-    for role, (name, error, where, verdict) in zip(roles, cells, strict=True):
-        lines.append(f"  {name:<{widths[0]}}  {error:>{widths[1]}}  {where:<{widths[2]}}  {paint(role, verdict)}")
-    return lines
+def _cells(row: Comparison, paint: Paint) -> tuple[str, ...]:
+    verdict = paint(VERDICTS[row.verdict], _verdict_word(row))
+    return f"  {printable(row.name)}", f"{row.error:.1e}", row.where, verdict
 
 
 def _verdict_word(row: Comparison) -> str:

@@ -1,0 +1,38 @@
+"""Tables, drawn by rich."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Collection, Iterable, Sequence
+
+
+def table(rows: Iterable[Sequence[str]], *, right: Collection[int] = (), width: int | None = None) -> list[str]:
+    """The lines of a table: two blanks between the columns, none at the end of a line.
+
+    Args:
+        rows: the cells, all rows alike in number: printable text with `Paint`'s colours. Blanks before a cell's text indent all
+            its lines.
+        right: the columns that are set to the right.
+        width: what no line exceeds: cells that are too long are folded, at blanks where they have some. None for as many as they need.
+    """
+    from rich.console import Console  # takes longer than linting a plan
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    first, *others = rows
+    drawn = Table.grid(padding=(0, 2, 0, 0))
+    for i in range(len(first)):
+        drawn.add_column(justify="right" if i in right else "left", overflow="fold")
+    for row in (first, *others):
+        texts = [cell.lstrip(" ") for cell in row]
+        indents = [len(cell) - len(text) for cell, text in zip(row, texts, strict=True)]
+        drawn.add_row(*(Padding(Text.from_ansi(text), (0, 0, 0, n)) for text, n in zip(texts, indents, strict=True)))
+    # The colours are in the cells: the console neither looks for a terminal nor reads the environment.
+    screen = Console(
+        file=io.StringIO(), width=width or sys.maxsize, color_system="standard", no_color=False, force_terminal=False
+    )
+    with screen.capture() as shown:
+        screen.print(drawn)
+    return [line.rstrip() for line in shown.get().splitlines()]
