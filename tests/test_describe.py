@@ -6,26 +6,27 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from shardplan.core.layout import I, P, R, V
-from shardplan.core.program import InputMove, ModuleProgram, OutputMove, ParameterProgram
+from shardplan.core.program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
 from shardplan.lower import Program
 from tests.proofs import program_of, twin
 
-WEIGHT = ParameterProgram("weight", 1, "shard")
-BIAS = ParameterProgram("bias", None, "complete")
+WEIGHT = ParameterProgram("weight", V(1), V(1))
+BIAS = ParameterProgram("bias", I, I)
 ENTER = InputMove(V(-1), I)
 LEAVE = OutputMove(P, I)
 MODULE = ModuleProgram("m", "rowwise", (WEIGHT, BIAS), (ENTER,), LEAVE)
 
 Part = ModuleProgram | ParameterProgram | InputMove | OutputMove
 
-# Each differs in one field.
+# Each says something else in one place.
 OTHER_WEIGHTS = (
     replace(WEIGHT, name="table"),
-    replace(WEIGHT, dim=0),
-    replace(WEIGHT, gradient="divided"),
+    replace(WEIGHT, stored=V(0), computed=V(0)),
+    replace(WEIGHT, computed=I),
+    replace(WEIGHT, computed=R),
     replace(WEIGHT, parts=(4, 2)),
 )
-OTHER_BIASES = (replace(BIAS, withheld="none"),)
+OTHER_BIASES = (replace(BIAS, computed=R), replace(BIAS, computed=P), replace(BIAS, withheld="none"))
 OTHER_ENTRANCES = (
     replace(ENTER, src=R),
     replace(ENTER, dst=R),
@@ -47,7 +48,7 @@ OTHER_MODULES = (
     replace(MODULE, tail=2),
     replace(MODULE, outside=(1,)),
     replace(MODULE, divide=("heads",)),
-    replace(MODULE, group=(("", "bias"),)),
+    replace(MODULE, group=GradientGroup((("", "bias"),))),
 )
 # What follows from the model or from another module's fields.
 FOLLOWS = {"size", "vocabulary", "joined", "collects", "sum_rule", "reads_in", "layer", "also_reads"}
