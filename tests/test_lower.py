@@ -9,8 +9,9 @@ from torch import nn
 
 from shardplan.core.layout import I, P, R, V
 from shardplan.core.program import InputMove, OutputMove
+from shardplan.core.tree import element
 from shardplan.lower.collectives import expected_collectives
-from tests.proofs import plan_like, program_of, twin
+from tests.proofs import PLANS, plan_like, program_of, twin
 
 
 def program(name: str, *, sp: bool = False, plan=None, classes=None, **options):
@@ -25,6 +26,12 @@ def test_every_module_that_owns_a_parameter_has_an_entry_in_the_trees_order():
         compiled = program_of(model, name, 2)
         assert owners <= set(compiled.modules) and owners <= set(compiled.parallelize_plan)
         assert list(compiled.modules) == [n for n, _ in model.named_modules() if n in compiled.modules]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_fsdp_units_of_a_built_in_plan_are_the_models_blocks(name):
+    model = twin(name, 2).build()
+    assert program_of(model, name, 2).resolved.dp_units == tuple(n for n, _ in model.named_modules() if element(n))
 
 
 def test_what_arrives_at_the_head():
