@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,8 @@ class Recipe:
         change: done to the unsharded model first, in both runs.
         mixture: the loss has a term that is no mean over tokens, so the combined batch's loss is the mean of its
             parts' losses.
+        plan: for the sharded run.
+        under: a context for it, in which it has what its processes lack.
         defer: reduce gradients over data-parallel ranks at the last micro-batch only.
     """
 
@@ -45,6 +48,8 @@ class Recipe:
     change: Callable[[nn.Module], None] | None = None
     defer: bool = False
     mixture: bool = False
+    plan: Any = "auto"
+    under: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def build(self) -> nn.Module:
         model = small_model(self.model, tied=self.tied, dtype=torch.float64)
@@ -97,10 +102,15 @@ def train(recipe: Recipe, model: nn.Module, called: nn.Module, parts_of: Callabl
 
 
 def sharded(recipe: Recipe) -> Run:
+    with recipe.under():
+        return _sharded(recipe)
+
+
+def _sharded(recipe: Recipe) -> Run:
     mesh = init_device_mesh("cpu", tuple(recipe.sizes.values()), mesh_dim_names=tuple(recipe.sizes))
     model = recipe.build()
     called = shardplan.apply_plan(
-        model, mesh, "auto", sequence_parallel=recipe.sequence_parallel, **recipe.options, prove=False
+        model, mesh, recipe.plan, sequence_parallel=recipe.sequence_parallel, **recipe.options, prove=False
     )
     share = share_of(mesh)
     run = train(recipe, model, called, lambda step, micro: [batch(step, micro, share)])

@@ -108,7 +108,11 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     """
     modules = facts.resolved.tree.modules
     weights = {name: facts.held.get(weight) for name in siblings if (weight := _weight(modules[name]))}
-    split = [_widths(modules[name]) for name, held in weights.items() if held is not None and held.how.shard == "out"]
+    split = [
+        _widths(modules[name])
+        for name, held in weights.items()
+        if held is not None and held.how.shard == "out" and held.how.computed == "V"
+    ]
     own = _widths(module)
     if own is None:
         return False

@@ -80,7 +80,7 @@ class HeldParameters:
         module = self.resolved.tree.modules[assignment.name]
         if style.kinds is not None and module.kind not in style.kinds:
             return False
-        return not style.shards_parameters or module.parameter("weight") is not None
+        return style.weight.shard is None or module.parameter("weight") is not None
 
     @cached_property
     def groups(self) -> tuple[Held, ...]:

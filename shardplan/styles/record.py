@@ -145,7 +145,8 @@ class Style:
 
     @property
     def shards_parameters(self) -> bool:
-        return self.weight.shard is not None
+        """Whether each rank computes with its shard: what is gathered where it is read does not count."""
+        return self.weight.computed == "V"
 
     @property
     def splits_rows(self) -> bool:
