@@ -150,8 +150,7 @@ def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layou
         run.axis = spmd.MeshAxis.of(mesh.get_group("tp"))
         held = {full_name(b.name, p.name): p for b in bound.values() for p in b.parameters}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            whole = {"partial": spmd.R, "divided": spmd.P}.get(held[name].gradient, spmd.I)  # 1/tp of it: a summand
-            run.give(parameter, whole if held[name].dim is None else spmd.V)
+            run.give(parameter, getattr(spmd, held[name].computed.kind))
         with spmd.set_current_mesh(mesh), checker.typecheck():
             output = run.run(bench.inputs)
         if run.trace.crash is not None:

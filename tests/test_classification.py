@@ -9,6 +9,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from shardplan import compile_plan, validate
+from shardplan.core.layout import I
 from shardplan.core.mesh import MeshSizes
 from tests.model_settings import find, without_dropout
 
@@ -48,4 +49,4 @@ def test_the_plan_of_the_type_is_right(name: str) -> None:
 def test_the_head_is_whole() -> None:
     program = compile_plan(classifier("llama"), MeshSizes(tp=2), "auto", sequence_parallel=True)
     (weight,) = program.modules["score"].parameters
-    assert (weight.name, weight.dim, weight.gradient) == ("weight", None, "complete")
+    assert (weight.name, weight.stored, weight.computed) == ("weight", I, I)

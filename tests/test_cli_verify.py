@@ -78,9 +78,18 @@ def test_show_prints_what_the_layout_check_finds(tmp_path, capsys):
     assert "error[SP401]" in capsys.readouterr().out
 
 
-def test_a_module_is_called_with_the_inputs_that_are_named(capsys):
-    plan = str(Path(__file__).parent / "cases" / "ok" / "own-inputs.yaml")
-    words = ["tests.case_models:blocks", plan, "--tp", "2"]
+PAIRS = """version: "1"
+name: mine
+tensor_parallel:
+  layers.*.up: colwise
+  layers.*.down: rowwise
+"""
+
+
+def test_a_module_is_called_with_the_inputs_that_are_named(tmp_path, capsys):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PAIRS, "utf-8")
+    words = ["tests.case_models:blocks", str(plan), "--tp", "2"]
     assert main(["verify", *words, "--inputs", "tests.case_models:features"]) == 0
     assert "layers.0-1.up.weight" in capsys.readouterr().out
     assert main(["verify", *words, "--inputs", "tests.case_models:features", "--processes"]) == 0
