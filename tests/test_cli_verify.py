@@ -71,6 +71,25 @@ def test_show(capsys):
     assert "model.layers.35.self_attn.q_norm" in capsys.readouterr().out
 
 
+def test_show_needs_no_size(capsys):
+    assert main(["show", QWEN, "auto"]) == 0
+    printed = capsys.readouterr()
+    assert "shown at tp 2, the smallest size that splits the model" in printed.err
+    assert "\ntp 2: " in printed.out and "V(d): split along dim d" in printed.out
+
+
+def test_show_as_json_is_what_the_schema_says(capsys):
+    assert main(["show", QWEN, "auto", "--tp", "8", "--sequence-parallel", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator(report_schema()).validate(data)
+    modules = {one["name"]: one for one in data["modules"]}
+    (weight,) = modules["model.layers.35.self_attn.o_proj"]["parameters"]
+    assert (weight["stored"], weight["computed"]) == ("V(1)", "V(1)")
+    assert modules["model.layers.35.self_attn.o_proj"]["output"] == {"source": "P", "destination": "V(1)"}
+    assert "self_attn.q_norm.weight" in modules["model.layers.0"]["summed"]
+    assert {one["direction"] for one in data["collectives"]} == {"forward", "backward"}
+
+
 def test_show_prints_what_the_layout_check_finds(tmp_path, capsys):
     path = tmp_path / "wrong.yaml"
     path.write_text(WRONG, "utf-8")

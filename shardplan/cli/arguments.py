@@ -201,9 +201,13 @@ def _estimate(parser: Parser) -> None:
 
 def _show(parser: Parser) -> None:
     _model_and_plan(parser)
-    _mesh(parser, tp_required=True)
+    text = "tensor-parallel ranks; without it the smallest size that splits the model"
+    parser.add_argument("--tp", type=size, metavar="N", help=text)
+    text = "with, or without (the default), the plan's sequence_parallel section"
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)
     _model_options(parser)
     parser.add_argument("--all", action="store_true", help="one line for every module, repeated layers not folded")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON, every module by itself")
 
 
 def _lint(parser: Parser) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.render import wants_color
+from shardplan.render import json_text, wants_color
 
 from .arguments import model_of
 from .exits import CLEAN
@@ -24,19 +24,27 @@ def run(args: argparse.Namespace) -> int:
     if not findings.ok:
         return finish(findings, args)
     warn(findings)
-    from shardplan.render.program import WIDTH, program_text
-
+    tp = args.tp or findings.checked_tp or 1
     try:
         with redirect_stdout(sys.stderr):
             program = api.compile_plan(
                 model_of(args),
-                MeshSizes(tp=args.tp),
+                MeshSizes(tp=tp),
                 args.plan,
                 sequence_parallel=args.sequence_parallel,
                 allow_unproven=True,  # it is shown, not applied
             )
     except PlanError as error:
         return finish(replace(findings, diagnostics=error.diagnostics), args)
+    if args.json:
+        from shardplan.render.program_json import program_record
+
+        print(json_text(asdict(program_record(program, findings.sources, args.model))))
+        return CLEAN
+    from shardplan.render.program import WIDTH, program_text
+
+    if args.tp is None:
+        print(f"shown at tp {tp}, the smallest size that splits the model; --tp says another", file=sys.stderr)
     width = columns(sys.stdout) or WIDTH
     print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN

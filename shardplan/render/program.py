@@ -10,7 +10,7 @@ from shardplan.core.layout import R
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.core.sources import SourceMap
-from shardplan.core.tree import ModuleInfo, ParameterInfo
+from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
 from shardplan.lower import Program
 from shardplan.lower.collectives import COLLECTIVES, expected_collectives
 from shardplan.lower.describe import leaving, placement
@@ -23,6 +23,9 @@ from .width import printable
 
 WIDTH = 120  # columns of what is shown elsewhere than on a terminal
 HEADER = ("module, and what a rank holds", "style and moves", "count", "bytes", "plan")
+LAYOUTS = (
+    "I: whole, with a complete gradient; R: whole, with a partial gradient; V(d): split along dim d; P: a partial sum"
+)
 NUMERIC = {2, 3}  # columns set to the right
 BYTES = {
     "float64": 8,
@@ -92,13 +95,14 @@ def program_text(
     header = [paint("strong", title) for title in HEADER]
     modules = table([header, *(line for row in shown for line in _lines(row))], right=NUMERIC, width=width)
     below = [*_totals(program, rows), "", *_collectives(program, paint)]
-    return "\n".join([*modules, "", *table([(line,) for line in below], width=width)])
+    legend = ["", *table([(LAYOUTS,)], width=width)] if any(row.moves for row in rows) else []
+    return "\n".join([*modules, "", *table([(line,) for line in below], width=width), *legend])
 
 
 def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
     """One row for each module that the program has something to say of, in the model's order."""
     tree = program.resolved.tree
-    first_name = {name: group[0] for group in tree.tied for name in group[1:]}
+    first_name = first_names(tree)
     for module in program.modules.values():
         rules = _rules(program.resolved, module.name)
         info = tree.modules[module.name]
@@ -109,6 +113,11 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
             parameters=tuple(_held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters),
             moves=tuple(_moves(module)),
         )
+
+
+def first_names(tree: ModuleTree) -> dict[str, str]:
+    """The other names of tied parameters -> the first one."""
+    return {name: group[0] for group in tree.tied for name in group[1:]}
 
 
 def fold(rows: Iterable[Row]) -> tuple[Row, ...]:

@@ -245,3 +245,71 @@ class SweepReport:
     estimates: Annotated[tuple[EstimateRecord, ...], "those that fit first, the fastest bound first"]
     refused: Annotated[tuple[RefusedRecord, ...], "meshes that the plan or the model does not allow"]
     not_modelled: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRecord:
+    """One parameter of a module."""
+
+    name: Annotated[str, "its name in the module"]
+    stored: Annotated[str, "the layout in which it is stored: I (whole) or V(dim)"]
+    computed: Annotated[str, "the layout in which the module's code reads it: I, R, V(dim) or P"]
+    parts: Annotated[tuple[int, ...], "the sizes of the packed parts along the split dim"]
+    shape: Annotated[tuple[int, ...], "of the shard of the rank that has the most"]
+    dtype: str
+    tied_to: Annotated[str | None, "the first name of the same parameter, where it is another one's"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputMoveRecord:
+    """A move of an argument on the way into a module."""
+
+    argument: Annotated[str | None, "null: the first one; *: every floating-point tensor"]
+    source: str
+    destination: str
+    regather: Annotated[bool, "gathered again in backward instead of being kept"]
+
+
+@dataclass(frozen=True, slots=True)
+class OutputMoveRecord:
+    """The move of a module's output."""
+
+    source: str
+    destination: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRecord:
+    """What the plan does to one module."""
+
+    name: str
+    styles: Annotated[tuple[str, ...], "of its rule and of those of its parameters"]
+    rules: Annotated[tuple[str, ...], "where these stand: file:line"]
+    parameters: tuple[ParameterRecord, ...]
+    inputs: tuple[InputMoveRecord, ...]
+    output: OutputMoveRecord | None
+    summed: Annotated[tuple[str, ...], "parameters in it whose partial gradients one all-reduce sums"]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveRecord:
+    """Collectives of one kind in a training step, on the tp axis."""
+
+    direction: Annotated[str, "forward or backward"]
+    collective: Annotated[str, "all_reduce, all_gather or reduce_scatter"]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """What `shardplan show --json` prints. Layouts: I, whole with a complete gradient; R, whole with a partial gradient; V(d), split
+    along dim d; P, a partial sum."""
+
+    kind: Literal["program"]
+    version: Literal["1"]
+    plan: str
+    model: str
+    mesh: Mesh
+    sequence_parallel: bool
+    modules: tuple[ModuleRecord, ...]
+    collectives: tuple[CollectiveRecord, ...]
