@@ -97,7 +97,7 @@ def seconds(text: str, tree: Callable[[], ModuleTree]) -> tuple[int, int, float]
         start = time.process_time()
         parsed = parse_text(text)
         assert parsed.plan is not None, parsed.diagnostics
-        resolved, about = bind(parsed.plan, fresh, MeshSizes(tp=8), sequence_parallel=False)
+        resolved, about = bind(parsed.plan, fresh, MeshSizes(tp=8))
         wrong = [d for d in (*about, *check(resolved)) if d.is_error]
         least = min(least, time.process_time() - start)
         gc.enable()

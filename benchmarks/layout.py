@@ -13,6 +13,8 @@ import time
 import warnings
 from collections.abc import Callable
 
+from shardplan.core.plan import overlays_of
+
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -59,7 +61,7 @@ def main() -> None:
         model = twin.build()
         tree = tree_of(model)
         bench = Workbench(model, twin.inputs(), tree)
-        bound = [bind(plan, tree, MeshSizes(tp=args.tp), sequence_parallel=on)[0] for on in (False, True)]
+        bound = [bind(plan, tree, MeshSizes(tp=args.tp), overlays_of(on))[0] for on in (False, True)]
         numbers = [
             milliseconds(lambda found=found: make_twin(found, tp=args.tp).build()),
             milliseconds(lambda model=model, twin=twin, tree=tree: Workbench(model, twin.inputs(), tree)),

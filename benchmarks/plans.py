@@ -27,7 +27,7 @@ from shardplan.bind import bind
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.estimate import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.costs.estimate import step_ledger
 from shardplan.layout import Workbench
 from shardplan.lower.program import Program
@@ -101,7 +101,7 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
     bench = Workbench(model, twin.inputs(kind=twin.kinds[0]), tree_of(model))
     made: dict[str, Any] = {word: {} for word in variants}
     for word in variants:
-        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), sequence_parallel=VARIANTS[word])
+        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), overlays_of(VARIANTS[word]))
         for tp in TPS:
             program = compile_plan(short.build("meta"), MeshSizes(tp=tp), plan.name, sequence_parallel=VARIANTS[word])
             made[word][tp] = {"sent": sent(short, program, tp), "least": least(resolved, bench, found.tree, tp)}

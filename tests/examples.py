@@ -11,7 +11,7 @@ from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import parse_text
 from tests.trees import TREES
@@ -61,5 +61,5 @@ def command(line: str) -> Command:
 def findings(example: str) -> tuple[Diagnostic, ...]:
     """What binding and checking say about an example."""
     said = command(example.partition("\n")[0])
-    resolved, about = bind(plan(example), tree(said.model), said.sizes, sequence_parallel=said.sequence_parallel)
+    resolved, about = bind(plan(example), tree(said.model), said.sizes, overlays_of(said.sequence_parallel))
     return (*about, *check(resolved, seq_len=said.seq_len))

@@ -184,7 +184,7 @@ def document(rules: Mapping[str, Any]) -> dict[str, Any]:
 
 def bound(model: nn.Module, rules: Mapping[str, Any], tp: int = 2) -> ResolvedPlan:
     """A plan without errors, not yet proven."""
-    plan, findings = bind(parse_plan(document(rules)).plan, tree_of(model), MeshSizes(tp=tp), sequence_parallel=False)
+    plan, findings = bind(parse_plan(document(rules)).plan, tree_of(model), MeshSizes(tp=tp))
     wrong = [d for d in (*findings, *check(plan, seq_len=None)) if d.is_error]
     assert not wrong, wrong
     return plan

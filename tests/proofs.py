@@ -26,6 +26,7 @@ from shardplan.compiler.program import program_of as lowered
 from shardplan.compiler.variants import bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, overlays_of
 from shardplan.core.report import Comparison
 from shardplan.lower import Program
 from shardplan.models import find_any, tree_of
@@ -110,10 +111,12 @@ def program_of(
     read = load_plan(plan).file
     if (document := overriding_document(sections)) is not None:
         read = with_parent(load_plan(document).file, read)
-    variants = check_variants(bind_variants(read, tree_of(model), MeshSizes(tp=tp), {False, sequence_parallel}))
+    variants = check_variants(
+        bind_variants(read, tree_of(model), MeshSizes(tp=tp), {NO_OVERLAYS, overlays_of(sequence_parallel)})
+    )
     if variants.any_error:
         raise PlanError(variants.together)
-    return lowered(variants, sequence_parallel, logits=logits, regather=regather, sections=sections)
+    return lowered(variants, overlays_of(sequence_parallel), logits=logits, regather=regather, sections=sections)
 
 
 def planned(

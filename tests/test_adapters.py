@@ -25,6 +25,7 @@ from shardplan import applied
 from shardplan.compiler.inputs import read_plan
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ParameterInfo
 from shardplan.layout import ModelLayouts
 from shardplan.models import find_any, tree_of
@@ -276,9 +277,9 @@ def test_a_wrong_way_to_hold_an_adapter_is_caught_by_the_layout_check(monkeypatc
     model = find_any(CASES[name].meta())
     plan, _, _ = read_plan("auto", model)
     layouts = ModelLayouts(model, 2)
-    assert layouts.check(plan, sequence_parallel=sp).ok
+    assert layouts.check(plan, overlays_of(sp)).ok
     mutated(monkeypatch, part, shard, wrong)
-    report = layouts.check(replace(plan), sequence_parallel=sp, help=False)  # another object: each is checked once
+    report = layouts.check(replace(plan), overlays_of(sp), help=False)  # another object: each is checked once
     found = {d.code for d in report.diagnostics}
     assert found and all(code.startswith("SP4") for code in found)
     assert codes is None or found == codes

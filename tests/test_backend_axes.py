@@ -22,7 +22,7 @@ from shardplan.check import check
 from shardplan.compiler.program import program_of as lowered
 from shardplan.compiler.variants import bind_variants
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import DataParallel, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, DataParallel, ResolvedPlan
 from shardplan.models import tree_of
 from shardplan.parse import parse_plan
 from tests.proofs import fake_mesh
@@ -56,7 +56,7 @@ def model() -> nn.Module:
 
 def resolved(backend: str, sizes: MeshSizes) -> ResolvedPlan:
     plan = parse_plan(PLAN).plan
-    bound, about = bind(plan, tree_of(model()), sizes, sequence_parallel=False)
+    bound, about = bind(plan, tree_of(model()), sizes)
     assert not about
     return replace(bound, data_parallel=DataParallel(backend))
 
@@ -87,8 +87,8 @@ def outcome(backend: str, axes: dict[str, int]) -> str:
 
 
 def wrapped(backend: str, mesh: PlanMesh, plan: ResolvedPlan) -> str:
-    variants = bind_variants(parse_plan(PLAN).plan, plan.tree, plan.sizes, {False})
-    program = replace(lowered(variants, False, logits="plan", regather=None, sections={}), resolved=plan)
+    variants = bind_variants(parse_plan(PLAN).plan, plan.tree, plan.sizes, {NO_OVERLAYS})
+    program = replace(lowered(variants, NO_OVERLAYS, logits="plan", regather=None, sections={}), resolved=plan)
     seen.clear()
     one = model()
     result = phases.apply_program(one, mesh, program, src_data_rank=None)

@@ -25,7 +25,7 @@ from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import bind_variants
 from shardplan.core.inherit import effective_sections
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan
 from shardplan.costs.estimate import estimate_mesh
 from shardplan.models import tree_of
 from shardplan.parse import parse_plan
@@ -63,7 +63,7 @@ def plan_of(section: Mapping[str, Any], rules: Mapping[str, str] | None = None) 
 def resolved(section: Mapping[str, Any], model: nn.Module | None = None, **sizes: int) -> ResolvedPlan:
     rules = sizes.pop("rules", None)
     plan = plan_of(section, rules)
-    bound, about = bind(plan, tree_of(model or Scaled()), MeshSizes(**{"tp": 1, **sizes}), sequence_parallel=False)
+    bound, about = bind(plan, tree_of(model or Scaled()), MeshSizes(**{"tp": 1, **sizes}))
     assert not about
     return bound
 
@@ -109,7 +109,9 @@ def test_what_it_is_not_combined_with(monkeypatch: pytest.MonkeyPatch, refused: 
     rules = {"norm": "replicated_with_grad_allreduce"} if refused == "partial_gradients" else {}
     for works in (True, False):
         made_up(monkeypatch, **{refused: works})
-        plan = replace(resolved({}, rules=rules, dp_shard=2, tp=2), sequence_parallel=refused == "sequence_parallel")
+        plan = replace(
+            resolved({}, rules=rules, dp_shard=2, tp=2), overlays=overlays_of(refused == "sequence_parallel")
+        )
         assert ("SP555" in codes(plan)) == (not works)
 
 
@@ -146,8 +148,8 @@ def test_traceable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def program_without_rules(plan: ResolvedPlan) -> Any:
-    variants = bind_variants(plan.plan, plan.tree, plan.sizes, {False})
-    return program_of(variants, False, logits="plan", regather=None, sections={})
+    variants = bind_variants(plan.plan, plan.tree, plan.sizes, {NO_OVERLAYS})
+    return program_of(variants, NO_OVERLAYS, logits="plan", regather=None, sections={})
 
 
 @pytest.fixture

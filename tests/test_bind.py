@@ -9,7 +9,7 @@ import pytest
 from shardplan.bind import bind
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import parse_plan, parse_text
 from tests.examples import plan, tree
@@ -22,7 +22,7 @@ def bound(
     text: str | PlanFile, model: ModuleTree = LLAMA, *, sequence_parallel: bool = False
 ) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
     file = plan(text) if isinstance(text, str) else text
-    return bind(file, model, MeshSizes(), sequence_parallel=sequence_parallel)
+    return bind(file, model, MeshSizes(), overlays_of(sequence_parallel))
 
 
 def codes(diagnostics: tuple[Diagnostic, ...]) -> list[str]:
@@ -273,7 +273,7 @@ data_parallel:
 
 
 def units_of(words: str, model: ModuleTree) -> ResolvedPlan:
-    resolved, found = bind(plan(UNITS + words), model, MeshSizes(dp_shard=2), sequence_parallel=False)
+    resolved, found = bind(plan(UNITS + words), model, MeshSizes(dp_shard=2))
     assert found == ()
     return resolved
 

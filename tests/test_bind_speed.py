@@ -31,7 +31,7 @@ def seconds(file: PlanFile, tree: ModuleTree) -> tuple[float, float]:
     times = []
     for _ in range(3):
         start = process_time()
-        resolved, _ = bind(file, tree, MeshSizes(tp=8), sequence_parallel=False)
+        resolved, _ = bind(file, tree, MeshSizes(tp=8))
         bound = process_time()
         check(resolved)
         times.append((bound - start, process_time() - bound))

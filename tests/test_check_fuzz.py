@@ -11,7 +11,7 @@ from shardplan.bind import bind
 from shardplan.check import allowed_tp, check
 from shardplan.core.diagnostics import Location
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import ActivationCheckpointing, DataParallel, PlanFile, Rule
+from shardplan.core.plan import ActivationCheckpointing, DataParallel, PlanFile, Rule, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 from tests.trees import gpt2, llama_8b, mixtral_8x7b, phi3_mini
@@ -89,7 +89,7 @@ def plans(draw: st.DrawFn, depth: int = 1) -> PlanFile:
 )
 def test_every_plan_ends_in_findings(plan, model, tp, dp_shard, sequence_parallel, seq_len):
     sizes = MeshSizes(tp=tp, dp_shard=dp_shard)
-    resolved, found = bind(plan, MODELS[model], sizes, sequence_parallel=sequence_parallel)
+    resolved, found = bind(plan, MODELS[model], sizes, overlays_of(sequence_parallel))
     found += check(resolved, seq_len=seq_len)
     allowed = allowed_tp(resolved)
     assert allowed == tuple(sorted(set(allowed))) and 1 in allowed

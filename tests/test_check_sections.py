@@ -11,6 +11,7 @@ from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import parse_plan, parse_text
 from tests.examples import plan, tree
@@ -22,7 +23,7 @@ FSDP2 = "data_parallel:\n  backend: fsdp2\n"
 
 
 def checked(text: str, model: ModuleTree = LLAMA, *, tp: int = 1, **sizes: int) -> tuple[Diagnostic, ...]:
-    resolved, found = bind(plan(HEADER + text), model, MeshSizes(tp=tp, **sizes), sequence_parallel=False)
+    resolved, found = bind(plan(HEADER + text), model, MeshSizes(tp=tp, **sizes))
     assert found == ()
     return check(resolved)
 
@@ -217,7 +218,7 @@ def test_gradients_that_megatron_fsdp_would_not_sum_are_refused():
     model = tree("qwen3-8b")
     assert besides_missing(HEADS + MEGATRON, model, tp=2, dp_shard=2) == ["SP555"]
     assert besides_missing(HEADS + MEGATRON, model, dp_shard=2) == []
-    resolved, _ = bind(plan(HEADER + "extends: llama\n" + MEGATRON), LLAMA, MeshSizes(tp=2), sequence_parallel=True)
+    resolved, _ = bind(plan(HEADER + "extends: llama\n" + MEGATRON), LLAMA, MeshSizes(tp=2), overlays_of(True))
     assert "SP555" in codes(check(resolved))
 
 
@@ -241,7 +242,7 @@ def test_compiled_modules_may_be_nested():
 
 def test_dropout_is_refused_with_the_fields_to_change():
     file = parse_plan("gpt2").plan
-    resolved, _ = bind(file, tree("gpt2"), MeshSizes(tp=2), sequence_parallel=False)
+    resolved, _ = bind(file, tree("gpt2"), MeshSizes(tp=2))
     finding = next(finding for finding in check(resolved) if finding.code == "SP370")
     assert finding.message.startswith(
         "dropout is 0.1 in transformer.drop, transformer.h.*.attn.{attn_dropout,resid_dropout}"

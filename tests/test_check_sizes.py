@@ -10,7 +10,7 @@ from shardplan.bind import bind
 from shardplan.check import allowed_tp, check
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import parse_plan
 from tests.examples import plan, tree
@@ -24,7 +24,7 @@ def rules(section: str) -> str:
 
 def bound(text: str, model: ModuleTree, tp: int | None) -> ResolvedPlan:
     file = plan(text) if "\n" in text else parse_plan(text).plan
-    resolved, found = bind(file, model, MeshSizes(tp=tp), sequence_parallel=False)
+    resolved, found = bind(file, model, MeshSizes(tp=tp))
     assert found == ()
     return resolved
 
@@ -58,9 +58,7 @@ def test_a_finding_names_the_rule_the_modules_and_the_sizes_that_work():
 
 def test_both_variants_of_a_plan_give_the_same_finding():
     file, model = parse_plan("llama").plan, tree("llama-3.1-8b")
-    found = [
-        check(bind(file, model, MeshSizes(tp=3), sequence_parallel=on)[0], seq_len=4096 * 3) for on in (False, True)
-    ]
+    found = [check(bind(file, model, MeshSizes(tp=3), overlays_of(on))[0], seq_len=4096 * 3) for on in (False, True)]
     assert [d.primary for d in found[0]] == [d.primary for d in found[1]]
 
 

@@ -11,7 +11,7 @@ from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ModuleTree, ParameterInfo
 from shardplan.parse import parse_plan
 from tests.examples import plan, tree
@@ -42,7 +42,7 @@ def checked(
     **sizes: int,
 ) -> tuple[Diagnostic, ...]:
     file = plan(text) if isinstance(text, str) else text
-    resolved, found = bind(file, model, MeshSizes(tp=tp, **sizes), sequence_parallel=sequence_parallel)
+    resolved, found = bind(file, model, MeshSizes(tp=tp, **sizes), overlays_of(sequence_parallel))
     assert found == ()
     return check(resolved, seq_len=seq_len)
 

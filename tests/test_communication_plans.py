@@ -10,6 +10,7 @@ import pytest
 from benchmarks.plans import DATA, VARIANTS, of_type
 from shardplan.bind import bind
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.parse import parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import subject
@@ -44,7 +45,7 @@ def test_the_least_of_llama_is_what_the_papers_say(on: bool) -> None:
     all-reduce for the logits; with the sequence split the gradients of two norms for each layer and of the last."""
     small = subject("llama", 2)
     tree = find("llama").tree
-    resolved, _ = bind(parse_plan("llama").plan, small.tree, MeshSizes(tp=2), sequence_parallel=on)
+    resolved, _ = bind(parse_plan("llama").plan, small.tree, MeshSizes(tp=2), overlays_of(on))
     layers, hidden, vocabulary = 2, tree.numbers["hidden_size"], tree.numbers["vocab_size"]
     expected = Size((4 * layers + 2) * hidden + vocabulary / 2, (2 * layers + 1) * hidden if on else 0)
     assert least(resolved, small.bench, tree, 2) == expected

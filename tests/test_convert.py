@@ -26,7 +26,7 @@ from shardplan.bind.names import Names
 from shardplan.core.diagnostics import Location
 from shardplan.core.globs import parse_glob
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import Rule
+from shardplan.core.plan import Rule, overlays_of
 from shardplan.models import find_model
 from shardplan.parse import parse_plan, parse_text
 from shardplan.synth.foreign.convert import convert
@@ -107,7 +107,7 @@ def test_there_and_back(name: str) -> None:
     assert plan is not None
 
     def bound(read: Any, on: bool) -> dict[str, tuple[str, dict[str, Any]]]:
-        resolved, _ = bind(read, found.tree, MeshSizes(tp=2), sequence_parallel=on)
+        resolved, _ = bind(read, found.tree, MeshSizes(tp=2), overlays_of(on))
         return {
             module: (a.rule.style, a.rule.options)
             for module, a in resolved.assignments.items()
@@ -137,7 +137,7 @@ def test_transformers_own_plan(model: str) -> None:
         for reached in [names.reach(parse_glob(pattern))]
         for name in (*reached.modules, *reached.parameters)
     }
-    resolved, _ = bind(parse_text(made.text, file="<text>").plan, found.tree, MeshSizes(tp=2), sequence_parallel=False)
+    resolved, _ = bind(parse_text(made.text, file="<text>").plan, found.tree, MeshSizes(tp=2))
     assert {name: a.rule.style for name, a in resolved.assignments.items()} == theirs
 
 
@@ -422,12 +422,8 @@ def test_deepspeeds_llama() -> None:
     assert styles(made.text) == wanted
     without = convert_plan(foreign.DEEPSPEED)
     found = find_model("llama", overrides={"num_hidden_layers": 2})
-    resolved, findings = bind(
-        parse_text(str(without.text), file="<text>").plan, found.tree, MeshSizes(tp=2), sequence_parallel=False
-    )
-    theirs, _ = bind(
-        parse_text(str(made.text), file="<text>").plan, found.tree, MeshSizes(tp=2), sequence_parallel=False
-    )
+    resolved, findings = bind(parse_text(str(without.text), file="<text>").plan, found.tree, MeshSizes(tp=2))
+    theirs, _ = bind(parse_text(str(made.text), file="<text>").plan, found.tree, MeshSizes(tp=2))
     assert not findings
     assert {n: a.rule.style for n, a in resolved.assignments.items()} == {
         n: a.rule.style for n, a in theirs.assignments.items()

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 
 from shardplan.core.layout import I, P, R, V
+from shardplan.core.plan import NO_OVERLAYS
 from shardplan.core.program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
 from shardplan.lower import Program
 from tests.proofs import program_of, twin
@@ -65,13 +66,14 @@ def modules() -> Iterator[ModuleProgram]:
 
 def programs() -> Iterator[Program]:
     compiled = program_of(twin("llama", 2).build(), "llama", 2, sequence_parallel=True)
-    whole = replace(compiled, modules={"m": MODULE}, tensor_parallel_modules=None)
-    yield from (replace(whole, modules={"m": module}) for module in modules())
-    yield replace(whole, tensor_parallel_modules={"m": MODULE})
+    overlays = compiled.resolved.overlays
+    whole = replace(compiled, variants={overlays: {"m": MODULE}})
+    yield from (replace(whole, variants={overlays: {"m": module}}) for module in modules())
+    yield replace(whole, variants={**whole.variants, NO_OVERLAYS: {"m": MODULE}})
     plan = whole.resolved
     for other in (
         replace(plan, sizes=replace(plan.sizes, tp=4)),
-        replace(plan, sequence_parallel=False),
+        replace(plan, overlays=NO_OVERLAYS),
         replace(plan, dp_units=("m",)),
         replace(plan, dp_parts=("m",)),
         replace(plan, dp_ignored=frozenset({"m.bias"})),

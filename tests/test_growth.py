@@ -39,7 +39,7 @@ def parsed_bound_checked(text: str, tree: ModuleTree) -> Callable[[], object]:
     def run() -> None:
         globs.parse_glob.cache_clear()
         plan = parse_text(text).plan
-        resolved, about = bind(plan, tree, MeshSizes(tp=8), sequence_parallel=False)
+        resolved, about = bind(plan, tree, MeshSizes(tp=8))
         assert not [d for d in (*about, *check(resolved)) if d.is_error]
 
     return run

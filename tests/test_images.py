@@ -136,7 +136,7 @@ def test_the_tower_may_be_split(cls, plan, tp, tmp_path):
     model = folder(cls, tmp_path)
     assert shardplan.validate(model, plan, tp=tp).diagnostics == ()
     proven(shardplan.verify(model, plan, tp=tp))
-    resolved, _ = bind(parse_plan(plan).plan, find(cls).tree, MeshSizes(tp=tp), sequence_parallel=False)
+    resolved, _ = bind(parse_plan(plan).plan, find(cls).tree, MeshSizes(tp=tp))
     assert any(p.dim is not None for name, m in lower(resolved).modules.items() if "vis" in name for p in m.parameters)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from shardplan.bind import bind
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.layout.boundaries import missing
 from shardplan.layout.spread import Spread, spread_of
@@ -39,7 +40,7 @@ def checked(
 ) -> LayoutReport:
     parsed = parse_plan(plan)
     assert not [d for d in parsed.diagnostics if d.is_error], parsed.diagnostics
-    resolved, about = bind(parsed.plan, bench.tree, MeshSizes(tp=tp), sequence_parallel=sequence_parallel)
+    resolved, about = bind(parsed.plan, bench.tree, MeshSizes(tp=tp), overlays_of(sequence_parallel))
     assert not [d for d in about if d.is_error], about
     return check_layout(resolved, bench, help=help)
 
@@ -383,7 +384,7 @@ def test_a_module_that_does_not_run_may_read_what_is_below_it() -> None:
     model.idle = nn.MultiheadAttention(8, 2)  # reads the weight of its out_proj
     bench = Workbench(model, {"ids": torch.arange(16).view(2, 8)}, tree_of(model))
     plan = parse_plan({"version": "1", "name": "own", "tensor_parallel": SPLIT}).plan
-    resolved, _ = bind(plan, bench.tree, MeshSizes(tp=2), sequence_parallel=False)
+    resolved, _ = bind(plan, bench.tree, MeshSizes(tp=2))
     report = check_layout(resolved, bench)
     assert "idle" not in report.elsewhere
     program = lower(replace(resolved, elsewhere=report.elsewhere))
@@ -437,7 +438,7 @@ def test_the_model_is_not_changed() -> None:
 
 def test_a_tp_size_is_needed() -> None:
     bench = bench_of("llama")
-    resolved, _ = bind(parse_plan("llama").plan, bench.tree, MeshSizes(), sequence_parallel=False)
+    resolved, _ = bind(parse_plan("llama").plan, bench.tree, MeshSizes())
     with pytest.raises(ValueError, match="tp size"):
         check_layout(resolved, bench)
 
@@ -447,7 +448,7 @@ def test_records_say_enough(style: Style) -> None:
     assert missing(style) is None
 
 
-SHARDED = ParameterStyle("out", "shard")
+SHARDED = ParameterStyle("out", "V")
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ SHARDED = ParameterStyle("out", "shard")
         ({"weight": SHARDED}, "does not say what the module then computes"),
         ({"computes": V(SEQ), "hands": P}, "no move"),
         (
-            {"lookup": Lookup(), "weight": ParameterStyle("in", "shard"), "computes": I},
+            {"lookup": Lookup(), "weight": ParameterStyle("in", "V"), "computes": I},
             "does not compute a partial sum",
         ),
     ],

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardplan.bind import bind
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.layout import LayoutReport, ModelLayouts, Workbench, check_layout
 from shardplan.layout.check import Search
 from shardplan.layout.spread import Spread, spread_of
@@ -361,7 +362,7 @@ def wrong_norm(search: Search | None) -> LayoutReport:
     rules = {"model.layers.*.self_attn.q_norm": "none"}
     plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules})
     bench = bench_of("qwen3")
-    resolved, _ = bind(plan.plan, bench.tree, MeshSizes(tp=2), sequence_parallel=False)
+    resolved, _ = bind(plan.plan, bench.tree, MeshSizes(tp=2))
     return check_layout(resolved, bench, search=search)
 
 
@@ -386,9 +387,9 @@ def test_both_variants_of_a_plan_share_one_search() -> None:
     plan = parse_plan({"version": "1", "name": "own", "extends": "qwen3", "tensor_parallel": rules}).plan
     left = []
     for sequence_parallel in (False, True):
-        layouts.check(plan, sequence_parallel=sequence_parallel)
+        layouts.check(plan, overlays_of(sequence_parallel))
         left.append(layouts._plans[id(plan)].search.tries)
     assert left[1] < left[0]
     right = parse_plan("qwen3").plan
-    layouts.check(right, sequence_parallel=False)
+    layouts.check(right)
     assert layouts._plans[id(right)].search == Search()

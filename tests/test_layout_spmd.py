@@ -9,6 +9,7 @@ import pytest
 from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.layout.run import prove
 from shardplan.parse import parse_plan
 from tests.proofs import PLANS
@@ -24,7 +25,7 @@ def test_right_plans_have_no_objection(name: str) -> None:
     plan = parse_plan(name).plan
     model = subject(plan.models[0], 2)
     for on in (False, True):
-        resolved, _ = bind(plan, model.tree, MeshSizes(tp=2), sequence_parallel=on)
+        resolved, _ = bind(plan, model.tree, MeshSizes(tp=2), overlays_of(on))
         proof = prove(resolved, model.bench)
         assert proof.findings == ()
         assert objection(model.bench, resolved, proof.arrivals) == ""
@@ -43,7 +44,7 @@ def test_edited_plans(name: str) -> None:
             plan = parse(edit.document)
             if plan is None:
                 continue
-            resolved, about = bind(plan, model.tree, MeshSizes(tp=2), sequence_parallel=on)
+            resolved, about = bind(plan, model.tree, MeshSizes(tp=2), overlays_of(on))
             if any(d.is_error for d in (*about, *check(resolved, seq_len=None))):
                 continue
             proof = prove(resolved, model.bench)

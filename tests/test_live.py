@@ -48,7 +48,7 @@ def codes(model: nn.Module, plan="llama", **arguments) -> set[str]:
 
 def broken(model: nn.Module, plan="llama") -> bool:
     """Whether the layout check has errors; without looking for what would fix them."""
-    report = ModelLayouts(find_any(model), 2).check(load_plan(plan).file, sequence_parallel=False, help=False)
+    report = ModelLayouts(find_any(model), 2).check(load_plan(plan).file, help=False)
     return any(d.is_error for d in report.diagnostics)
 
 

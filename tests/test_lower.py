@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 from shardplan.core.layout import I, P, R, V
+from shardplan.core.plan import NO_OVERLAYS
 from shardplan.core.program import InputMove, OutputMove
 from shardplan.core.tree import element
 from shardplan.lower.collectives import expected_collectives
@@ -95,9 +96,9 @@ def test_logits():
 
 def test_both_variants_are_compiled():
     compiled = program("llama", sp=True)
-    assert compiled.tensor_parallel_modules == program("llama").modules
-    assert compiled.modules != compiled.tensor_parallel_modules
-    assert program("llama").tensor_parallel_modules is None
+    assert compiled.variants[NO_OVERLAYS] == program("llama").modules
+    assert compiled.modules != compiled.variants[NO_OVERLAYS]
+    assert list(program("llama").variants) == [NO_OVERLAYS]
 
 
 class Packed(nn.Module):
@@ -129,7 +130,7 @@ def test_expected_collectives():
         "forward": Counter(all_gather=5, reduce_scatter=5),
         "backward": Counter(all_gather=5, reduce_scatter=5, all_reduce=3),
     }
-    assert expected_collectives(compiled.tensor_parallel_modules) == {
+    assert expected_collectives(compiled.variants[NO_OVERLAYS]) == {
         "forward": Counter(all_reduce=5),
         "backward": Counter(all_reduce=5),
     }

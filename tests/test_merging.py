@@ -19,6 +19,7 @@ from shardplan.bind import bind
 from shardplan.check import check
 from shardplan.core.layout import I, R, V
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import overlays_of
 from shardplan.layout import Workbench, check_layout
 from shardplan.layout.model import arrivals_of, shared_reads_of
 from shardplan.layout.unsummed import acting, dropping
@@ -373,7 +374,7 @@ def test_a_sum_behind_a_dropout() -> None:
 def test_what_cannot_be_summed(said: list[str], code: str, message: str) -> None:
     model = made(Stack)
     plan = parse_plan(document({**SPLIT, "blocks.*": {"sum_outputs": said}})).plan
-    resolved, about = bind(plan, tree_of(model), MeshSizes(tp=2), sequence_parallel=False)
+    resolved, about = bind(plan, tree_of(model), MeshSizes(tp=2))
     (found,) = [d for d in (*about, *check(resolved, seq_len=None)) if d.is_error]
     assert found.code == code and message in found.message
 
@@ -389,7 +390,7 @@ def test_a_later_list_replaces_an_earlier_one() -> None:
     parsed = parse_plan({**document(rules), "sequence_parallel": {"blocks.*": {"sum_outputs": []}}})
     tree = tree_of(made(Stack))
     for overlay, count in ((False, 2), (True, 0)):
-        resolved, about = bind(parsed.plan, tree, MeshSizes(tp=2), sequence_parallel=overlay)
+        resolved, about = bind(parsed.plan, tree, MeshSizes(tp=2), overlays_of(overlay))
         assert not about and len(resolved.sums) == count
 
 
@@ -431,7 +432,7 @@ def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: in
     """Two layers have two boundaries each, and one is at the head: 5; q and k norms add one per layer. Counted as they run."""
     model = subject(name, 2)
     parsed = from_hf_tp_plan(*hf_tp_plan(model.bench.model))
-    plan = bind(parsed.plan, model.tree, MeshSizes(tp=2), sequence_parallel=False)[0]
+    plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
     report = check_layout(plan, model.bench)
     assert report.ok
     seen = report.onto(plan)
@@ -459,7 +460,7 @@ def test_transformers_own_plans_communicate_at_the_minimum(name: str, before: in
 def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
     """The number of collectives is read off the layout check's run; that they are so many is decided when the model runs."""
     model = subject(name, 2)
-    plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), sequence_parallel=sp)[0]
+    plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), overlays_of(sp))[0]
     seen = check_layout(plan, model.bench).onto(plan)
     sharded = copy.deepcopy(model.models[torch.float32])
     with fake_mesh(2) as mesh:
@@ -478,7 +479,7 @@ def test_what_is_stated_is_what_runs(name: str, sp: bool) -> None:
 @pytest.mark.parametrize("name", ["cohere", "gptj", "phi"])
 def test_parallel_residuals_are_reduced_once(name: str, sp: bool) -> None:
     model = subject(name, 2)
-    plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), sequence_parallel=sp)[0]
+    plan = bind(parse_plan(name).plan, model.tree, MeshSizes(tp=2), overlays_of(sp))[0]
     report = check_layout(plan, model.bench)
     assert report.ok
     found = expected_collectives(lower(report.onto(plan)).modules)
@@ -491,7 +492,7 @@ def test_parallel_residuals_are_reduced_once(name: str, sp: bool) -> None:
 def test_facts_of_the_small_copy_hold_for_all_layers() -> None:
     model = subject("llama", 2)
     parsed = from_hf_tp_plan(*hf_tp_plan(model.bench.model))
-    plan = bind(parsed.plan, model.tree, MeshSizes(tp=2), sequence_parallel=False)[0]
+    plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
     report = check_layout(plan, model.bench)
     first = {name: one for name, one in report.shared_reads.items() if ".0." in name}
     assert first and shared_reads_of(model.tree, first) == report.shared_reads

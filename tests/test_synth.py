@@ -89,7 +89,7 @@ def test_slices_that_leave_gaps_are_no_parts() -> None:
 def test_what_is_found_for_a_known_model_is_its_plan(name: str) -> None:
     tree = flow(name).tree
     plans = derived(name).draft.plan(), parse_plan(name).plan
-    found, known = (bind(plan, tree, MeshSizes(tp=2), sequence_parallel=False)[0] for plan in plans)
+    found, known = (bind(plan, tree, MeshSizes(tp=2))[0] for plan in plans)
     assert {n: a.rule.style for n, a in found.assignments.items()} == {
         n: a.rule.style for n, a in known.assignments.items()
     }

@@ -115,7 +115,7 @@ class Case:
         tree = tree_of(model)
         bench = Workbench(model, {"input_ids": torch.arange(8).view(2, 4)}, tree)
         document = {"version": "1", "name": "case", "tensor_parallel": {**SPLIT, **(rules or {})}}
-        plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2), sequence_parallel=False)
+        plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2))
         report = check_layout(plan, bench)
         assert not findings and report.ok, [*findings, *report.diagnostics]
         plan = report.onto(plan) if merged else replace(plan, arrivals=report.arrivals)

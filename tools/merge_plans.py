@@ -17,6 +17,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardplan.core.plan import overlays_of
+
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
@@ -99,7 +101,7 @@ def assigned(plan: PlanFile, tree: ModuleTree) -> list[Any] | None:
     """What a plan gives each module of a model, without and with its overlay; None where it has errors."""
     result: list[Any] = []
     for on in (False, True) if plan.has_overlay else (False,):
-        resolved, about = bind(plan, tree, MeshSizes(tp=2), sequence_parallel=on)
+        resolved, about = bind(plan, tree, MeshSizes(tp=2), overlays_of(on))
         if any(d.is_error for d in about):
             return None
         result.append(

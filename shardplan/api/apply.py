@@ -162,7 +162,7 @@ def apply_plan(
     elif compiled.small is not None:
         _, read = compiled.given.both
         asked = Question(compiled.small, named, read, changes.get("logits", "plan"), allow_unproven)
-        found, how = prove_on_first_rank(asked, program.sequence_parallel, mesh)
+        found, how = prove_on_first_rank(asked, program.resolved.overlays, mesh)
         raise_errors(found, compiled.given.sources, strict=strict)
         warnings, proof = (*warnings, *found), f"proven {how}, on a reduced model"
     result = apply_program(

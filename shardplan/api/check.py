@@ -21,7 +21,8 @@ from shardplan.compiler.inputs import (
 from shardplan.compiler.pipeline import at_a_size, look_up
 from shardplan.compiler.variants import bind_variants, prove_layouts, wanted_variants
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered, variant_name
+from shardplan.core.plan import NO_OVERLAYS, variant_name
+from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
 
 if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits
@@ -165,7 +166,7 @@ def coverage(
     found, read = given.both
     bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None))
     raise_errors(bound.together, given.sources)
-    split, whole = covered(found.tree, split_parameters(bound.resolved[False]))
+    split, whole = covered(found.tree, split_parameters(bound.resolved[NO_OVERLAYS]))
     allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
     return Coverage(given.model.shown, read.name, allowed, split, whole)
 

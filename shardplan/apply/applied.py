@@ -12,6 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.plan import variant_name
+from shardplan.core.program import ModuleProgram
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
@@ -69,10 +71,10 @@ class Applied:
         """The collectives of one step on the tp axis, by direction ("forward", "backward"): `expected_collectives`."""
         if self.shared is None:
             return {"forward": Counter(), "backward": Counter()}
-        without = self.program.tensor_parallel_modules
-        if without is not None and not self.shared.regime.sequence_parallel:
-            return expected_collectives(without)
-        return expected_collectives(self.program.modules)
+        named: dict[str, Mapping[str, ModuleProgram]] = {
+            variant_name(overlays): modules for overlays, modules in self.program.variants.items()
+        }
+        return expected_collectives(named[self.shared.regime.variant])
 
     @property
     def async_collectives(self) -> Mapping[str, Counter[str]]:
@@ -177,9 +179,9 @@ def without_sequence_parallel(model: nn.Module) -> Iterator[Any]:
     if record.shared is None:
         yield model
         return
-    before = record.shared.regime.sequence_parallel
-    record.shared.regime.sequence_parallel = False
+    before = record.shared.regime.variant
+    record.shared.regime.variant = variant_name(record.program.resolved.overlays - {"sequence_parallel"})
     try:
         yield model
     finally:
-        record.shared.regime.sequence_parallel = before
+        record.shared.regime.variant = before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.inherit import effective_sections
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 
 from .combine import CONTRADICTION, contradictions
@@ -21,7 +21,7 @@ CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTI
 
 
 def bind(
-    plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, *, sequence_parallel: bool
+    plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, overlays: Overlays = NO_OVERLAYS
 ) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
     """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
 
@@ -29,10 +29,10 @@ def bind(
         plan: the plan, with what it extends.
         tree: the picture of the model.
         sizes: of the mesh.
-        sequence_parallel: whether the `sequence_parallel` overlays are laid over the tensor-parallel rules.
+        overlays: the sections that are laid over the tensor-parallel rules.
     """
     names = Names(tree)
-    stack = layers(plan, names, sequence_parallel=sequence_parallel)
+    stack = layers(plan, names, overlays)
     sections = effective_sections(plan)
     units, about_units = expand(sections.data_parallel, "units", names)
     left_out, about_left_out = ignored(sections.data_parallel, names)
@@ -40,12 +40,12 @@ def bind(
     recomputed = sections.activation_checkpointing
     checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
     compiled, about_compiled = wrapped(sections.compile, names, units)
-    sums, about_sums = declared_sums(plan, tree, names, sequence_parallel=sequence_parallel)
+    sums, about_sums = declared_sums(plan, tree, names, overlays)
     resolved = ResolvedPlan(
         plan=plan,
         tree=tree,
         sizes=sizes,
-        sequence_parallel=sequence_parallel,
+        overlays=overlays,
         assignments=assign(stack, names),
         data_parallel=sections.data_parallel,
         activation_checkpointing=recomputed,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
-from shardplan.core.plan import Assignment, PlanFile, Rule, Section
+from shardplan.core.plan import OVERLAYS, Assignment, Overlays, PlanFile, Rule, Section
 from shardplan.core.tree import ModuleTree, full_name, named
 from shardplan.styles import NONE
 
@@ -95,14 +95,15 @@ class Layer:
         return frozenset(rule.pattern for rule in self.rules)
 
 
-def layers(plan: PlanFile, names: Names, *, sequence_parallel: bool) -> tuple[Layer, ...]:
+def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...]:
     """The sections that hold, the first to be covered first: tensor_parallel of the oldest ancestor to the
-    plan's own, then, with sequence parallelism, the overlays in the same order."""
+    plan's own, then each of the overlays in the same order."""
     sections: list[tuple[PlanFile, Section, tuple[Rule, ...]]] = [
         (file, "tensor_parallel", file.tensor_parallel) for file in plan.lineage
     ]
-    if sequence_parallel:
-        sections += [(file, "sequence_parallel", file.sequence_parallel) for file in plan.lineage]
+    for overlay in OVERLAYS:
+        if overlay in overlays:
+            sections += [(file, overlay, file.rules(overlay)) for file in plan.lineage]
     return tuple(
         Layer(file, section, rules, tuple(names.reach(parse_glob(rule.pattern)) for rule in rules))
         for file, section, rules in sections

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.globs import parse_glob
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import SECTIONS, Overlays, PlanFile
 from shardplan.core.suggest import closest
 from shardplan.core.sums import SummedOutputs, SumRule
 from shardplan.core.tree import ModuleTree, named, starred
@@ -38,16 +38,15 @@ tensor_parallel:
 
 
 def declared_sums(
-    plan: PlanFile, tree: ModuleTree, names: Names, *, sequence_parallel: bool
+    plan: PlanFile, tree: ModuleTree, names: Names, overlays: Overlays
 ) -> tuple[tuple[SummedOutputs, ...], tuple[Diagnostic, ...]]:
     """The sums of each block, in the tree's order, and what is wrong with them.
 
-    The lists of a child plan and of `sequence_parallel` replace those that stand for the same block before; a rule without
+    The lists of a child plan and of the overlays replace those that stand for the same block before; a rule without
     a list leaves them as they are.
     """
-    rules = [(file, rule) for file in plan.lineage for rule in file.sums.get("tensor_parallel", ())]
-    if sequence_parallel:
-        rules += [(file, rule) for file in plan.lineage for rule in file.sums.get("sequence_parallel", ())]
+    sections = [section for section in SECTIONS if section == "tensor_parallel" or section in overlays]
+    rules = [(file, rule) for section in sections for file in plan.lineage for rule in file.sums.get(section, ())]
     holds: dict[str, SumRule] = {}
     wrong: list[Diagnostic] = []
     for file, rule in rules:

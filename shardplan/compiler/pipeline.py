@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, overlays_of
 from shardplan.core.report import as_errors
 from shardplan.core.sources import SourceMap
 
 from .inputs import AnyPlan, Model, find_model, read_plan
 from .overrides import Logits, Override, overriding_document, with_parent
-from .variants import On, Variants, any_error, bind_variants, check_variants, prove_layouts
+from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts
 
 if TYPE_CHECKING:
     from shardplan.layout import ModelLayouts
@@ -77,7 +77,7 @@ class Given:
         assert self.found is not None and self.plan is not None, self.findings
         return self.found, self.plan
 
-    def structure(self, sizes: MeshSizes, wanted: Iterable[On], *, seq_len: int | None = None) -> Variants:
+    def structure(self, sizes: MeshSizes, wanted: Iterable[Overlays], *, seq_len: int | None = None) -> Variants:
         """Bind the variants and check their structure."""
         found, plan = self.both
         return check_variants(bind_variants(plan, found.tree, sizes, wanted), seq_len=seq_len)
@@ -151,18 +151,18 @@ def compile_variant(
     if any_error(findings):
         return Compiled(None, findings, given)
     found, read = given.both
-    overlay = changes.get("sequence_parallel", False) and sizes.tp != 1
-    variants = given.structure(sizes, {False, overlay}, seq_len=seq_len)
-    if any_error(severity(variants.findings[overlay])):
-        return Compiled(None, severity((*findings, *variants.findings[overlay])), given)
+    overlays = overlays_of(changes.get("sequence_parallel", False) and sizes.tp != 1)
+    variants = given.structure(sizes, {NO_OVERLAYS, overlays}, seq_len=seq_len)
+    if any_error(severity(variants.findings[overlays])):
+        return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
     small = ModelLayouts(found, sizes.tp or 1)
     variants = prove_layouts(variants, read, small, allow_unproven=allow_unproven)
-    findings = severity((*findings, *variants.findings[overlay]))
+    findings = severity((*findings, *variants.findings[overlays]))
     if any_error(findings):
         return Compiled(None, findings, given)
     program = program_of(
         variants,
-        overlay,
+        overlays,
         logits=changes.get("logits", "plan"),
         regather=changes.get("regather"),
         sections=sections,
@@ -171,7 +171,7 @@ def compile_variant(
 
 
 def at_a_size(
-    given: Given, sizes: MeshSizes, wanted: Iterable[On], *, seq_len: int | None
+    given: Given, sizes: MeshSizes, wanted: Iterable[Overlays], *, seq_len: int | None
 ) -> tuple[Variants, tuple[int, ...]]:
     """The variants with their structural findings, all at one tp size, and the sizes that all of them allow.
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.report import of_both_variants
 from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
     from shardplan.layout import LayoutReport, ModelLayouts
-
-On = bool  # with the overlay
 
 
 @dataclass(frozen=True)
@@ -28,9 +26,9 @@ class Variants:
         layouts: what the layout check found out, where it ran.
     """
 
-    resolved: Mapping[On, ResolvedPlan]
-    findings: Mapping[On, tuple[Diagnostic, ...]]
-    layouts: Mapping[On, LayoutReport] = field(default_factory=dict)
+    resolved: Mapping[Overlays, ResolvedPlan]
+    findings: Mapping[Overlays, tuple[Diagnostic, ...]]
+    layouts: Mapping[Overlays, LayoutReport] = field(default_factory=dict)
 
     @property
     def any_error(self) -> bool:
@@ -46,7 +44,7 @@ class Variants:
         """The findings of all variants, what both say once."""
         return _together(list(self.findings.values()))
 
-    def with_findings(self, more: Mapping[On, tuple[Diagnostic, ...]]) -> Variants:
+    def with_findings(self, more: Mapping[Overlays, tuple[Diagnostic, ...]]) -> Variants:
         """The same with further findings."""
         return replace(self, findings={on: (*old, *more.get(on, ())) for on, old in self.findings.items()})
 
@@ -61,16 +59,17 @@ class Variants:
         return replace(self, resolved=moved)
 
 
-def wanted_variants(plan: PlanFile, sequence_parallel: bool | None) -> tuple[On, ...]:
+def wanted_variants(plan: PlanFile, sequence_parallel: bool | None) -> tuple[Overlays, ...]:
     """The variants that a user asks for: None is every one that the plan has."""
-    return (False, True) if sequence_parallel is None and plan.has_overlay else (bool(sequence_parallel),)
+    both = sequence_parallel is None and plan.has_overlay
+    return tuple(map(overlays_of, (False, True) if both else (bool(sequence_parallel),)))
 
 
-def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[On]) -> Variants:
+def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
     """Decide what each module and parameter gets."""
     from shardplan.bind import bind
 
-    bound = {on: bind(plan, tree, sizes, sequence_parallel=on) for on in wanted}
+    bound = {overlays: bind(plan, tree, sizes, overlays) for overlays in wanted}
     return Variants({on: one for on, (one, _) in bound.items()}, {on: about for on, (_, about) in bound.items()})
 
 
@@ -100,7 +99,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
         variants = variants.with_findings(dict.fromkeys(variants.findings, about))
     if (sizes.tp or 1) == 1:
         return variants
-    reports = {on: model.check(plan, sequence_parallel=on, allow_unproven=allow_unproven) for on in variants.resolved}
+    reports = {on: model.check(plan, on, allow_unproven=allow_unproven) for on in variants.resolved}
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 

@@ -14,8 +14,25 @@ from .sources import SourceMap
 from .sums import SummedOutputs, SumRule
 from .tree import ModuleTree
 
-Section = Literal["tensor_parallel", "sequence_parallel"]
-SECTIONS: tuple[Section, ...] = get_args(Section)
+Overlay = Literal["sequence_parallel"]
+OVERLAYS: tuple[Overlay, ...] = get_args(Overlay)  # sections that are laid over tensor_parallel, in this order
+Section = Literal["tensor_parallel", Overlay]
+SECTIONS: tuple[Section, ...] = ("tensor_parallel", *OVERLAYS)
+
+Overlays = frozenset[Overlay]  # a variant of a plan: the overlays that are laid over it
+NO_OVERLAYS: Overlays = frozenset()
+
+
+def overlays_of(sequence_parallel: bool) -> Overlays:
+    """The variant that a user asks for."""
+    return frozenset({"sequence_parallel"}) if sequence_parallel else NO_OVERLAYS
+
+
+def variant_name(overlays: Overlays) -> Section:
+    """The section that is laid over the others last."""
+    return max((section for section in SECTIONS if section in overlays), key=SECTIONS.index, default="tensor_parallel")
+
+
 Output = Literal["gather", "all_reduce", "reduce_scatter"]
 
 
@@ -263,6 +280,9 @@ class PlanFile:
         """The plan and what it extends, the oldest ancestor first."""
         return (*(self.parent.lineage if self.parent else ()), self)
 
+    def rules(self, section: Section) -> tuple[Rule, ...]:
+        return self.sequence_parallel if section == "sequence_parallel" else self.tensor_parallel
+
     @property
     def has_overlay(self) -> bool:
         return any(plan.sequence_parallel for plan in self.lineage)
@@ -306,6 +326,7 @@ class ResolvedPlan:
     """A plan bound to a model: one assignment for each module or parameter that a rule reaches.
 
     Args:
+        overlays: the variant: the sections that are laid over the tensor-parallel rules.
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
         data_parallel, activation_checkpointing, compile: the sections that hold after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
@@ -324,7 +345,7 @@ class ResolvedPlan:
     plan: PlanFile
     tree: ModuleTree
     sizes: MeshSizes
-    sequence_parallel: bool
+    overlays: Overlays
     assignments: Mapping[str, Assignment]
     data_parallel: DataParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
@@ -338,6 +359,10 @@ class ResolvedPlan:
     elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sums: tuple[SummedOutputs, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return "sequence_parallel" in self.overlays
 
     @cached_property
     def fsdp_units(self) -> tuple[str, ...]:

@@ -9,16 +9,13 @@ from typing import Literal
 
 from .diagnostics import Diagnostic, Severity
 from .mesh import MeshSizes
+from .plan import Section
 from .sources import SourceMap
 
-Variant = Literal["tensor_parallel", "sequence_parallel"]
+Variant = Section
 Stage = Literal["plan", "names", "structure", "layouts", "proof"]
 Compared = Literal["output", "gradient", "buffer"]
 Verdict = Literal["equal", "differs", "unproven"]
-
-
-def variant_name(sequence_parallel: bool) -> Variant:
-    return "sequence_parallel" if sequence_parallel else "tensor_parallel"
 
 
 def count_text(diagnostics: Iterable[Diagnostic]) -> str:

@@ -123,9 +123,10 @@ def restricted(program: Program, model: nn.Module) -> Program:
             ac_modules=_those(resolved.ac_modules, present),
             compile_modules=_those(resolved.compile_modules, present),
         ),
-        {name: module for name, module in program.modules.items() if name in present},
-        program.tensor_parallel_modules
-        and {name: module for name, module in program.tensor_parallel_modules.items() if name in present},
+        {
+            overlays: {name: module for name, module in modules.items() if name in present}
+            for overlays, modules in program.variants.items()
+        },
     )
 
 

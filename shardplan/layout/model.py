@@ -11,7 +11,7 @@ from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree, block, element
 from shardplan.models import FoundModel, tree_of
 from shardplan.torchlib.modes import outside_modes
@@ -33,7 +33,7 @@ class _Checked:
 
     plan: PlanFile
     search: Search
-    reports: dict[bool, LayoutReport] = field(default_factory=dict)
+    reports: dict[Overlays, LayoutReport] = field(default_factory=dict)
 
 
 class ModelLayouts:
@@ -100,7 +100,7 @@ class ModelLayouts:
 
     @outside_modes()
     def check(
-        self, plan: PlanFile, *, sequence_parallel: bool, help: bool = True, allow_unproven: bool = False
+        self, plan: PlanFile, overlays: Overlays = NO_OVERLAYS, *, help: bool = True, allow_unproven: bool = False
     ) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 
@@ -120,11 +120,11 @@ class ModelLayouts:
         tree = benches[0].tree
         if self.random is not None:
             return LayoutReport((self._about_the_model(self.random),))
-        resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), sequence_parallel=sequence_parallel)
+        resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), overlays)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
             return LayoutReport((_not_small(self.found.name, structure, allow_unproven),))
-        report = self.layouts_of(plan, sequence_parallel, resolved, help=help)
+        report = self.layouts_of(plan, resolved, help=help)
         return replace(
             report,
             arrivals=arrivals_of(self.found.tree, report.arrivals),
@@ -137,7 +137,7 @@ class ModelLayouts:
                 *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
-            lengths=self._lengths(resolved) if report.ok and not sequence_parallel else {},
+            lengths=self._lengths(resolved) if report.ok and not overlays else {},
         )
 
     def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
@@ -153,21 +153,18 @@ class ModelLayouts:
         fewer = ModelLayouts(self.found, least)
         if not fewer.runs:
             return None
-        return misfit(fewer.check(plan, sequence_parallel=False, help=False).lengths, self.tp, least)
+        return misfit(fewer.check(plan, help=False).lengths, self.tp, least)
 
-    def layouts_of(
-        self, plan: PlanFile, sequence_parallel: bool, resolved: ResolvedPlan, *, help: bool = False
-    ) -> LayoutReport:
+    def layouts_of(self, plan: PlanFile, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
         """The layouts of a variant of a plan on the reduced model, in its names; each is checked once.
 
         Args:
             resolved: the variant, bound to the reduced model.
         """
         checked = self._plans.setdefault(id(plan), _Checked(plan, Search()))
-        if sequence_parallel not in checked.reports:
-            report = self.check_copy(resolved, help=help, search=checked.search)
-            checked.reports[sequence_parallel] = report
-        return checked.reports[sequence_parallel]
+        if resolved.overlays not in checked.reports:
+            checked.reports[resolved.overlays] = self.check_copy(resolved, help=help, search=checked.search)
+        return checked.reports[resolved.overlays]
 
     def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
         """The modules or parameters of the model that those of the reduced one stand for."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardplan.core.layout import I, LayoutKind
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import Overlays, ResolvedPlan
 from shardplan.core.program import InputMove, ModuleProgram, ParameterProgram
 
 # How the gradient of what is read arrives, by its layout.
 GRADIENTS: dict[LayoutKind, str] = {"V": "shard", "I": "complete", "R": "partial", "P": "divided"}
 
 
-def describe(resolved: ResolvedPlan, variants: Mapping[bool, Mapping[str, ModuleProgram]]) -> str:
+def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, ModuleProgram]]) -> str:
     """One line per fact, in the tree's order; equal programs give equal text.
 
     Args:
@@ -22,8 +22,8 @@ def describe(resolved: ResolvedPlan, variants: Mapping[bool, Mapping[str, Module
         f"plan {resolved.plan.name} version {resolved.plan.version}",
         f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}",
     ]
-    for sequence_parallel, modules in variants.items():
-        lines += ["without sequence parallelism"] if sequence_parallel != resolved.sequence_parallel else []
+    for overlays, modules in variants.items():
+        lines += ["without sequence parallelism"] if overlays != resolved.overlays else []
         lines += [line for module in modules.values() for line in _module(module)]
     if resolved.data_parallel is not None:
         lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]

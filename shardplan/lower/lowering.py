@@ -20,20 +20,14 @@ from .program import Program
 from .tables import with_tables
 
 
-def lower(plan: ResolvedPlan, without_overlay: ResolvedPlan | None = None) -> Program:
+def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
     """Lower a checked plan.
 
     Args:
         plan: the resolved plan, free of errors.
-        without_overlay: the same plan bound without sequence parallelism, where `plan` has it: the model can then also
-            run with the tensor-parallel moves.
+        others: other variants of the same plan, as which the model can then run too.
     """
-    modules = lower_modules(plan)
-    return Program(
-        resolved=plan,
-        modules=modules,
-        tensor_parallel_modules=lower_modules(without_overlay) if without_overlay is not None else None,
-    )
+    return Program(plan, {one.overlays: lower_modules(one) for one in (plan, *others)})
 
 
 def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:

@@ -33,7 +33,7 @@ class OwnStyle(ParallelStyle):
         holder = nn.ModuleDict({"part": module})
         plan = parse_plan({"version": "1", "name": "part", "tensor_parallel": {"part": self.style}}).plan
         assert plan is not None, self.style
-        resolved, findings = bind(plan, tree_of(holder), MeshSizes(tp=device_mesh.size()), sequence_parallel=False)
+        resolved, findings = bind(plan, tree_of(holder), MeshSizes(tp=device_mesh.size()))
         if any(d.is_error for d in findings):
             raise PlanError(findings)
         own = lower(resolved).parallelize_plan["part"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import Overlays, ResolvedPlan
 from shardplan.core.program import ModuleProgram
 
 from .describe import describe
@@ -21,25 +21,20 @@ class Program:
 
     Args:
         resolved: the plan bound to the model.
-        modules: what happens at each module, by name.
-        tensor_parallel_modules: the same without sequence parallelism, where `modules` has it.
+        variants: what happens at each module, by name, for each way to run: with the overlays of `resolved`, and without any.
     """
 
     resolved: ResolvedPlan
-    modules: Mapping[str, ModuleProgram]
-    tensor_parallel_modules: Mapping[str, ModuleProgram] | None = None
+    variants: Mapping[Overlays, Mapping[str, ModuleProgram]]
 
     @property
     def sequence_parallel(self) -> bool:
         return self.resolved.sequence_parallel
 
     @property
-    def variants(self) -> Mapping[bool, Mapping[str, ModuleProgram]]:
-        """The modules of each way to run: with sequence parallelism (True), without it (False), or both."""
-        variants = {self.sequence_parallel: self.modules}
-        if self.tensor_parallel_modules is not None:
-            variants[False] = self.tensor_parallel_modules
-        return variants
+    def modules(self) -> Mapping[str, ModuleProgram]:
+        """What happens at each module with the overlays of `resolved`."""
+        return self.variants[self.resolved.overlays]
 
     @property
     def sharded_logits(self) -> bool:

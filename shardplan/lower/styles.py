@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.core.layout import P
-from shardplan.core.plan import ResolvedPlan
+from shardplan.core.plan import Overlays, ResolvedPlan, variant_name
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
 from shardplan.torchlib.shared_reads import SharedReads
@@ -18,7 +18,7 @@ from shardplan.torchlib.sums import Waiting
 
 from .homes import home_of
 
-Variants = Mapping[bool, Mapping[str, ModuleProgram]]  # `Program.variants`
+Variants = Mapping[Overlays, Mapping[str, ModuleProgram]]  # `Program.variants`
 
 
 def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, ParallelStyle], Shared]:
@@ -27,38 +27,45 @@ def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, Paral
     Args:
         plan, variants: those of a `Program`.
     """
-    waiting: dict[tuple[bool, str | None], Waiting] = {
-        (mode, name): Waiting((*module.joined, name), module.sum_rule)
-        for mode, modules in variants.items()
+    named: dict[str, Mapping[str, ModuleProgram]] = {
+        variant_name(overlays): modules for overlays, modules in variants.items()
+    }
+    waiting: dict[tuple[str, str | None], Waiting] = {
+        (variant, name): Waiting((*module.joined, name), module.sum_rule)
+        for variant, modules in named.items()
         for name, module in modules.items()
         if module.joined
     }
     tables: dict[str | None, SharedReads] = {
         module.reads_in: SharedReads()
-        for modules in variants.values()
+        for modules in named.values()
         for module in modules.values()
         if module.reads_in is not None
     }
-    regime = Regime(plan.sequence_parallel, _reduce_dtype(plan))
-    shared = Shared(regime, _link(variants[plan.sequence_parallel]), waiting, tables)
-    reads = _reads(plan, variants)
+    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan))
+    shared = Shared(regime, _link(variants[plan.overlays]), waiting, tables)
+    reads = _reads(plan, named)
     styles: dict[str, ParallelStyle] = {}
     for name in plan.tree.modules:
-        if name in reads or name in tables or any(name in modules for modules in variants.values()):
-            programs = {mode: modules.get(name) or ModuleProgram(name) for mode, modules in variants.items()}
+        if name in reads or name in tables or any(name in modules for modules in named.values()):
+            programs: dict[str, ModuleProgram] = {
+                variant: modules.get(name) or ModuleProgram(name) for variant, modules in named.items()
+            }
             styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
     return styles, shared
 
 
-def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[bool, list[tuple[str, ParameterProgram]]]]:
+def _reads(
+    plan: ResolvedPlan, variants: Mapping[str, Mapping[str, ModuleProgram]]
+) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
     """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
     it, where there are several."""
     units = frozenset(plan.fsdp_units)
-    found: dict[str, dict[bool, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
-    for mode, modules in variants.items():
+    found: dict[str, dict[str, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
+    for variant, modules in variants.items():
         for name, module in modules.items():
             home = home_of(name, units)
-            found[home][mode] += [(name[len(home) :].lstrip(".") if home else name, p) for p in module.parameters]
+            found[home][variant] += [(name[len(home) :].lstrip(".") if home else name, p) for p in module.parameters]
     return {home: modes for home, modes in found.items() if any(len(reads) > 1 for reads in modes.values())}
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardplan.core.diagnostics import Diagnostic, Label, Severity
-from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.report import Comparison, VariantProof, variant_name
+from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
+from shardplan.core.report import Comparison, VariantProof
 from shardplan.core.tree import ancestors, block, full_name, named, parent
 from shardplan.layout import ModelLayouts
 from shardplan.layout.model import UNPROVEN_HELP
@@ -22,8 +22,8 @@ ORDER = {"output": 0, "buffer": 1, "gradient": 2}
 
 def findings_of(
     proven: Proven, small: ModelLayouts, *, allow_unproven: bool = False
-) -> dict[bool, tuple[Diagnostic, ...]]:
-    """By variant (with the overlay or without): what differs, and what is split and was not reached.
+) -> dict[Overlays, tuple[Diagnostic, ...]]:
+    """By variant: what differs, and what is split and was not reached.
 
     Args:
         small: the reduced model that was run.

@@ -14,12 +14,12 @@ from torch import nn
 from shardplan.compiler.inputs import Model
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.program import program_of
-from shardplan.compiler.variants import On, Variants, any_error, bind_variants, check_variants
+from shardplan.compiler.variants import Variants, any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, variant_name
 from shardplan.core.program import ModuleProgram
-from shardplan.core.report import Comparison, VariantProof, VerifyReport, variant_name
+from shardplan.core.report import Comparison, VariantProof, VerifyReport
 from shardplan.core.tree import full_name
 from shardplan.layout import ModelLayouts
 from shardplan.lower import Program
@@ -48,23 +48,23 @@ class Proven:
 
     report: VerifyReport
     variants: Variants
-    programs: Mapping[On, Program]
-    missing: Mapping[On, tuple[str, ...]]
+    programs: Mapping[Overlays, Program]
+    missing: Mapping[Overlays, tuple[str, ...]]
 
 
-def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[On]) -> Variants:
+def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
     """The variants of a plan for a reduced model: compiled as for the model itself, whatever its layouts are said to be.
 
     Raises:
         PlanError: the plan, which fits the model itself, has errors on the reduced one; or that does not run.
     """
-    variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {False, *wanted}))
+    variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {NO_OVERLAYS, *wanted}))
     for on in wanted:
         if any_error(variants.findings[on]):
             raise PlanError(variants.findings[on])
     if sizes.tp == 1:
         return variants
-    return replace(variants, layouts={on: small.layouts_of(plan, on, one) for on, one in variants.resolved.items()})
+    return replace(variants, layouts={on: small.layouts_of(plan, one) for on, one in variants.resolved.items()})
 
 
 @outside_modes()
@@ -74,7 +74,7 @@ def prove(
     source: Model,
     plan: PlanFile,
     sizes: MeshSizes,
-    variants: Sequence[On],
+    variants: Sequence[Overlays],
     *,
     logits: Logits = "plan",
     processes: bool = False,
@@ -85,7 +85,7 @@ def prove(
 
     Args:
         small: of the model that `source` names, at the size of tp.
-        variants: with the overlay (True) or without (False), or both.
+        variants: which of the plan's variants.
         allow_unproven: what the plan touches and no run reached does not keep it from being proven.
 
     Raises:

@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.compiler.inputs import Model
 from shardplan.compiler.overrides import Logits
 from shardplan.compiler.program import program_of
-from shardplan.compiler.variants import On
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import Overlays, PlanFile
 from shardplan.core.report import VerifyReport
 from shardplan.layout import ModelLayouts
 from shardplan.torchlib.modes import outside_modes
@@ -24,7 +23,7 @@ from .findings import findings_of
 from .known import digest_of, known, remember
 from .prove import EAGER, compile_for, prove
 
-Findings = Mapping[On, tuple[Diagnostic, ...]]
+Findings = Mapping[Overlays, tuple[Diagnostic, ...]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Question:
 
 @outside_modes()
 def prove_stage(
-    asked: Question, wanted: Sequence[On], progress: Callable[[str], None] = lambda text: None
+    asked: Question, wanted: Sequence[Overlays], progress: Callable[[str], None] = lambda text: None
 ) -> tuple[VerifyReport | None, Findings]:
     """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
 
@@ -79,7 +78,7 @@ def prove_stage(
 
 
 @outside_modes()
-def prove_on_first_rank(asked: Question, on: On, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
+def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
     """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
     and tells the others."""
 

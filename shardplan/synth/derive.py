@@ -110,7 +110,7 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
     plan = draft.plan()
     if plan is None or not draft.tensor_parallel:
         return draft
-    resolved, _ = bind(plan, tree, MeshSizes(tp=tp), sequence_parallel=False)
+    resolved, _ = bind(plan, tree, MeshSizes(tp=tp))
     beside = (name for d in check(resolved, seq_len=None) if d.code in BESIDE for name in d.modules)
     return draft.with_rules(dict.fromkeys(map(tree.pattern, beside), {"style": "replicate"}))
 

@@ -10,7 +10,7 @@ from shardplan.bind import bind
 from shardplan.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.layout.proof import Proof
 from shardplan.layout.repairs import OURS, Repair
@@ -96,7 +96,7 @@ class Board:
         return None if errors else resolved
 
     def _checked(self, plan: PlanFile, overlay: bool) -> tuple[ResolvedPlan, list[Diagnostic]]:
-        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), sequence_parallel=overlay)
+        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), overlays_of(overlay))
         return resolved, [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
 
     def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:

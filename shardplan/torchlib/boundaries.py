@@ -21,7 +21,7 @@ from .reading import read
 from .regather import note
 from .regime import Shared
 
-Programs = Mapping[bool, ModuleProgram]
+Programs = Mapping[str, ModuleProgram]
 
 
 class Enter:
@@ -30,16 +30,16 @@ class Enter:
     def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
         self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
-        self.reads = {mode: shared.reads.get(pr.reads_in) for mode, pr in programs.items()}
+        self.reads = {variant: shared.reads.get(pr.reads_in) for variant, pr in programs.items()}
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        program = self.programs[self.shared.regime.sequence_parallel]
+        program = self.programs[self.shared.regime.variant]
         for boundary in program.enter:
             args, kwargs = self._move(boundary, args, kwargs, program)
         return args, kwargs
 
     def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
-        reads = self.reads[self.shared.regime.sequence_parallel] if boundary.once else None
+        reads = self.reads[self.shared.regime.variant] if boundary.once else None
 
         def moved(x: Tensor) -> Tensor:
             if reads is not None:
@@ -81,13 +81,13 @@ class Leave:
     def __init__(self, programs: Programs, shared: Shared, mesh: DeviceMesh):
         self.programs, self.shared, self.mesh = programs, shared, mesh
         # By variant: what waits for this module, and where its own partial sum waits.
-        self.waiting = {mode: shared.waiting.get((mode, pr.name)) for mode, pr in programs.items()}
-        self.joins = {mode: shared.waiting.get((mode, pr.joins)) for mode, pr in programs.items()}
+        self.waiting = {variant: shared.waiting.get((variant, pr.name)) for variant, pr in programs.items()}
+        self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        mode, mesh = self.shared.regime.sequence_parallel, self.mesh
-        program, joins = self.programs[mode], self.joins[mode]
-        if (waiting := self.waiting[mode]) is not None:
+        variant, mesh = self.shared.regime.variant, self.mesh
+        program, joins = self.programs[variant], self.joins[variant]
+        if (waiting := self.waiting[variant]) is not None:
             output = on_first(output, waiting.take)
         if (boundary := program.leave) is not None and joins is not None and joins.puts_off():
             output = on_first(output, lambda x: joins.put(x, boundary.dst, mesh))

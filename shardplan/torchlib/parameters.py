@@ -57,7 +57,7 @@ class LocalParameters:
 
     def __init__(
         self,
-        parameters: Mapping[bool, Sequence[ParameterProgram]],
+        parameters: Mapping[str, Sequence[ParameterProgram]],
         regime: Regime,
     ):
         self.parameters = parameters
@@ -66,7 +66,7 @@ class LocalParameters:
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         stored: list[tuple[dict[str, Any], str, Tensor | None]] = []
         try:
-            for program in self.parameters[self.regime.sequence_parallel]:
+            for program in self.parameters[self.regime.variant]:
                 owner, leaf = owner_of(module, program.name)
                 parameters = slots_of(owner)
                 parameter = parameters[leaf]
@@ -92,13 +92,13 @@ class LocalParameters:
 class ParametersBelow:
     """Around a forward that reads parameters of modules below it: they are local tensors in it too."""
 
-    def __init__(self, members: Mapping[bool, Sequence[Member]], regime: Regime):
+    def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
         self.members = members
         self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         members, locals_ = [], []
-        for owner, name, program in self.members[self.regime.sequence_parallel]:
+        for owner, name, program in self.members[self.regime.variant]:
             parameter = owner._parameters[name]
             members.append((owner, name, parameter))
             locals_.append(None if parameter is None else read(parameter, program, self.regime))

@@ -138,16 +138,16 @@ class Reads:
         members: by variant (with sequence parallelism or without).
     """
 
-    def __init__(self, members: Mapping[bool, Sequence[Member]], regime: Regime):
+    def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
         self.members = members
         self.regime = regime
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         if torch.compiler.is_compiling():
-            return _traced_together(forward, self.members[self.regime.sequence_parallel], self.regime, args, kwargs)
+            return _traced_together(forward, self.members[self.regime.variant], self.regime, args, kwargs)
         slots: list[tuple[nn.Module, str, DTensor]] = []
         programs: list[ParameterProgram] = []
-        for owner, name, program in self.members[self.regime.sequence_parallel]:
+        for owner, name, program in self.members[self.regime.variant]:
             parameter = owner._parameters[name]
             if isinstance(parameter, DTensor):
                 slots.append((owner, name, parameter))

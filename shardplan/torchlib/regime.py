@@ -21,11 +21,11 @@ class Regime:
     """The switches of a planned model.
 
     Attributes:
-        sequence_parallel: which of the two programs the hooks run.
+        variant: which of the programs the hooks run, by the name of the last section that is laid over the plan's others.
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
     """
 
-    sequence_parallel: bool
+    variant: str
     reduce_dtype: torch.dtype | None = None
 
 
@@ -104,5 +104,5 @@ class Shared:
 
     regime: Regime
     link: PartialEmbedding | None = None
-    waiting: Mapping[tuple[bool, str | None], Waiting] = field(default_factory=dict)
+    waiting: Mapping[tuple[str, str | None], Waiting] = field(default_factory=dict)
     reads: Mapping[str | None, SharedReads] = field(default_factory=dict)

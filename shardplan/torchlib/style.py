@@ -40,9 +40,9 @@ class ModuleStyle(ParallelStyle):
 
     def __init__(
         self,
-        programs: Mapping[bool, ModuleProgram],
+        programs: Mapping[str, ModuleProgram],
         shared: Shared,
-        reads: Mapping[bool, Sequence[tuple[str, ParameterProgram]]] = MappingProxyType({}),
+        reads: Mapping[str, Sequence[tuple[str, ParameterProgram]]] = MappingProxyType({}),
     ):
         super().__init__()
         self.programs = programs
@@ -52,7 +52,7 @@ class ModuleStyle(ParallelStyle):
     @property
     def program(self) -> ModuleProgram:
         """The program that runs now."""
-        return self.programs[self.shared.regime.sequence_parallel]
+        return self.programs[self.shared.regime.variant]
 
     def __repr__(self) -> str:
         return f"ModuleStyle({self.program.name!r}, {self.program.style})"
@@ -72,7 +72,7 @@ class ModuleStyle(ParallelStyle):
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
         if program.parameters:
-            parameters = {mode: pr.parameters for mode, pr in self.programs.items()}
+            parameters = {variant: pr.parameters for variant, pr in self.programs.items()}
             wrap_forward(module, LocalParameters(parameters, regime))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
@@ -82,19 +82,19 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, Regather())
         if program.also_reads:
             members = {
-                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in pr.also_reads)
-                for mode, pr in self.programs.items()
+                variant: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in pr.also_reads)
+                for variant, pr in self.programs.items()
             }
             wrap_forward(module, ParametersBelow(members, regime))
-        waiting = [self.shared.waiting[mode, name] for mode, pr in self.programs.items() for name in pr.collects]
+        waiting = [self.shared.waiting[variant, name] for variant, pr in self.programs.items() for name in pr.collects]
         if waiting:
             wrap_forward(module, Collects(waiting))
         if program.name in self.shared.reads:
             wrap_forward(module, ReadsOnce(self.shared.reads[program.name]))
         if self.reads:
             members = {
-                mode: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in reads)
-                for mode, reads in self.reads.items()
+                variant: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in reads)
+                for variant, reads in self.reads.items()
             }
             wrap_forward(module, Reads(members, regime))
 

@@ -12,6 +12,7 @@ from shardplan.compiler.inputs import Model, find_model, read_plan
 from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, overlays_of
 from shardplan.layout import ModelLayouts
 
 from .adversary import Adversary
@@ -31,8 +32,8 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     found, _ = find_model(source)
     plan = load_plan(adversary.plan) if adversary.plan not in ("auto", "hf") else adversary.plan
     read, _, about = read_plan(plan, found)
-    on = adversary.sequence_parallel
-    variants = check_variants(bind_variants(read, found.tree, MeshSizes(tp=adversary.tp), {False, on}))
+    on = overlays_of(adversary.sequence_parallel)
+    variants = check_variants(bind_variants(read, found.tree, MeshSizes(tp=adversary.tp), {NO_OVERLAYS, on}))
     errors = [d for d in (*about, *variants.findings[on]) if d.is_error]
     if errors:
         raise NotAppliedError(" ".join(f"{d.code} {d.message}" for d in errors))

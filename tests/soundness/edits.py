@@ -9,7 +9,7 @@ from typing import Any
 
 from shardplan.bind import bind
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan, Rule
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import STYLES
 
@@ -78,7 +78,7 @@ def _rules(resolved: ResolvedPlan) -> Rules:
 
 def written_out(plan: PlanFile, tree: ModuleTree) -> Document:
     """The plan with one rule per kind of module or parameter, as it is bound to the model."""
-    bound = [bind(plan, tree, MeshSizes(), sequence_parallel=on)[0] for on in (False, True)]
+    bound = [bind(plan, tree, MeshSizes(), overlays_of(on))[0] for on in (False, True)]
     tensor, both = (_rules(resolved) for resolved in bound)
     overlay = {pattern: rule for pattern, rule in both.items() if tensor.get(pattern) != rule}
     kinds = {pattern_of(name): module.kind for name, module in tree.modules.items()}

@@ -14,7 +14,7 @@ from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.layout import LayoutReport, Workbench, check_layout
 from shardplan.lower import Program, lower
@@ -105,8 +105,8 @@ class Verdict:
 
 def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> Verdict:
     """Let both judges see a plan."""
-    sizes, on = MeshSizes(tp=subject.tp), sequence_parallel
-    variants = check_variants(bind_variants(plan, subject.tree, sizes, dict.fromkeys((on, False))))
+    sizes, on = MeshSizes(tp=subject.tp), overlays_of(sequence_parallel)
+    variants = check_variants(bind_variants(plan, subject.tree, sizes, dict.fromkeys((on, NO_OVERLAYS))))
     structure = tuple(d for d in variants.findings[on] if d.is_error)
     layout, mended = None, None
     if not structure:
@@ -114,8 +114,10 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
         if help and layout.diagnostics:
             mended = _mends(subject, variants.resolved[on], layout)
         reports = {on: layout}
-        if on and not any_error(variants.findings[False]):
-            reports[False] = check_layout(variants.resolved[False], tuple(subject.benches.values()), help=False)
+        if on and not any_error(variants.findings[NO_OVERLAYS]):
+            reports[NO_OVERLAYS] = check_layout(
+                variants.resolved[NO_OVERLAYS], tuple(subject.benches.values()), help=False
+            )
         variants = replace(variants, layouts=reports)
     # The very program that `apply_plan` runs: compiled in the same way, after every pass.
     program = program_of(variants, on)

@@ -14,7 +14,7 @@ from shardplan.check import check
 from shardplan.core.coverage import covered
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan
+from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.layout import Workbench, check_layout
 from shardplan.lower import lower, split_parameters
@@ -139,9 +139,7 @@ def entry(name: str) -> Entry:
     if plan is None:
         return Entry(name, reason="no built-in plan is for it")
     one = proven(name, found.tree, plan, small)
-    split, whole = covered(
-        found.tree, split_parameters(bind(plan, found.tree, MeshSizes(), sequence_parallel=False)[0])
-    )
+    split, whole = covered(found.tree, split_parameters(bind(plan, found.tree, MeshSizes())[0]))
     return replace(
         one,
         split=round(split, 3),
@@ -203,7 +201,7 @@ def counted_again(before: Entry) -> Entry:
     bench = Workbench(model, inputs, tree_of(model))
     counted = {}
     for word in before.collectives:
-        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=SIZES[0]), sequence_parallel=word == "sp")
+        resolved, _ = bind(plan, bench.tree, MeshSizes(tp=SIZES[0]), overlays_of(word == "sp"))
         report = check_layout(resolved, bench, help=False)
         counted[word] = report.onto(resolved)
     return communicating(before, counted, bench, found.tree)
@@ -244,7 +242,7 @@ def _structure(tree: ModuleTree, plan: PlanFile, tp: int, overlay: bool) -> str:
     """What is said against the plan for the model itself; nothing of what is the model's alone (its dropout)."""
     if overlay and not plan.has_overlay:
         return "none"
-    resolved, about = bind(plan, tree, MeshSizes(tp=tp), sequence_parallel=overlay)
+    resolved, about = bind(plan, tree, MeshSizes(tp=tp), overlays_of(overlay))
     return _structural([d for d in (*about, *check(resolved, seq_len=None)) if d.is_error and d.primary is not None])
 
 

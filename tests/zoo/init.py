@@ -9,7 +9,7 @@ import torch
 from shardplan.bind import bind
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile
+from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.parse import parse_plan
 from shardplan.synth.derive import derive
@@ -58,5 +58,5 @@ def same_rules(tree: ModuleTree, plan: PlanFile, other: PlanFile) -> bool:
 
 
 def _said(tree: ModuleTree, plan: PlanFile, overlay: bool) -> dict[str, tuple]:
-    resolved, _ = bind(plan, tree, MeshSizes(), sequence_parallel=overlay)
+    resolved, _ = bind(plan, tree, MeshSizes(), overlays_of(overlay))
     return {name: (a.rule.style, *a.rule.options.items()) for name, a in resolved.assignments.items()}
