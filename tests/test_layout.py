@@ -13,7 +13,6 @@ from shardplan.bind import bind
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.layout.boundaries import missing
 from shardplan.layout.spread import Spread, spread_of
 from shardplan.lower import lower
 from shardplan.models import find_model
@@ -21,6 +20,7 @@ from shardplan.models.tree import tree_of
 from shardplan.parse import parse_plan
 from shardplan.styles import STYLES
 from shardplan.styles.record import Lookup, ParameterStyle, Style
+from shardplan.styles.sound import missing
 from shardplan.twin import make_twin
 from tests.proofs import PLANS
 
@@ -447,7 +447,7 @@ def test_records_say_enough(style: Style) -> None:
     assert missing(style) is None
 
 
-SHARDED = ParameterStyle("out", "shard")
+SHARDED = ParameterStyle("out", "V")
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ SHARDED = ParameterStyle("out", "shard")
         ({"weight": SHARDED}, "does not say what the module then computes"),
         ({"computes": V(SEQ), "hands": P}, "no move"),
         (
-            {"lookup": Lookup(), "weight": ParameterStyle("in", "shard"), "computes": I},
+            {"lookup": Lookup(), "weight": ParameterStyle("in", "V"), "computes": I},
             "does not compute a partial sum",
         ),
     ],
