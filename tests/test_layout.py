@@ -14,7 +14,6 @@ from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.layout.boundaries import missing
 from shardplan.layout.spread import Spread, spread_of
 from shardplan.lower import lower
 from shardplan.models import find_model
@@ -22,6 +21,7 @@ from shardplan.models.tree import tree_of
 from shardplan.parse import parse_plan
 from shardplan.styles import STYLES
 from shardplan.styles.record import Lookup, ParameterStyle, Style
+from shardplan.styles.sound import missing
 from shardplan.twin import make_twin
 from tests.proofs import PLANS
 

@@ -32,9 +32,10 @@ from shardplan.core.plan import PlanFile  # noqa: E402
 from shardplan.core.tree import ModuleTree  # noqa: E402
 from shardplan.parse import parse_plan  # noqa: E402
 from shardplan.parse.files import builtin_plans  # noqa: E402
+from shardplan.styles import STYLES  # noqa: E402
 from shardplan.synth.derive import with_whole_named  # noqa: E402
 from shardplan.synth.draft import Draft  # noqa: E402
-from shardplan.synth.write import WHY, Heading, in_order, plan_text  # noqa: E402
+from shardplan.synth.write import Heading, in_order, plan_text  # noqa: E402
 from tests.model_settings import find  # noqa: E402
 
 SCHEMA = "# yaml-language-server: $schema=../schemas/plan.schema.json\n"
@@ -221,7 +222,7 @@ def main(argv: Iterable[str]) -> None:
 
 
 def _terse(text: str) -> str:
-    known = {f"  # {WHY[style]}" for style in COMMON}
+    known = {f"  # {STYLES[style].comment}" for style in COMMON}
     return "\n".join(line for line in text.splitlines() if line not in known) + "\n"
 
 

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from shardplan.core.layout import V
 from shardplan.core.tree import full_name
 from shardplan.lower.own import OwnStyle
 from shardplan.models.codes import NO_HF_PLAN
 from shardplan.models.findings import refuse
-from shardplan.styles import canonical_style
-
-# torch's styles for ours, and of its own what none of torch's does.
-_STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
-    "sequence_parallel": SequenceParallel,
-    "replicated_with_grad_allreduce": lambda: OwnStyle("replicated_with_grad_allreduce"),
-}
+from shardplan.styles import STYLES, Style, canonical_style
+from shardplan.styles.record import TorchStyle
 
 
 def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
@@ -36,14 +25,29 @@ def translate_to_torch_parallel_style(style: str) -> ParallelStyle:
     if not isinstance(style, str):
         raise TypeError(f"a style is named by text, not by {type(style).__name__}")
     name = canonical_style(style)
-    if name in _STYLES:
-        return _STYLES[name]()
-    known = ", ".join(_STYLES)
+    found = None if name is None else STYLES.get(name)
+    if found is not None and found.torch is not None:
+        return _of_torch(found, found.torch)
+    known = ", ".join(name for name, record in STYLES.items() if record.torch is not None)
     if name is None:
         raise ValueError(f"there is no parallel style {style!r}: the styles are {known}")
     raise ValueError(
         f"torch has no parallel style for {style!r}, only for {known}: apply the plan with shardplan.apply_plan"
     )
+
+
+def _of_torch(style: Style, kind: TorchStyle) -> ParallelStyle:
+    """Torch's style for ours. Torch takes a split value for granted in front of a split by input features, and hands it on
+    behind one by output features."""
+    match kind:
+        case "ColwiseParallel":
+            return ColwiseParallel(output_layouts=Replicate()) if style.gathers_features else ColwiseParallel()
+        case "RowwiseParallel":
+            return RowwiseParallel() if style.takes == (V(-1),) else RowwiseParallel(input_layouts=Replicate())
+        case "SequenceParallel":
+            return SequenceParallel()
+        case "own":
+            return OwnStyle(style.name)
 
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:

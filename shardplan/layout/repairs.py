@@ -6,76 +6,20 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from operator import itemgetter
 
 from shardplan.core.diagnostics import Location
-from shardplan.core.layout import SEQ, P
+from shardplan.core.layout import P
 from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section
-from shardplan.core.tree import ModuleKind, ancestors, block, full_name
+from shardplan.core.tree import ancestors, block, full_name
 from shardplan.styles import STYLES, Style
+from shardplan.styles.record import REMOVAL, TrialKind
 
 from .finding import Finding
 
 OURS = Location("<help>")
-GATHERED = ("colwise_gather_output", "colwise_seq_gather_output")  # each rank gets all features
-OPTIONS = ("argument", "grad", "output", "packed", "divide", "divides", "seq_dim", "read_outside")
-
-# What is tried for a module of each kind, the likeliest first: style, and an `output:` with it.
-Choice = tuple[str | None, Output | None]  # (None, None) removes the rule
-MATMUL = ("colwise", "rowwise", "colwise_gather_output", "packed_colwise", "rowwise_split_input", "packed_rowwise")
-MATMUL_SEQ = ("colwise", "rowwise_seq", "colwise_gather_output", "packed_colwise", "colwise_seq", "rowwise")
-
-
-def _plain(*styles: str) -> tuple[Choice, ...]:
-    return tuple((style, None) for style in styles)
-
-
+Choice = tuple[Style | None, Output | None]  # a style, and an `output:` with it
 REMOVE: Choice = (None, None)
-CHOICES: dict[bool, dict[ModuleKind | str, tuple[Choice, ...]]] = {
-    False: {
-        "linear": (*_plain(*MATMUL), REMOVE, *_plain("replicated_with_grad_allreduce", "colwise_vocab")),
-        "conv1d": (*_plain(*MATMUL), REMOVE),
-        "norm": (REMOVE, *_plain("replicated_with_grad_allreduce", "colwise_norm")),
-        "embedding": (*_plain("embedding_rowwise", "embedding_colwise"), REMOVE),
-        "other": (
-            *_plain("input_with_grad_allreduce", "replicated_with_grad_allreduce"),
-            REMOVE,
-            ("input_with_grad_allreduce", "all_reduce"),
-            ("replicated_with_grad_allreduce", "all_reduce"),
-            *_plain("all_reduce", "moe_tp_experts", "replicate"),
-        ),
-        "parameter": (
-            *_plain("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce"),
-            REMOVE,
-            *_plain("replicated_divided"),
-        ),
-    },
-    True: {
-        "linear": (*_plain(*MATMUL_SEQ), REMOVE, *_plain("replicated_with_grad_allreduce", "rowwise_split_input")),
-        "conv1d": (*_plain(*MATMUL_SEQ), REMOVE),
-        "norm": (
-            *_plain("sequence_parallel", "replicated_with_grad_allreduce"),
-            ("sequence_parallel", "gather"),
-            REMOVE,
-            *_plain("colwise_norm"),
-        ),
-        "embedding": (
-            *_plain("embedding_rowwise_seq", "embedding_replicated_seq", "embedding_rowwise", "embedding_colwise"),
-            REMOVE,
-        ),
-        "other": (
-            *_plain("gather_seq_input", "split_seq_input", "replicated_with_grad_allreduce"),
-            REMOVE,
-            ("gather_seq_input", "reduce_scatter"),
-            *_plain("reduce_scatter", "replicate_seq", "sequence_parallel", "input_with_grad_allreduce"),
-            ("gather_seq_input", "all_reduce"),
-        ),
-        "parameter": (
-            *_plain("colwise", "rowwise", "packed_colwise", "packed_rowwise", "replicated_with_grad_allreduce"),
-            REMOVE,
-            *_plain("replicated_divided"),
-        ),
-    },
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +73,7 @@ class Repair:
         if before.shards_parameters and (after is None or not after.shards_parameters):
             return f"; this leaves {self.pattern} whole on every rank"
         in_layers = "*" in self.pattern  # logits are read by a loss alone
-        if in_layers and before.hands is None and after is not None and after.name in GATHERED:
+        if in_layers and before.hands is None and after is not None and after.gathers_features:
             return f"; this leaves what reads {self.pattern} whole on every rank"
         return ""
 
@@ -233,31 +177,42 @@ def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
                     yield repair
 
 
+def choices(kind: TrialKind, *, overlaid: bool) -> tuple[Choice, ...]:
+    """What is tried for a module of that kind, the likeliest first, as the records of the styles have it."""
+    ranks: list[tuple[int, Choice]] = []
+    for style in STYLES.values():
+        for trial in style.trials:
+            rank = trial.sliced if overlaid else trial.whole
+            if kind in trial.on and rank is not None:
+                ranks.append((rank, (style, trial.output)))
+    if not ranks:
+        return ()
+    return tuple(choice for _, choice in sorted([*ranks, (REMOVAL, REMOVE)], key=itemgetter(0)))
+
+
 def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
     tree = plan.tree
     parameter = name in tree.parameters
     kind = "parameter" if parameter else tree.modules[name].kind
     assignment = plan.assignments.get(name)
     old = assignment.rule if assignment else None
-    overlaid = plan.sequence_parallel
     if assignment is not None:
         yield from _with_other_options(plan, name, assignment.rule, assignment.section)
-    for style, output in CHOICES[overlaid].get(kind, ()):
+    for style, output in choices(kind, overlaid=plan.sequence_parallel):
         if style is None:
             if assignment is not None:
                 yield change(plan, name, assignment.rule, None, assignment.section)
             continue
-        if old is not None and style == old.style and output == old.output:
+        if old is not None and style.name == old.style and output == old.output:
             continue
-        section: Section = "sequence_parallel" if _needs_overlay(STYLES[style], output) else "tensor_parallel"
+        section: Section = "sequence_parallel" if _needs_overlay(style, output) else "tensor_parallel"
         if assignment is not None and assignment.section == "sequence_parallel":
             section = "sequence_parallel"
-        yield change(plan, name, old, _rule(STYLES[style], old, output), section)
+        yield change(plan, name, old, _rule(style, old, output), section)
 
 
 def _needs_overlay(style: Style, output: Output | None) -> bool:
-    layouts = (*style.takes, style.inside, style.computes, style.hands)
-    return any(layout is not None and layout.dim == SEQ for layout in layouts) or output in ("gather", "reduce_scatter")
+    return style.along_sequence or output in ("gather", "reduce_scatter")
 
 
 def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:

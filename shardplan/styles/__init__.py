@@ -1,7 +1,9 @@
-"""The styles: one record each. A style is added by adding its record to one of the tables here."""
+"""The styles: one record each. A style is added by adding its record to one of the tables here. A record that does not
+say enough is refused when this file is imported."""
 
 from . import doors, embedding, experts, linear, norms, whole
 from .record import ParameterStyle, Style, feature_dim
+from .sound import missing
 
 NONE = "none"  # not a style: a child plan's way to remove an inherited rule
 
@@ -9,6 +11,10 @@ STYLES: dict[str, Style] = {
     style.name: style for table in (linear, embedding, norms, whole, doors, experts) for style in table.STYLES
 }
 ALIASES: dict[str, str] = {alias: style.name for style in STYLES.values() for alias in style.aliases}
+
+for _style in STYLES.values():
+    if (_reason := missing(_style)) is not None:
+        raise TypeError(f"style {_style.name}: {_reason}")
 
 
 def canonical_style(name: str) -> str | None:

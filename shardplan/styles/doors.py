@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, I, P, R, V
 
-from .record import Options, Style
+from .record import OTHER, Options, Style, Trial
 
 STYLES = (
     Style(
@@ -13,6 +13,12 @@ STYLES = (
         takes=(V(SEQ),),
         inside=R,
         options=Options(output=("all_reduce", "reduce_scatter"), grad=True),
+        comment="The door of a block: its input is gathered along the sequence, once for all that read it.",
+        trials=(
+            Trial(on=OTHER, sliced=1),
+            Trial(on=OTHER, sliced=11, output="reduce_scatter"),
+            Trial(on=OTHER, sliced=16, output="all_reduce"),
+        ),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -23,6 +29,11 @@ STYLES = (
         takes=(I,),
         inside=R,
         options=Options(output=("all_reduce", "reduce_scatter")),
+        comment="The door of a block: one all-reduce of the gradient for all that read its input.",
+        trials=(
+            Trial(on=OTHER, whole=1, sliced=15),
+            Trial(on=OTHER, whole=11, output="all_reduce"),
+        ),
         source="arXiv 1909.08053, the operator f",
     ),
     Style(
@@ -41,6 +52,7 @@ STYLES = (
         owns_parameters=False,
         takes=(I, P),
         inside=V(SEQ),
+        trials=(Trial(on=OTHER, sliced=2),),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -52,6 +64,8 @@ STYLES = (
         inside=I,
         computes=I,
         hands=V(SEQ),
+        comment="Needs the whole sequence and stays whole: every rank computes the same.",
+        trials=(Trial(on=OTHER, sliced=13),),
     ),
     Style(
         name="all_reduce",
@@ -59,6 +73,7 @@ STYLES = (
         owns_parameters=False,
         computes=P,
         hands=I,
+        trials=(Trial(on=OTHER, whole=13),),
     ),
     Style(
         name="reduce_scatter",
@@ -66,6 +81,7 @@ STYLES = (
         owns_parameters=False,
         computes=P,
         hands=V(SEQ),
+        trials=(Trial(on=OTHER, sliced=12),),
         source="arXiv 2205.05198",
     ),
 )

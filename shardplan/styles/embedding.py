@@ -1,11 +1,8 @@
 """Styles of look-up tables (Megatron-LM's vocabulary-parallel embedding, arXiv 1909.08053)."""
 
 from shardplan.core.layout import I, P, V
-from shardplan.core.tree import ModuleKind
 
-from .record import Lookup, ParameterStyle, Style
-
-EMBEDDING: frozenset[ModuleKind] = frozenset({"embedding"})
+from .record import EMBEDDING, Lookup, ParameterStyle, Style, Trial
 
 STYLES = (
     Style(
@@ -16,6 +13,9 @@ STYLES = (
         computes=P,
         hands=I,
         lookup=Lookup(),
+        comment="Each rank holds a part of the vocabulary's rows.",
+        trials=(Trial(on=EMBEDDING, whole=1, sliced=3),),
+        torch="RowwiseParallel",
     ),
     Style(
         name="embedding_rowwise_seq",
@@ -25,6 +25,8 @@ STYLES = (
         weight=ParameterStyle("in", "V"),
         computes=P,
         lookup=Lookup(until_door=True),
+        comment="The look-up stays a partial sum at full length; the first block's door reduces and splits it at once.",
+        trials=(Trial(on=EMBEDDING, sliced=1),),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -34,6 +36,7 @@ STYLES = (
         kinds=EMBEDDING,
         computes=I,
         lookup=Lookup(until_door=True),
+        trials=(Trial(on=EMBEDDING, sliced=2),),
     ),
     Style(
         name="embedding_colwise",
@@ -43,5 +46,6 @@ STYLES = (
         computes=V(-1),
         hands=I,
         lookup=Lookup(),
+        trials=(Trial(on=EMBEDDING, whole=2, sliced=4),),
     ),
 )

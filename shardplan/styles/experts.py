@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import I, P, R
 
-from .record import Style
+from .record import OTHER, Style, Trial
 
 STYLES = (
     Style(
@@ -15,6 +15,7 @@ STYLES = (
         computes=P,
         hands=I,
         argument="floats",
+        trials=(Trial(on=OTHER, whole=14),),
         source="transformers `distributed/tensor_parallel.py`, MoeExpertsParallel",
     ),
     Style(

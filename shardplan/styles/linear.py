@@ -1,11 +1,9 @@
 """Styles of matrix multiplications (Megatron-LM's column and row parallel linear layers, arXiv 1909.08053)."""
 
 from shardplan.core.layout import SEQ, I, P, R, V
-from shardplan.core.tree import ModuleKind
 
-from .record import FeatureStyle, ParameterStyle, Style
+from .record import MATMUL, PARAMETER, FeatureStyle, ParameterStyle, Style, Trial
 
-MATMUL: frozenset[ModuleKind] = frozenset({"linear", "conv1d"})
 OUT = ParameterStyle("out", "V")
 IN = ParameterStyle("in", "V")
 
@@ -19,6 +17,9 @@ STYLES = (
         takes=(R, I),
         inside=R,
         computes=V(-1),
+        comment="Split by output features: whole heads, or a part of the hidden features, on each rank.",
+        trials=(Trial(on=MATMUL | PARAMETER, whole=1, sliced=1),),
+        torch="ColwiseParallel",
     ),
     Style(
         name="colwise_seq",
@@ -28,6 +29,7 @@ STYLES = (
         takes=(V(SEQ),),
         inside=R,
         computes=V(-1),
+        trials=(Trial(on=MATMUL, sliced=5),),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -41,6 +43,9 @@ STYLES = (
         inside=R,
         computes=V(-1),
         hands=I,
+        comment="Split by output features, and the result is gathered.",
+        trials=(Trial(on=MATMUL, whole=3, sliced=3),),
+        torch="ColwiseParallel",
     ),
     Style(
         name="colwise_seq_gather_output",
@@ -52,6 +57,7 @@ STYLES = (
         inside=R,
         computes=V(-1),
         hands=I,
+        comment="The sequence is gathered in front of the head.",
         source="arXiv 2205.05198",
     ),
     Style(
@@ -63,6 +69,7 @@ STYLES = (
         inside=R,
         computes=V(-1),
         features=FeatureStyle(dtensor=True),
+        trials=(Trial(on=frozenset({"linear"}), whole=12),),
     ),
     Style(
         name="rowwise",
@@ -76,6 +83,12 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=I,
+        comment="Split by input features: the sum over the ranks is the result.",
+        trials=(
+            Trial(on=MATMUL, whole=2, sliced=6),
+            Trial(on=PARAMETER, whole=2, sliced=2),
+        ),
+        torch="RowwiseParallel",
     ),
     Style(
         name="rowwise_seq",
@@ -87,6 +100,7 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=V(SEQ),
+        trials=(Trial(on=MATMUL, sliced=2),),
         source="arXiv 2205.05198",
     ),
     Style(
@@ -101,6 +115,12 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=I,
+        comment="The code between the matrices needs all of their results: they are gathered, and split again.",
+        trials=(
+            Trial(on=MATMUL, whole=5),
+            Trial(on=frozenset({"linear"}), sliced=12),
+        ),
+        torch="RowwiseParallel",
     ),
     Style(
         name="packed_colwise",
@@ -112,6 +132,8 @@ STYLES = (
         takes=(R, I),
         inside=R,
         computes=V(-1),
+        comment="Several matrices stored as one: each rank has its share of each.",
+        trials=(Trial(on=MATMUL | PARAMETER, whole=4, sliced=4),),
     ),
     Style(
         name="packed_rowwise",
@@ -124,6 +146,10 @@ STYLES = (
         inside=V(-1),
         computes=P,
         hands=I,
+        trials=(
+            Trial(on=MATMUL, whole=6),
+            Trial(on=PARAMETER, whole=6, sliced=6),
+        ),
     ),
     Style(
         name="mla_kv_a_proj",
@@ -131,6 +157,8 @@ STYLES = (
         "every rank's heads read, is all-reduced.",
         kinds=MATMUL,
         features=FeatureStyle(tail="qk_rope_head_dim"),
+        comment="Compressed keys and values are whole; the gradient of the rotary part, which every rank's heads "
+        "read, is summed.",
         source="transformers `distributed/tensor_parallel.py`, MlaKvAProjParallel",
     ),
 )

@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.core.layout import SEQ, I, Layout, LayoutKind, R, V
+from shardplan.core.plan import Output
 from shardplan.core.tree import ModuleKind
 
 Features = Literal["out", "in"]
+TrialKind = ModuleKind | Literal["parameter"]  # "parameter": named by a rule of its own
+TorchStyle = Literal["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "own"]
+
+# Kinds of modules that several tables name.
+MATMUL: frozenset[ModuleKind] = frozenset({"linear", "conv1d"})
+EMBEDDING: frozenset[ModuleKind] = frozenset({"embedding"})
+NORM: frozenset[ModuleKind] = frozenset({"norm"})
+OTHER: frozenset[ModuleKind] = frozenset({"other"})
+PARAMETER: frozenset[Literal["parameter"]] = frozenset({"parameter"})
 
 # Which dim of a parameter holds its output and its input features, by the kind of its module. What is not here is a
 # bare parameter or a stack of expert weights [experts, out, in]: counted from the end.
@@ -60,7 +70,7 @@ class Options:
         grad: whether `grad:` may be said.
     """
 
-    output: tuple[Literal["gather", "all_reduce", "reduce_scatter"], ...] = ()
+    output: tuple[Output, ...] = ()
     grad: bool = False
 
 
@@ -93,6 +103,26 @@ class FeatureStyle:
     tail: str | None = None
 
 
+REMOVAL = 10  # the rank of taking a rule away: what is likelier has a smaller one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """Where a style is tried in place of a rule that the layout check blames. What mends the finding is its help line.
+
+    Args:
+        on: kinds of modules.
+        whole, sliced: its rank among all that is tried there, the likeliest the smallest, without and with sequence
+            parallelism; None: it is not tried.
+        output: with this `output:`.
+    """
+
+    on: frozenset[TrialKind]
+    whole: int | None = None
+    sliced: int | None = None
+    output: Output | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
     """One style.
@@ -118,6 +148,10 @@ class Style:
         lookup: of a table of vectors.
         features: what is done along the features of a value.
         owns_parameters: whether the module's parameters are its own; else other rules say how they are held.
+        trials: where it is proposed as a repair; empty: nowhere.
+        comment: what `init` says above the first rule of the style in a plan that it writes; empty: nothing.
+        torch: torch's ParallelStyle that does the same, with layouts that follow from `takes` and `hands`; "own": ours
+            does. None: the style needs more than a ParallelStyle on its module.
         source: where the scheme comes from.
     """
 
@@ -137,6 +171,9 @@ class Style:
     lookup: Lookup | None = None
     features: FeatureStyle = FeatureStyle()
     owns_parameters: bool = True
+    trials: tuple[Trial, ...] = ()
+    comment: str = ""
+    torch: TorchStyle | None = None
     source: str = ""
 
     def parameter(self, name: str) -> ParameterStyle:
@@ -159,6 +196,17 @@ class Style:
         return self.lookup is not None and self.lookup.until_door
 
     @property
+    def gathers_features(self) -> bool:
+        """Whether the output features of a matrix are split, and gathered before they are handed on."""
+        return self.lookup is None and self.computes == V(-1) and self.hands == I
+
+    @property
+    def along_sequence(self) -> bool:
+        """Whether something is split along the sequence."""
+        layouts = (*self.takes, self.inside, self.computes, self.hands)
+        return any(layout is not None and layout.dim == SEQ for layout in layouts)
+
+    @property
     def packed_option(self) -> bool:
         """Whether `packed:` may be said: the parts of a dimension are split."""
         return self.weight.packed
@@ -171,8 +219,7 @@ class Style:
     @property
     def seq_option(self) -> bool:
         """Whether `seq_dim:` may be said: something is, or by `output:` may be, split along the sequence."""
-        layouts = (*self.takes, self.inside, self.computes, self.hands)
-        return bool(self.options.output) or any(layout is not None and layout.dim == SEQ for layout in layouts)
+        return bool(self.options.output) or self.along_sequence
 
     @property
     def read_outside_option(self) -> bool:

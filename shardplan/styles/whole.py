@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, V
 
-from .record import WHOLE, WHOLE_PARTIAL, Options, ParameterStyle, Style
+from .record import NORM, OTHER, PARAMETER, WHOLE, WHOLE_PARTIAL, Options, ParameterStyle, Style, Trial
 
 STYLES = (
     Style(
@@ -14,6 +14,13 @@ STYLES = (
         inside=V(SEQ),
         computes=V(SEQ),
         options=Options(output=("gather",), grad=True),
+        comment="Works token by token, on a slice of the sequence.",
+        trials=(
+            Trial(on=NORM, sliced=1),
+            Trial(on=NORM, sliced=3, output="gather"),
+            Trial(on=OTHER, sliced=14),
+        ),
+        torch="SequenceParallel",
         source="arXiv 2205.05198",
     ),
     Style(
@@ -21,6 +28,8 @@ STYLES = (
         summary="Whole on every rank, on what arrives; its gradient is complete.",
         on_parameters=True,
         weight=WHOLE,
+        comment="Whole on purpose.",
+        trials=(Trial(on=OTHER, whole=15),),
     ),
     Style(
         name="replicated_with_grad_allreduce",
@@ -29,6 +38,15 @@ STYLES = (
         on_parameters=True,
         weight=WHOLE_PARTIAL,
         options=Options(output=("all_reduce", "reduce_scatter")),
+        comment="Whole, but applied to a rank's own part: the gradient is a partial sum.",
+        trials=(
+            Trial(on=frozenset({"linear"}), whole=11, sliced=11),
+            Trial(on=NORM, whole=11, sliced=2),
+            Trial(on=OTHER, whole=2, sliced=3),
+            Trial(on=OTHER, whole=12, output="all_reduce"),
+            Trial(on=PARAMETER, whole=7, sliced=7),
+        ),
+        torch="own",
     ),
     Style(
         name="replicated_divided",
@@ -36,5 +54,7 @@ STYLES = (
         "that are split by their input features).",
         on_parameters=True,
         weight=ParameterStyle(None, "P"),
+        comment="Added to a partial sum: each rank adds 1/tp of it.",
+        trials=(Trial(on=PARAMETER, whole=11, sliced=11),),
     ),
 )

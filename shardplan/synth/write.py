@@ -9,32 +9,12 @@ from operator import itemgetter
 from typing import Any
 
 from shardplan.core.tree import ModuleTree
+from shardplan.styles import NONE, STYLES
 
 from .draft import Draft, Options, Rules
 
 WIDTH = 110
-# Why a rule is there, by its style: said above the first rule of that style.
-WHY = {
-    "embedding_rowwise": "Each rank holds a part of the vocabulary's rows.",
-    "embedding_rowwise_seq": "The look-up stays a partial sum at full length; the first block's door reduces and splits "
-    "it at once.",
-    "input_with_grad_allreduce": "The door of a block: one all-reduce of the gradient for all that read its input.",
-    "gather_seq_input": "The door of a block: its input is gathered along the sequence, once for all that read it.",
-    "replicate_seq": "Needs the whole sequence and stays whole: every rank computes the same.",
-    "colwise": "Split by output features: whole heads, or a part of the hidden features, on each rank.",
-    "packed_colwise": "Several matrices stored as one: each rank has its share of each.",
-    "rowwise": "Split by input features: the sum over the ranks is the result.",
-    "mla_kv_a_proj": "Compressed keys and values are whole; the gradient of the rotary part, which every rank's heads "
-    "read, is summed.",
-    "replicated_with_grad_allreduce": "Whole, but applied to a rank's own part: the gradient is a partial sum.",
-    "rowwise_split_input": "The code between the matrices needs all of their results: they are gathered, and split again.",
-    "replicate": "Whole on purpose.",
-    "replicated_divided": "Added to a partial sum: each rank adds 1/tp of it.",
-    "colwise_gather_output": "Split by output features, and the result is gathered.",
-    "colwise_seq_gather_output": "The sequence is gathered in front of the head.",
-    "sequence_parallel": "Works token by token, on a slice of the sequence.",
-    "sum_outputs": "What the block adds up is reduced once.",
-}
+SUMMED = "What the block adds up is reduced once."
 DIVIDED = "`divide`: numbers with which the model's code counts what a rank has a part of."
 
 
@@ -155,14 +135,18 @@ def braced(words: Sequence[str]) -> str:
 
 def _rules(rules: Rules, said: set[str]) -> Iterator[str]:
     for pattern, options in rules.items():
-        style = options.get("style", "sum_outputs")
-        if style in WHY and style not in said:
-            yield f"  # {WHY[style]}"
-        if "divide" in options and "divide" not in said:
-            yield f"  # {DIVIDED}"
-            said.add("divide")
-        said.add(style)
+        why = [_comment(options), DIVIDED if "divide" in options else ""]
+        yield from (f"  # {line}" for line in why if line and line not in said)
+        said.update(why)
         yield from _entry(pattern, options)
+
+
+def _comment(options: Options) -> str:
+    """Why a rule is there: said above the first rule of its style."""
+    style = options.get("style")
+    if style is None:
+        return SUMMED
+    return "" if style == NONE else STYLES[style].comment
 
 
 def _entry(pattern: str, options: Options) -> Iterator[str]:

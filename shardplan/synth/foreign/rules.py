@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardplan.core.diagnostics import Diagnostic
+from shardplan.styles import STYLES
 
 from .codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, TWO
 from .entries import DEFAULT_SEQ_DIM, Entry, NotSaid, Spread, finding
@@ -40,10 +41,6 @@ OUTPUT: dict[tuple[Spread | None, Spread | None], Pair] = {
     ("partial", "sequence"): ("all_reduce", "reduce_scatter"),
 }
 SLICED = {"colwise": "colwise_seq", "colwise_gather_output": "colwise_seq_gather_output"}
-SEQUENCE_STYLES = {
-    *("colwise_seq", "colwise_seq_gather_output", "rowwise_seq", "sequence_parallel"),
-    *("gather_seq_input", "split_seq_input", "reduce_scatter"),
-}
 
 
 @dataclass
@@ -178,7 +175,7 @@ def _door(entry: Entry) -> tuple[Options | None, Options | None]:
 
 
 def _with_dim(entry: Entry, options: Options) -> Options:
-    if entry.meaning.seq_dim != DEFAULT_SEQ_DIM and options["style"] in SEQUENCE_STYLES:
+    if entry.meaning.seq_dim != DEFAULT_SEQ_DIM and STYLES[options["style"]].along_sequence:
         return {**options, "seq_dim": entry.meaning.seq_dim}
     return options
 
