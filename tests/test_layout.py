@@ -13,13 +13,13 @@ from shardplan.bind import bind
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.layout.boundaries import missing
 from shardplan.layout.spread import Spread, spread_of
 from shardplan.lower import lower
 from shardplan.models import find_model
 from shardplan.models.tree import tree_of
 from shardplan.parse import parse_plan
 from shardplan.styles import STYLES
+from shardplan.styles.boundary import missing
 from shardplan.styles.record import Lookup, ParameterStyle, Style
 from shardplan.twin import make_twin
 from tests.proofs import PLANS

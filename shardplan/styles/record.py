@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.core.layout import SEQ, I, Layout, LayoutKind, R, V
+from shardplan.core.plan import Output
 from shardplan.core.tree import ModuleKind
 
 Features = Literal["out", "in"]
@@ -60,7 +61,7 @@ class Options:
         grad: whether `grad:` may be said.
     """
 
-    output: tuple[Literal["gather", "all_reduce", "reduce_scatter"], ...] = ()
+    output: tuple[Output, ...] = ()
     grad: bool = False
 
 
