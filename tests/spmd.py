@@ -26,6 +26,7 @@ from shardplan.core.tree import full_name
 from shardplan.layout import Workbench
 from shardplan.layout.boundaries import boundaries
 from shardplan.layout.ranks import RankRecorder, chosen_arguments, rank_model
+from shardplan.styles.bound import BoundModule
 from shardplan.torchlib.private import private
 from shardplan.twin.nests import tensors_in
 
@@ -87,15 +88,16 @@ class Typed(RankRecorder):
                 self.give(tensor, free)
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
-        boundary = self.plan[scope[0]]
+        bound = self.plan[scope[0]]
         with spmd.no_typecheck():
             moved = super().moved_arguments(scope, module, named)
-        for name in chosen_arguments(boundary, module, named) if boundary.takes else ():
-            inside = moved.get(name, named[name])
-            if (misfit := self._misfit(named[name], boundary.takes, f"{boundary.name} takes")) is not None:
-                self.misfits[id(inside)] = inside, misfit
-            if named[name].requires_grad:  # ids have no type
-                self.give(inside, TYPES[boundary.inside.kind])
+        for one in bound.boundary.inputs:
+            for name in chosen_arguments(bound, one, module, named):
+                inside = moved.get(name, named[name])
+                if (misfit := self._misfit(named[name], one.accepts, f"{bound.name} takes")) is not None:
+                    self.misfits[id(inside)] = inside, misfit
+                if named[name].requires_grad:  # ids have no type
+                    self.give(inside, TYPES[one.destination.kind])
         return moved
 
     def settle_choice(self, *about: Any) -> None:
@@ -103,16 +105,17 @@ class Typed(RankRecorder):
             super().settle_choice(*about)
 
     def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
-        boundary = self.plan[scope[0]]
+        bound = self.plan[scope[0]]
+        output = bound.boundary.output
         with spmd.no_typecheck():
             moved = super().moved_results(scope, module, results)
-        if boundary.computes is not None:
-            if (misfit := self._misfit(results[0], (boundary.computes,), f"{boundary.name} computes")) is not None:
+        if output is not None:
+            if (misfit := self._misfit(results[0], (output.computed,), f"{bound.name} computes")) is not None:
                 raise Misfit(misfit)
-        if boundary.hands is not None:
-            completed = boundary.scope is not None and not self.runs_inside(boundary.scope)
-            self.give(moved.get(0, results[0]), TYPES["I" if completed else boundary.hands.kind])
-        for position in boundary.outside:
+        if output is not None and output.moves:
+            waits = bound.scope is not None and self.runs_inside(bound.scope)
+            self.give(moved.get(0, results[0]), TYPES["P" if waits else output.destination.kind])
+        for position in bound.boundary.outside:
             self.give(moved[position], spmd.I)
         return moved
 
@@ -133,6 +136,14 @@ def _mesh(ranks: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
+def _decided(one: BoundModule, found: Layout) -> BoundModule:
+    """The module with what is handed on where its readers decide on that."""
+    output = one.boundary.output
+    if output is None or not output.open_gradient:
+        return one
+    return replace(one, boundary=replace(one.boundary, output=replace(output, destination=found)))
+
+
 def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layout]) -> str:
     """What the other engine says against a plan; empty where nothing.
 
@@ -140,10 +151,7 @@ def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layou
         arrivals: of the layout check, which has chosen what a gathered value is, where its readers decide on that.
     """
     ranks = plan.sizes.tp
-    bound = {
-        name: replace(boundary, hands=arrivals.get(name, R)) if boundary.open_gradient else boundary
-        for name, boundary in boundaries(plan).items()
-    }
+    bound = {name: _decided(one, arrivals.get(name, R)) for name, one in boundaries(plan).items()}
     with _mesh(ranks) as mesh:
         model = rank_model(bench.model, bound, ranks, 0)
         run = Typed(model, bench.atoms, bound, bench.reference, ranks, 0)
@@ -155,7 +163,7 @@ def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layou
             output = run.run(bench.inputs)
         if run.trace.crash is not None:
             return run.trace.crash.message
-        split = any(boundary.declared for boundary in bound.values())
+        split = any((output := one.boundary.output) is not None and output.dtensor for one in bound.values())
         results = {"loss": output.loss} if split else {"loss": output.loss, "logits": output.logits}
         kinds = {name: run.type_of(value) for name, value in results.items()}
         return "".join(f"the {name} would be {kind}" for name, kind in kinds.items() if kind is not spmd.I)

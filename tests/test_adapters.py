@@ -266,7 +266,7 @@ MISTAKES = [
     ("gpt2, lora_bias", "bias", "in", WHOLE, None),
     ("llama, tables", "embedding_A", "in", WHOLE, None),
     ("llama, tables", "embedding_B", "in", WHOLE, {"SP401"}),
-    ("phi3", "B", "out", ParameterStyle("out", "shard"), None),
+    ("phi3", "B", "out", ParameterStyle("out", "V"), None),
     ("llama, DoRA", "magnitude", "out", WHOLE, None),
 ]
 

@@ -25,7 +25,7 @@ from shardplan.compiler.program import program_of
 from shardplan.compiler.variants import bind_variants
 from shardplan.core.inherit import effective_sections
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan, overlays_of
 from shardplan.costs.estimate import estimate_mesh
 from shardplan.models import tree_of
 from shardplan.parse import parse_plan

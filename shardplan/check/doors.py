@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.layout import SEQ, Layout, R, V
-from shardplan.core.plan import Assignment, Rule
+from shardplan.core.layout import SEQ, I, Layout, R, V
+from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
+from shardplan.styles.boundary import Boundary
 
 from .facts import Facts
-from .regions import hands, inside
 
 NESTED = Code(
     code="SP363",
@@ -69,23 +69,26 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 def _nested(facts: Facts) -> Iterator[Diagnostic]:
     modules = facts.resolved.modules
-    doors = {name: a for name, a in modules.items() if inside(a) is not None and facts.style(a).takes}
+    doors = {name: one for name, one in facts.boundaries.items() if one.within is not None}
     nearest = _nearest(facts, doors)
     regions: dict[str, list[tuple[str, tuple[Layout, ...]]]] = defaultdict(list)
-    for name, assignment in modules.items():
+    for name, one in facts.boundaries.items():
         around = nearest.get(name)
         while around is not None:
-            regions[around].append((name, hands(assignment)))
+            regions[around].append((name, one.hands))
             around = nearest.get(around)
     pairs: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, door in doors.items():
-        outer = doors.get(nearest.get(name, ""))
-        if outer is None or _argument(facts, door) != _argument(facts, outer):
+        outer = nearest.get(name)
+        if outer is None or not any(
+            before.destination not in move.accepts and not _handed_within(regions[outer], name, move.accepts)
+            for before in doors[outer].inputs
+            for move in door.inputs
+            if before.argument == move.argument
+        ):
             continue
-        takes = facts.style(door).takes
-        if inside(outer) in takes or _handed_within(regions[outer.name], name, takes):
-            continue
-        pairs.setdefault((id(outer.rule), id(door.rule)), (outer.rule, door.rule, []))[2].append(name)
+        outer_rule, rule = modules[outer].rule, modules[name].rule
+        pairs.setdefault((id(outer_rule), id(rule)), (outer_rule, rule, []))[2].append(name)
     for outer_rule, rule, names in pairs.values():
         yield Diagnostic(
             code=NESTED.code,
@@ -99,7 +102,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
         )
 
 
-def _nearest(facts: Facts, doors: Mapping[str, Assignment]) -> Mapping[str, str]:
+def _nearest(facts: Facts, doors: Mapping[str, Boundary]) -> Mapping[str, str]:
     """The door that each module stands in, itself not counted; modules outside every door are not there."""
     nearest: dict[str, str] = {}
     for name in facts.resolved.tree.modules if doors else ():
@@ -109,10 +112,6 @@ def _nearest(facts: Facts, doors: Mapping[str, Assignment]) -> Mapping[str, str]
     return nearest
 
 
-def _argument(facts: Facts, door: Assignment) -> str | None:
-    return "*" if facts.style(door).argument == "floats" else door.rule.argument
-
-
 def _handed_within(region: list[tuple[str, tuple[Layout, ...]]], door: str, takes: tuple[Layout, ...]) -> bool:
     """Whether a rule of the region, outside the door itself, hands on what the door takes."""
     within = (handed for name, handed in region if name != door and not name.startswith(f"{door}."))
@@ -120,15 +119,14 @@ def _handed_within(region: list[tuple[str, tuple[Layout, ...]]], door: str, take
 
 
 def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
-    modules = facts.resolved.modules
     split = V(SEQ)
-    if any(split in hands(a) or inside(a) == split for a in modules.values()):
+    if any(split in one.hands or one.within == split for one in facts.boundaries.values()):
         return
     vain: dict[int, tuple[Rule, list[str]]] = {}
-    for name, assignment in modules.items():
-        style = facts.style(assignment)
-        if style.takes == (split,) and style.inside == R:
-            vain.setdefault(id(assignment.rule), (assignment.rule, []))[1].append(name)
+    for name, one in facts.boundaries.items():
+        if any(move.accepts == (split,) and move.destination in (R, I) for move in one.inputs):
+            rule = facts.resolved.modules[name].rule
+            vain.setdefault(id(rule), (rule, []))[1].append(name)
     for rule, names in vain.values():
         yield Diagnostic(
             code=UNSPLIT.code,

@@ -10,6 +10,7 @@ from functools import cached_property
 from shardplan.bind.units import unit_of
 from shardplan.core.tree import parent
 from shardplan.styles import Style
+from shardplan.styles.boundary import Boundary, boundary
 from shardplan.styles.record import WHOLE
 
 from .held import HeldParameters
@@ -44,6 +45,11 @@ class Facts(HeldParameters):
         if self.resolved.sizes.tp is not None or not self.splits:
             return self.resolved.sizes.tp or 1
         return next((size for size in self.allowed if size > 1), None)
+
+    @cached_property
+    def boundaries(self) -> Mapping[str, Boundary]:
+        """What each module's rule means for what crosses its boundary; a slice of the sequence is V(SEQ)."""
+        return {name: boundary(assignment.rule) for name, assignment in self.resolved.modules.items()}
 
     @cached_property
     def unit_of(self) -> Mapping[str, str]:

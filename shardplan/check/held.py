@@ -8,7 +8,8 @@ from functools import cached_property
 
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
-from shardplan.styles import STYLES, ParameterStyle, Style, feature_dim
+from shardplan.styles import STYLES, ParameterStyle, Style
+from shardplan.styles.stored import parameter_style, split_dim
 
 from .words import is_count
 
@@ -76,7 +77,7 @@ class HeldParameters:
         if assignment.is_parameter:
             module, parameter = self.resolved.tree.parameters[assignment.name]
             whole = style.weight.shard is None
-            return style.on_parameters and (whole or _dim(module, parameter, style.weight) is not None)
+            return style.on_parameters and (whole or split_dim(module, parameter, style.weight) is not None)
         module = self.resolved.tree.modules[assignment.name]
         if style.kinds is not None and module.kind not in style.kinds:
             return False
@@ -121,7 +122,7 @@ class HeldParameters:
         names, modules, parameters, assignments = zip(*members, strict=True)
         module, parameter, assignment = modules[0], parameters[0], assignments[0]
         style = self.style(assignment)
-        how = style.weight if assignment.is_parameter else style.parameter(parameter.short)
+        how = parameter_style(assignment, parameter)
         return Held(
             names=names,
             assigned=tuple(a.name for a in assignments),
@@ -131,7 +132,7 @@ class HeldParameters:
             assignment=assignment,
             style=style,
             how=how,
-            dim=_dim(module, parameter, how),
+            dim=split_dim(module, parameter, how),
         )
 
     @cached_property
@@ -150,11 +151,3 @@ class HeldParameters:
         looked_up = {held.size for held in self.splits if held.style.splits_rows}
         said = self.resolved.tree.numbers.get("vocab_size")
         return frozenset(looked_up | ({said} if is_count(said) else set()))
-
-
-def _dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> int | None:
-    """The dim that is split; None for a whole copy, and where the parameter has no such dim."""
-    if how.shard is None or not parameter.shape:
-        return None
-    dim = feature_dim(module.kind, parameter.short, how.shard, len(parameter.shape))
-    return dim if dim is not None and dim < len(parameter.shape) else None

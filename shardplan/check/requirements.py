@@ -16,6 +16,7 @@ from typing import Literal
 from shardplan.core.layout import V
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
+from shardplan.styles.boundary import boundary
 
 from .held import HEAD_SIZES, WHOLE_HEAD, Held, HeldParameters
 from .numbers import attribute, declared, packed_parts
@@ -130,8 +131,9 @@ def stays_split(held: Held) -> bool:
     if held.how.computed != "V":  # gathered where it is read
         return False
     if held.how.shard == "out":
-        return held.style.computes == V(-1) and held.style.hands is None and not held.style.features.dtensor
-    return V(-1) in held.style.takes
+        output = boundary(held.rule).output
+        return output is not None and output.computed == output.destination == V(-1)
+    return any(V(-1) in move.accepts for move in boundary(held.rule).inputs)
 
 
 def _features(facts: HeldParameters, held: Held, size: int) -> str:

@@ -10,7 +10,6 @@ from shardplan.core.plan import Assignment
 from shardplan.core.tree import block
 
 from .facts import Facts
-from .regions import hands
 
 LENGTH = Code(
     code="SP360",
@@ -103,8 +102,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 def _entrance(facts: Facts) -> Iterator[Diagnostic]:
     modules = facts.resolved.modules.values()
     waiting = [a for a in modules if facts.style(a).until_door]
-    splits = any(facts.style(a).is_door and facts.style(a).inside == V(SEQ) for a in modules)
-    slices = [a for a in modules if V(SEQ) in hands(a)]
+    splits = any(one.within == V(SEQ) for one in facts.boundaries.values())
+    slices = [a for a in modules if V(SEQ) in facts.boundaries[a.name].hands]
     if waiting and slices and not splits:
         yield _finding(facts, waiting, slices)
 

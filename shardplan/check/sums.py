@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.layout import SEQ, I, Layout, P, V
-from shardplan.core.plan import Assignment
+from shardplan.core.layout import Layout, P
 from shardplan.core.sums import SumRule
 from shardplan.core.tree import named
-from shardplan.styles import STYLES
 
 from .facts import Facts
 
@@ -37,7 +35,6 @@ tensor_parallel:
 )
 
 CODES = (NO_SUM,)
-OUTPUTS = {"all_reduce": I, "reduce_scatter": V(SEQ)}
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -45,7 +42,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     without: dict[SumRule, list[str]] = {}
     apart: dict[SumRule, list[str]] = {}
     for one in facts.resolved.sums:
-        found = {name: _reduced_to(facts.resolved.modules.get(name)) for name in one.members}
+        found = {name: _reduced_to(facts, name) for name in one.members}
         if missing := [name for name, layout in found.items() if layout is None]:
             without.setdefault(one.rule, []).extend(missing)
         elif len(set(found.values())) > 1:
@@ -56,17 +53,14 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield _finding(rule, f"{named(tuple(names))} are reduced to different layouts", names)
 
 
-def _reduced_to(assignment: Assignment | None) -> Layout | None:
+def _reduced_to(facts: Facts, name: str) -> Layout | None:
     """What a module's partial sum is reduced to at it; None where it hands on none."""
-    if assignment is None:
+    assignment = facts.resolved.modules.get(name)
+    if assignment is None or facts.style(assignment).lookup is not None:
         return None
-    style, rule = STYLES[assignment.rule.style], assignment.rule
-    if rule.output in OUTPUTS:
-        return OUTPUTS[rule.output].at(rule.seq_dim)
-    waits = style.lookup is not None
-    if style.computes != P or style.hands is None or style.hands.kind not in "IV" or waits:
-        return None
-    return style.hands.at(rule.seq_dim)
+    output = facts.boundaries[name].at(assignment.rule.seq_dim).output
+    reduced = output is not None and output.computed == P and output.destination.kind in "IV"
+    return output.destination if output is not None and reduced else None
 
 
 def _finding(rule: SumRule, message: str, names: list[str]) -> Diagnostic:

@@ -3,6 +3,8 @@ loss."""
 
 from __future__ import annotations
 
+from shardplan.styles.boundary import boundary
+
 from .held import Held, HeldParameters
 
 
@@ -23,8 +25,8 @@ def _holds_rows(facts: HeldParameters, held: Held) -> bool:
         return True
     if held.module.kind == "embedding" or held.how.shard != "out" or held.how.packed:
         return False
-    hands_whole = held.style.hands is not None or held.style.features.dtensor
-    return hands_whole and held.size in facts.vocabularies
+    output = boundary(held.rule).output
+    return output is not None and output.moves and held.size in facts.vocabularies
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:

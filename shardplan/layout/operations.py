@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from shardplan.core.tree import ancestors, block
+from shardplan.styles.bound import BoundModule
 from shardplan.twin.trace import Event, Place
 
-from .boundaries import Boundary, is_mean
+from .boundaries import is_mean
 from .elsewhere import below
 from .known import Known
 from .spread import SUM, WHOLE, Spread
@@ -36,7 +37,7 @@ class Operations:
 
     Args:
         known: of the values so far; types of results and findings are added.
-        plan: the boundary of each module.
+        plan: each module and its boundary.
         spreads: of the run of every rank.
         units: modules whose parameters are gathered only while they run themselves.
         parts: operation -> operand -> whether it has a part in the result, where that was found out.
@@ -48,7 +49,7 @@ class Operations:
     def __init__(
         self,
         known: Known,
-        plan: Mapping[str, Boundary],
+        plan: Mapping[str, BoundModule],
         spreads: Spreads,
         units: Sequence[str],
         parts: Mapping[Place, Mapping[int, bool]],

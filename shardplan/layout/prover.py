@@ -12,9 +12,9 @@ from torch import nn
 
 from shardplan.core.layout import Layout
 from shardplan.core.tree import full_name
+from shardplan.styles.bound import BoundModule
 from shardplan.twin.trace import Event, Place
 
-from .boundaries import Boundary
 from .crossings import Crossings
 from .finding import Finding
 from .known import Known, Stopped
@@ -36,7 +36,7 @@ class Prover:
 
     Args:
         model: the unsharded model.
-        plan: the boundary of each module.
+        plan: each module and its boundary.
         spreads: of the run of every rank.
         origins: of the first rank's run.
         gathers: what modules with an open gradient hand on; R where not said.
@@ -48,7 +48,7 @@ class Prover:
     def __init__(
         self,
         model: nn.Module,
-        plan: Mapping[str, Boundary],
+        plan: Mapping[str, BoundModule],
         spreads: Spreads,
         origins: Origins,
         gathers: Mapping[str, Layout],
@@ -68,7 +68,7 @@ class Prover:
             self._walk()
         except Stopped:
             return Proof(tuple(known.findings), crossings.arrivals, (), (), known.operations, stopped=True)
-        taken = (name for name, boundary in self.plan.items() if boundary.moves)
+        taken = (name for name, one in self.plan.items() if one.boundary.inputs or one.boundary.output is not None)
         return Proof(
             tuple(known.findings),
             crossings.arrivals,

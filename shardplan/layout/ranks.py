@@ -13,16 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.core.layout import I, Layout, P
+from shardplan.core.layout import Layout, P
 from shardplan.core.program import ParameterProgram
 from shardplan.models.rebinding import copied
+from shardplan.styles.bound import BoundModule
+from shardplan.styles.boundary import InputBoundary
 from shardplan.torchlib.attributes import divide_attributes
 from shardplan.torchlib.packing import pack
 from shardplan.torchlib.parameters import owner_of
 from shardplan.twin.recorder import Recorder, argument_names
 from shardplan.twin.trace import Place, Trace
 
-from .boundaries import Boundary, is_mean
+from .boundaries import is_mean
 from .spread import chunk, same
 
 
@@ -32,7 +34,7 @@ class RankRecorder(Recorder):
     Args:
         model: its model, as `rank_model` makes it.
         atoms: see Recorder.
-        plan: the boundary of each module.
+        plan: each module and its boundary.
         reference: the unsharded run.
         ranks: the size of the axis.
         rank: this rank.
@@ -43,7 +45,7 @@ class RankRecorder(Recorder):
         self,
         model: nn.Module,
         atoms: frozenset[str],
-        plan: Mapping[str, Boundary],
+        plan: Mapping[str, BoundModule],
         reference: Trace,
         ranks: int,
         rank: int,
@@ -53,37 +55,34 @@ class RankRecorder(Recorder):
         self.plan, self.reference, self.ranks, self.rank = plan, reference, ranks, rank
 
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
-        boundary = self.plan[name]
-        withheld = {p.name for p in boundary.parameters if p.withheld}
+        withheld = {p.name for p in self.plan[name].parameters if p.withheld}
         return tuple(p for p in super().parameter_inputs(name) if p not in withheld)
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
-        boundary = self.plan[scope[0]]
-        if not boundary.takes:
-            return {}
+        bound = self.plan[scope[0]]
         moved = {}
-        for name in chosen_arguments(boundary, module, named):
-            whole = self.reference.argument(*scope, name)
-            if whole is None:
-                continue
-            assert boundary.inside is not None, boundary  # as it takes a layout
-            new = self._placed(boundary.inside, named[name], whole)
-            if new is not None:
-                moved[name] = new
+        for one in bound.boundary.inputs:
+            for name in chosen_arguments(bound, one, module, named):
+                whole = self.reference.argument(*scope, name)
+                new = self._placed(one.destination, named[name], whole) if whole is not None else None
+                if new is not None:
+                    moved[name] = new
         return moved
 
     def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
-        boundary = self.plan[scope[0]]
+        bound = self.plan[scope[0]]
+        output, outside = bound.boundary.output, bound.boundary.outside
         moved = {}
-        for position in (0, *boundary.outside):
+        for position in (0, *outside):
             whole = self.reference.result(*scope, position)
             if whole is None or position >= len(results):
                 continue
-            if position in boundary.outside:
+            if position in outside:
                 moved[position] = _like(results[position], whole)
-            elif boundary.hands is not None:
-                hands = boundary.hands if boundary.scope is None or self.runs_inside(boundary.scope) else I
-                if hands == boundary.computes == P:
+            elif output is not None and output.moves:
+                waits = bound.scope is not None and self.runs_inside(bound.scope)
+                hands = P if waits else output.destination
+                if hands == output.computed == P:
                     continue
                 new = self._placed(hands, results[0], whole)
                 if new is not None:
@@ -138,19 +137,21 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
     return value.clone().requires_grad_().clone() if x.requires_grad else value.clone()
 
 
-def chosen_arguments(boundary: Boundary, module: nn.Module, named: Mapping[str, Any]) -> tuple[str, ...]:
-    """The arguments that a boundary moves.
+def chosen_arguments(
+    bound: BoundModule, one: InputBoundary, module: nn.Module, named: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The arguments that an input boundary speaks of.
 
     Raises:
         ValueError: the call has no such tensor.
     """
-    if boundary.argument == "*":
+    if one.argument == "*":
         return tuple(n for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point())
-    name = boundary.argument or argument_names(module)[0]
+    name = one.argument or argument_names(module)[0]
     if not isinstance(named.get(name), Tensor):
-        assert boundary.style is not None, boundary  # as it takes a layout
+        assert bound.style is not None, bound  # as a rule speaks of an argument
         what = "missing" if named.get(name) is None else f"a {type(named[name]).__name__}"
-        raise ValueError(f"style {boundary.style.name} moves the argument {name!r}, which is {what} in this call")
+        raise ValueError(f"style {bound.style.name} moves the argument {name!r}, which is {what} in this call")
     return (name,)
 
 
@@ -164,15 +165,15 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
     return whole.narrow(dim, *chunk(whole.shape[dim], ranks, rank)).clone()
 
 
-def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank: int) -> nn.Module:
+def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, rank: int) -> nn.Module:
     """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
     memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # each is exchanged below
     for module in model.modules():  # copy.deepcopy takes most of its time for their empty dictionaries of hooks
         memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
     local = copied(model, memo)
-    for boundary in plan.values():
-        module = local.get_submodule(boundary.name)
-        for parameter in boundary.parameters:
+    for bound in plan.values():
+        module = local.get_submodule(bound.name)
+        for parameter in bound.parameters:
             owner, leaf = owner_of(module, parameter.name)
             held: dict[str, Any] = owner._parameters  # a plain tensor stands in for what is withheld
             old = held[leaf]
@@ -183,12 +184,12 @@ def rank_model(model: nn.Module, plan: Mapping[str, Boundary], ranks: int, rank:
                 continue
             data = local_part(old.detach(), parameter, ranks, rank)
             held[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
-        layer = module.get_submodule(boundary.layer)  # "" is the module itself
-        divide_attributes(layer, boundary.divide, ranks)
-        if boundary.vocabulary is not None:
-            assert isinstance(layer, nn.Embedding), boundary.name
+        layer = module.get_submodule(bound.module.layer)  # "" is the module itself
+        divide_attributes(layer, bound.divide, ranks)
+        if bound.vocabulary is not None:
+            assert isinstance(layer, nn.Embedding), bound.name
             layer.padding_idx = None
-            _look_up_own_rows(layer, boundary.vocabulary, ranks, rank)
+            _look_up_own_rows(layer, bound.vocabulary, ranks, rank)
     return local
 
 
@@ -209,7 +210,7 @@ def run_rank(
     model: nn.Module,
     inputs: Mapping[str, Any],
     atoms: frozenset[str],
-    plan: Mapping[str, Boundary],
+    plan: Mapping[str, BoundModule],
     reference: Trace,
     ranks: int,
     rank: int,

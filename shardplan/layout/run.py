@@ -73,7 +73,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
     runs = [run(rank) for rank in range(ranks)]
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
     spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
-    open_ones = [name for name, boundary in bound.items() if boundary.open_gradient]
+    open_ones = [name for name, one in bound.items() if one.boundary.output and one.boundary.output.open_gradient]
     parts: dict[Place, dict[int, bool]] = {}
 
     def typed(layout: Layout) -> Proof:

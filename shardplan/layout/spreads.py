@@ -9,9 +9,9 @@ from typing import Literal
 from torch import Tensor
 
 from shardplan.core.tree import full_name
+from shardplan.styles.bound import BoundModule
 from shardplan.twin.trace import Event, Trace
 
-from .boundaries import Boundary
 from .spread import Spread, scale, spread_of
 
 
@@ -19,12 +19,12 @@ class Spreads:
     """How the values of a run are spread; each is compared once.
 
     Args:
-        plan: the boundary of each module.
+        plan: each module and its boundary.
         reference: the unsharded run.
         runs: the run of each rank.
     """
 
-    def __init__(self, plan: Mapping[str, Boundary], reference: Trace, runs: Sequence[Trace]):
+    def __init__(self, plan: Mapping[str, BoundModule], reference: Trace, runs: Sequence[Trace]):
         self.plan, self.reference, self.runs = plan, reference, runs
         self._known: dict[tuple[int, bool], Spread | None] = {}
 
@@ -59,8 +59,7 @@ class Spreads:
         """The reference of a value; of what a module computes before a bias is added, without the bias."""
         whole = self.reference.values[values[index]]
         if event.place[2] in ("atom", "out") and index == 0:
-            boundary = self.plan[event.module]
-            for parameter in boundary.parameters:
+            for parameter in self.plan[event.module].parameters:
                 if parameter.withheld:
-                    whole = whole - self._whole_parameters[full_name(boundary.name, parameter.name)]
+                    whole = whole - self._whole_parameters[full_name(event.module, parameter.name)]
         return whole

@@ -6,63 +6,56 @@ whole and is read by further matrix multiplications is the final norm's; whether
 
 from __future__ import annotations
 
-from shardplan.core.layout import I, Layout, R
-from shardplan.core.plan import Assignment, ResolvedPlan
+from collections.abc import Mapping
+
+from shardplan.core.layout import I, Layout, P, R
 from shardplan.core.tree import ancestors
-from shardplan.styles import STYLES, Style
+from shardplan.styles.bound import BoundModule
+from shardplan.styles.boundary import InputBoundary
 
 
-def style_of(assignment: Assignment) -> Style:
-    """The record of an assignment's style."""
-    return STYLES[assignment.rule.style]
+class Arrivals:
+    """The layouts that a plan's structure decides.
 
+    Args:
+        modules: of the bound plan.
+        seen: what the layout check saw: `ResolvedPlan.arrivals`.
+    """
 
-def door_output(assignment: Assignment) -> Layout | None:
-    """What a door hands to the inside of its module; None for what is no input door."""
-    style = style_of(assignment)
-    if not style.is_door or style.inside is None:
-        return None
-    return I if style.inside == R and assignment.rule.grad == "complete" else style.inside
+    def __init__(self, modules: Mapping[str, BoundModule], seen: Mapping[str, Layout]):
+        self.modules, self.seen = modules, seen
+        self.outputs = {n: output for n, one in modules.items() if (output := one.boundary.output) is not None}
 
+    def source(self, name: str, move: InputBoundary) -> Layout:
+        """What arrives of an argument: where R and I may, the one that does; the sum of an embedding that waits for it."""
+        if R in move.accepts and I in move.accepts:
+            return self._arrives(name)
+        waits = P in move.accepts and any(output.until_door for output in self.outputs.values())
+        return P if waits else move.accepts[0]
 
-def _inside_door(plan: ResolvedPlan, name: str) -> Layout | None:
-    for ancestor in ancestors(name):
-        assignment = plan.modules.get(ancestor)
-        inside = door_output(assignment) if assignment else None
-        if inside in (R, I):
-            return inside
-    return None
+    def handed(self, name: str) -> Layout:
+        """What a module hands on that says so: where its readers decide, what the layout check found, else R where a head
+        follows that takes R, else I."""
+        output = self.outputs[name]
+        if not output.open_gradient:
+            return output.destination
+        return self.seen.get(name) or (R if self._free_readers() else I)
 
+    def _arrives(self, name: str) -> Layout:
+        if name in self.seen:
+            return self.seen[name]
+        gathers = [other for other, output in self.outputs.items() if output.gathers]
+        return self._inside_door(name) or (self.handed(gathers[-1]) if gathers else I)
 
-def free_readers(plan: ResolvedPlan) -> tuple[str, ...]:
-    """Modules outside every door that take R: output heads, and the colwise rules of a plan without doors."""
-    return tuple(
-        name
-        for name, assignment in plan.modules.items()
-        if style_of(assignment).inside == R
-        and I in style_of(assignment).takes
-        and not style_of(assignment).is_door
-        and _inside_door(plan, name) is None
-    )
+    def _inside_door(self, name: str) -> Layout | None:
+        found = (self.modules[ancestor].boundary.within for ancestor in ancestors(name))
+        return next((layout for layout in found if layout in (R, I)), None)
 
-
-def gathered(plan: ResolvedPlan, name: str) -> Layout:
-    """What `output: gather` hands on at a module: as the rule says, as the layout check found, else R where a head follows
-    that takes R, else I."""
-    grad = plan.modules[name].rule.grad
-    if grad is not None:
-        return R if grad == "partial" else I
-    if plan.arrivals is not None and name in plan.arrivals:
-        return plan.arrivals[name]
-    return R if free_readers(plan) else I
-
-
-def arrives(plan: ResolvedPlan, name: str) -> Layout:
-    """Whether R or I arrives at a module that takes both: as the layout check saw, else by the plan's structure."""
-    if plan.arrivals is not None and name in plan.arrivals:
-        return plan.arrivals[name]
-    inside = _inside_door(plan, name)
-    if inside is not None:
-        return inside
-    gathers = [other for other, assignment in plan.modules.items() if assignment.rule.output == "gather"]
-    return gathered(plan, gathers[-1]) if gathers else I
+    def _free_readers(self) -> bool:
+        """Whether modules outside every door take R: output heads, and the colwise rules of a plan without doors."""
+        return any(
+            move.destination == R and I in move.accepts
+            for name, one in self.modules.items()
+            if one.boundary.within is None and self._inside_door(name) is None
+            for move in one.boundary.inputs
+        )

@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.core.layout import SEQ, I, P, R, V
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.layout import I, R, V
+from shardplan.core.plan import ResolvedPlan
 from shardplan.core.program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
 from shardplan.core.tree import ModuleInfo, full_name
-from shardplan.styles import STYLES, Style, feature_dim
-from shardplan.styles.links import Link, links
+from shardplan.styles.bound import BoundModule, bound_modules
+from shardplan.styles.record import FeatureStyle
 from shardplan.styles.stored import lower_parameters
 
-from .arrivals import arrives, door_output, gathered
+from .arrivals import Arrivals
 from .homes import home_of
 from .program import Program
 from .tables import with_tables
@@ -32,15 +32,13 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
 
 def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     """The module programs of one variant, by name, in the tree's order."""
-    ends = links(plan)
+    modules = bound_modules(plan)
+    arrivals = Arrivals(modules, plan.arrivals or {})
     programs = {}
-    for name, module in plan.tree.modules.items():
-        assignment = plan.modules.get(name)
-        also_reads = _also_reads(plan, module)
-        if not (module.parameters or assignment or name in ends or also_reads):
-            continue
-        lowered = _lower_module(plan, module, assignment, ends.get(name))
-        programs[name] = replace(lowered, also_reads=also_reads)
+    for name, one in modules.items():
+        also_reads = _also_reads(plan, modules, one.module)
+        if one.parameters or one.assignment or one.link or also_reads:
+            programs[name] = _lower_module(plan, arrivals, one, also_reads)
     return with_tables(plan.tree, _with_sums(plan, _with_groups(plan, programs)))
 
 
@@ -55,31 +53,30 @@ def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
 
 
 def _lower_module(
-    plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment | None, link: Link | None
+    plan: ResolvedPlan, arrivals: Arrivals, one: BoundModule, also_reads: tuple[tuple[str, ParameterProgram], ...]
 ) -> ModuleProgram:
-    parameters = lower_parameters(plan, module)
-    if assignment is None:
-        return ModuleProgram(module.name, parameters=parameters, link=link, layer=module.layer)
-    style, rule = STYLES[assignment.rule.style], assignment.rule
-    width = _output_width(module)
+    features = one.style.features if one.style else FeatureStyle()
     return ModuleProgram(
-        name=module.name,
-        style=style.name,
-        parameters=parameters,
-        enter=_enter(plan, assignment, style),
-        leave=_leave(plan, assignment, style, width),
-        vocabulary=_rows(module) if style.splits_rows else None,
-        features=width if style.features.means else None,
-        link=link,
-        logits=width if style.features.dtensor else None,
-        tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
-        outside=rule.read_outside,
-        divide=rule.divide,
-        layer=module.layer,
+        name=one.name,
+        style=one.style.name if one.style else None,
+        parameters=one.parameters,
+        enter=_enter(plan, arrivals, one),
+        leave=_leave(arrivals, one),
+        vocabulary=one.vocabulary,
+        features=one.width if features.means else None,
+        link=one.link,
+        logits=one.width if features.dtensor else None,
+        tail=one.tail,
+        outside=one.boundary.outside,
+        divide=one.divide,
+        layer=one.module.layer,
+        also_reads=also_reads,
     )
 
 
-def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, ParameterProgram], ...]:
+def _also_reads(
+    plan: ResolvedPlan, modules: Mapping[str, BoundModule], module: ModuleInfo
+) -> tuple[tuple[str, ParameterProgram], ...]:
     """What the layout check saw it read; of a module that did not run there (a vision tower without images), and that
     owns parameters and has no rule below it, all that is below it."""
     tree, prefix = plan.tree, full_name(module.name, "")
@@ -94,7 +91,7 @@ def _also_reads(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, Para
         owner, _ = tree.parameters[name]
         if owner is module:
             continue
-        program = next(p for p in lower_parameters(plan, owner) if full_name(owner.name, p.name) == name)
+        program = next(p for p in modules[owner.name].parameters if full_name(owner.name, p.name) == name)
         found.append((owner.name.removeprefix(prefix), program))
     return tuple(found)
 
@@ -103,51 +100,22 @@ def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
     return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.fsdp_units))
 
 
-def _rows(module: ModuleInfo) -> int:
-    """Of the table of an embedding."""
-    table = module.parameter("weight")
-    assert table is not None, module.name
-    return table.shape[0]
+def _enter(plan: ResolvedPlan, arrivals: Arrivals, one: BoundModule) -> tuple[InputMove, ...]:
+    moves = []
+    for given in one.boundary.inputs:
+        src, dst = arrivals.source(one.name, given), given.destination
+        if src != dst:
+            first = plan.shared_reads.get(one.name) if (src, dst) == (I, R) else None
+            moves.append(InputMove(src, dst, given.argument, given.regather, first))
+    return tuple(moves)
 
 
-def _output_width(module: ModuleInfo) -> int | None:
-    weight = module.parameter("weight")
-    if weight is None:
+def _leave(arrivals: Arrivals, one: BoundModule) -> OutputMove | None:
+    output = one.boundary.output
+    if output is None or not output.moves or output.dtensor:
         return None
-    dim = feature_dim(module.kind, "weight", "out", len(weight.shape))
-    return weight.shape[dim] if dim is not None else None
-
-
-def _enter(plan: ResolvedPlan, assignment: Assignment, style: Style) -> tuple[InputMove, ...]:
-    if style.inside is None or not style.takes:
-        return ()
-    rule = assignment.rule
-    inside = door_output(assignment) or style.inside
-    src = style.takes[0]
-    if R in style.takes and I in style.takes:
-        src = arrives(plan, assignment.name)
-    elif P in style.takes and any(STYLES[a.rule.style].until_door for a in plan.modules.values()):
-        src = P
-    if src == inside:
-        return ()
-    argument = "*" if style.argument == "floats" else rule.argument
-    first = plan.shared_reads.get(assignment.name) if (src, inside) == (I, R) else None
-    return (InputMove(src.at(rule.seq_dim), inside.at(rule.seq_dim), argument, rule.regather, first),)
-
-
-def _leave(plan: ResolvedPlan, assignment: Assignment, style: Style, width: int | None) -> OutputMove | None:
-    rule = assignment.rule
-    src, dst = style.computes, style.hands
-    if rule.output == "gather":
-        src, dst = V(SEQ), gathered(plan, assignment.name)
-    elif rule.output is not None:
-        src, dst = P, I if rule.output == "all_reduce" else V(SEQ)
-    elif style.until_door:
-        dst = I  # where it does not stay partial until the door
-    if src is None or dst is None or (src == dst and not style.until_door):
-        return None
-    size = width if src == V(-1) else None
-    return OutputMove(src.at(rule.seq_dim), dst.at(rule.seq_dim), size)
+    size = one.width if output.computed == V(-1) else None
+    return OutputMove(output.computed, arrivals.handed(one.name), size)
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
+from shardplan.core.plan import Output
 from shardplan.styles import ALIASES, NONE, STYLES, Style, canonical_style
 
 # Options that only some styles take. `style`, `optional` and `override` go with every style, and with `none`.
@@ -19,7 +20,6 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "read_outside": lambda style: style.read_outside_option,
     "regather": lambda style: style.regather_option,
 }
-OUTPUTS = ("gather", "all_reduce", "reduce_scatter")
 
 
 def spellings(style: Style) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def option_rules() -> list[dict[str, Any]]:
     rules = [({"required": [option]}, takers(option)) for option in TAKEN_BY]
     rules += [
         ({"required": ["output"], "properties": {"output": {"const": value}}}, takers("output", value))
-        for value in OUTPUTS
+        for value in get_args(Output)
     ]
     return [{"if": said, "then": {"properties": {"style": {"enum": list(names)}}}} for said, names in rules]
 

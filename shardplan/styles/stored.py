@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.layout import I, Layout, V
-from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.program import ParameterProgram, StandIn
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
 
@@ -21,6 +21,20 @@ def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
     return tuple(evaluate(parse_expression(part), plan.tree.numbers) for part in packed)
 
 
+def parameter_style(assignment: Assignment, parameter: ParameterInfo) -> ParameterStyle:
+    """How a rule has a parameter held that is its layer's own: the one it names, or one of the module it names."""
+    style = STYLES[assignment.rule.style]
+    return style.weight if assignment.is_parameter else style.parameter(parameter.short)
+
+
+def split_dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> int | None:
+    """The dim (from 0) that is split; None for a whole copy, and where the parameter has no such dim."""
+    if how.shard is None or not parameter.shape:
+        return None
+    dim = feature_dim(module.kind, parameter.short, how.shard, len(parameter.shape))
+    return dim if dim is not None and dim < len(parameter.shape) else None
+
+
 def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
     """A program for every parameter that the module owns; what no rule names is whole with a complete gradient, and an
     adapter is held as its layer is."""
@@ -35,7 +49,7 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
     style = STYLES[assignment.rule.style]
     if parameter.adapter is not None:
         return _lower_adapter(plan, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
-    held = style.weight if own is not None else style.parameter(parameter.short)
+    held = parameter_style(assignment, parameter)
     withheld = own is None and style.bias is not None and parameter.short == "bias"
     return _program(plan, module, parameter, held, assignment.rule, withheld=withheld)
 
@@ -57,9 +71,7 @@ def _program(
     *,
     withheld: bool,
 ) -> ParameterProgram:
-    dim = None
-    if held.shard is not None:
-        dim = feature_dim(module.kind, parameter.short, held.shard, len(parameter.shape))
+    dim = split_dim(module, parameter, held)
     if dim is None:
         computed = Layout(held.computed) if held.shard is None else I
         # A Linear skips a bias that is None; Conv1D's addmm needs one.

@@ -1,0 +1,91 @@
+"""A bound plan, module by module: what crosses each boundary, and how parameters are stored and read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.program import ParameterProgram
+from shardplan.core.tree import ModuleInfo
+
+from . import STYLES
+from .boundary import Boundary, boundary
+from .links import Link, links
+from .record import Features, Style, feature_dim
+from .stored import lower_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class BoundModule:
+    """One module and what the rules of a plan mean for it.
+
+    Args:
+        module: of the plan's tree.
+        assignment: its rule, or None.
+        parameters: every parameter that it owns.
+        boundary: what its rule says of the values that cross its boundary; SEQ is replaced by the rule's `seq_dim`.
+        tail: how many trailing output features alone pass a move I -> R.
+        link: as in `core.program.ModuleProgram`.
+        scope: of an output that waits `until_door`, the module inside whose forward it is a partial sum; None where no
+            module holds both.
+    """
+
+    module: ModuleInfo
+    assignment: Assignment | None
+    parameters: tuple[ParameterProgram, ...]
+    boundary: Boundary
+    tail: int = 0
+    link: Link | None = None
+    scope: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.module.name
+
+    @property
+    def style(self) -> Style | None:
+        return STYLES[self.assignment.rule.style] if self.assignment else None
+
+    @property
+    def divide(self) -> tuple[str, ...]:
+        """Attributes of the instance to divide by tp."""
+        return self.assignment.rule.divide if self.assignment else ()
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of rows of the whole table, where they are looked up by id and split."""
+        return self._length("in") if self.style is not None and self.style.splits_rows else None
+
+    @property
+    def width(self) -> int | None:
+        """The number of output features of its whole weight; None where it has no such dim."""
+        return self._length("out")
+
+    def _length(self, features: Features) -> int | None:
+        weight = self.module.parameter("weight")
+        dim = feature_dim(self.module.kind, "weight", features, len(weight.shape)) if weight is not None else None
+        return weight.shape[dim] if weight is not None and dim is not None else None
+
+
+def bound_modules(plan: ResolvedPlan) -> Mapping[str, BoundModule]:
+    """Every module of a plan's tree, by name, in the tree's order."""
+    ends = links(plan)
+    scope = next((name for name, link in ends.items() if link == "scope"), None)
+    return {name: _bound(plan, module, ends.get(name), scope) for name, module in plan.tree.modules.items()}
+
+
+def _bound(plan: ResolvedPlan, module: ModuleInfo, link: Link | None, scope: str | None) -> BoundModule:
+    assignment, parameters = plan.modules.get(module.name), lower_parameters(plan, module)
+    if assignment is None:
+        return BoundModule(module, None, parameters, Boundary(), link=link)
+    style, rule = STYLES[assignment.rule.style], assignment.rule
+    return BoundModule(
+        module,
+        assignment,
+        parameters,
+        boundary=boundary(rule).at(rule.seq_dim),
+        tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
+        link=link,
+        scope=scope if style.until_door else None,
+    )
