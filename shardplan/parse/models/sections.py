@@ -43,8 +43,8 @@ def with_sections(name: str, text: str | None, base: type[_M], section: type[Sec
     """
     types = _types(section)
     members: dict[str, Any] = {
-        name: (_type(types[name], said), _field(types[name], said, default_of(section, name)))
-        for name, said in options(section).items()
+        field: (_type(types[field], said), _field(types[field], said, default_of(section, field)))
+        for field, said in options(section).items()
     }
     return create_model(name, __base__=base, __doc__=text, **members)
 
