@@ -22,7 +22,8 @@ from shardplan.check import check
 from shardplan.compiler.program import program_of as lowered
 from shardplan.compiler.variants import bind_variants
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, DataParallel, ResolvedPlan
+from shardplan.core.plan import NO_OVERLAYS, ResolvedPlan
+from shardplan.core.sections import DataParallel
 from shardplan.models import tree_of
 from shardplan.parse import parse_plan
 from tests.proofs import fake_mesh

@@ -11,7 +11,8 @@ from shardplan.bind import bind
 from shardplan.check import allowed_tp, check
 from shardplan.core.diagnostics import Location
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import ActivationCheckpointing, DataParallel, PlanFile, Rule, overlays_of
+from shardplan.core.plan import PlanFile, Rule, overlays_of
+from shardplan.core.sections import ActivationCheckpointing, DataParallel
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 from tests.trees import gpt2, llama_8b, mixtral_8x7b, phi3_mini

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from shardplan import DDPConfig, FSDP2Config, MegatronFSDPConfig, compile_plan
 from shardplan.compat import DistributedConfig, to_dict
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import DDP, MegatronFSDP, MixedPrecision
+from shardplan.core.sections import DDP, MegatronFSDP, MixedPrecision, Prefetch
 
 CONFIGS = (FSDP2Config, MegatronFSDPConfig, DDPConfig)
 POLICY = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.bfloat16, cast_forward_inputs=True)
@@ -191,7 +191,7 @@ def test_fsdp2_comes_to_sections_of_the_plan() -> None:
     section = program(FSDP2Config(), tp=1, dp_shard=2).data_parallel
     assert section.mixed_precision == MixedPrecision("bfloat16", "float32", "bfloat16")
     assert (section.reshard_after_forward, section.cpu_offload) == ("all_but_last", False)
-    assert (section.forward_prefetch, section.backward_prefetch) == (None, None)
+    assert section.prefetch is None
     config = FSDP2Config(
         sequence_parallel=True,
         mp_policy=MixedPrecisionPolicy(torch.float16, cast_forward_inputs=False),
@@ -205,7 +205,7 @@ def test_fsdp2_comes_to_sections_of_the_plan() -> None:
     assert resolved.sequence_parallel and resolved.data_parallel.units == ("model.layers.*",)
     assert resolved.data_parallel.mixed_precision == MixedPrecision("float16", cast_forward_inputs=False)
     assert (resolved.data_parallel.cpu_offload, resolved.data_parallel.reshard_after_forward) == ("pinned", False)
-    assert (resolved.data_parallel.forward_prefetch, resolved.data_parallel.backward_prefetch) == (1, 2)
+    assert resolved.data_parallel.prefetch == Prefetch(1, 2)
     assert resolved.activation_checkpointing.mode == "selective" and resolved.compile is not None
     assert resolved.ac_modules == resolved.compile_modules == resolved.dp_units == ("model.layers.0", "model.layers.1")
 
@@ -265,3 +265,24 @@ def test_the_table_names_every_field(config: type) -> None:
     section = PAGE.partition(f"\n### {config.__name__}\n")[2].partition("\n#")[0]
     first = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert [name.strip(" `") for cell in first for name in cell.split(",")] == [one.name for one in fields(config)]
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "elsewhere", "other_defaults"),
+    [
+        (
+            MegatronFSDPConfig,
+            MegatronFSDP,
+            {"outer_dp_sharding_strategy", "init_model_with_meta_device"},
+            {"preserve_fp32_weights", "check_for_nan_in_grad"},
+        ),
+        (DDPConfig, DDP, set(), {"broadcast_buffers"}),
+    ],
+)
+def test_a_config_has_the_options_of_its_section(
+    config: type, section: type, elsewhere: set[str], other_defaults: set[str]
+) -> None:
+    """With their defaults, where the other project has no other one."""
+    own, defaults = {one.name: one.default for one in fields(config)}, section().values
+    assert defaults.keys() - own.keys() == elsewhere
+    assert {name for name in defaults.keys() & own.keys() if own[name] != defaults[name]} == other_defaults

@@ -15,7 +15,7 @@ from torch import nn
 from shardplan.apply.megatron_fsdp import DTYPES, RENAMED, arguments, dtypes, unit_classes
 from shardplan.apply.wrapped import Wrapped
 from shardplan.backends import BACKENDS
-from shardplan.core.plan import DataParallel, MegatronFSDP
+from shardplan.core.sections import DataParallel, MegatronFSDP
 
 RECORD = json.loads((Path(__file__).parent / "megatron_fsdp.json").read_text())
 INSTALLED = find_spec("megatron_fsdp") is not None

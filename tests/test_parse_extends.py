@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardplan.core.inherit import effective_sections
-from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel, MixedPrecision
+from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, Prefetch
 from shardplan.parse import parse_plan, parse_text
 from shardplan.parse.limits import MAX_ANCESTORS
 from shardplan.parse.parsing import Parsed
@@ -61,8 +61,7 @@ def test_sections_are_inherited_field_by_field(tmp_path: Path) -> None:
         units=("model.layers.*",),
         reshard_after_forward="all_but_last",
         mixed_precision=MixedPrecision(param="bfloat16", reduce="float32", cast_forward_inputs=True),
-        forward_prefetch=2,
-        backward_prefetch=1,
+        prefetch=Prefetch(2, 1),
         location=plan.data_parallel.location,
     )
     assert sections.activation_checkpointing == ActivationCheckpointing(
@@ -76,8 +75,12 @@ def test_sections_are_inherited_field_by_field(tmp_path: Path) -> None:
         "units": (base, ("data_parallel", "units")),
         "reshard_after_forward": (child, ("data_parallel", "reshard_after_forward")),
         "mixed_precision": (child, ("data_parallel", "mixed_precision")),
-        "forward_prefetch": (base, ("data_parallel", "prefetch", "forward")),
-        "backward_prefetch": (child, ("data_parallel", "prefetch", "backward")),
+        "prefetch": (child, ("data_parallel", "prefetch")),
+    }
+    ahead = {name: (place.file, place.path) for name, place in sections.data_parallel.prefetch.given.items()}
+    assert ahead == {
+        "forward": (base, ("data_parallel", "prefetch", "forward")),
+        "backward": (child, ("data_parallel", "prefetch", "backward")),
     }
     assert set(sections.data_parallel.mixed_precision.given) == {"param", "reduce", "cast_forward_inputs"}
 

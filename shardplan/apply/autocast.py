@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardplan.core.dtypes import dtype_name
-from shardplan.core.plan import DataParallel
+from shardplan.core.sections import DataParallel
 from shardplan.torchlib.forward import wrap_forward
 
 ALLOWED = ("bfloat16", "float16")

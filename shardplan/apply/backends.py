@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardplan.core.plan import DataParallel
+from shardplan.core.sections import DataParallel
 
 from .ddp import apply_ddp
 from .fsdp2 import apply_fsdp2

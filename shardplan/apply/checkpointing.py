@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from shardplan.core.plan import ActivationCheckpointing
+from shardplan.core.sections import ActivationCheckpointing
 from shardplan.torchlib.forward import Around, wrap_forward
 from shardplan.torchlib.selective import keep_products
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.core.plan import Compile
+from shardplan.core.sections import Compile
 from shardplan.torchlib.async_tp import Fused, enable_symmetric_memory
 from shardplan.torchlib.forward import wrap_forward
 from shardplan.torchlib.inductor import Inductor

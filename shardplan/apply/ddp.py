@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from shardplan.core.plan import DDP, DataParallel
+from shardplan.core.sections import DDP, DataParallel
 
 from .wrapped import Wrapped
 

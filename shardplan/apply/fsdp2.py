@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from shardplan.core.plan import DataParallel, MixedPrecision
+from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
 from shardplan.core.tree import ancestors
 from shardplan.torchlib.failures import at_module
 
@@ -43,7 +43,8 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
         with at_module(name):
             kept = name in last or any(above in last for above in ancestors(name))
             fully_shard(model.get_submodule(name), **options, reshard_after_forward=_reshard(section, kept))
-    _prefetch(model, wrapped, section)
+    if section.prefetch is not None:
+        _prefetch(model, wrapped, section.prefetch)
 
 
 def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> dict[str, Any]:
@@ -100,16 +101,16 @@ def _unit(model: nn.Module, name: str) -> FSDPModule:
     return unit
 
 
-def _prefetch(model: nn.Module, wrapped: Wrapped, section: DataParallel) -> None:
+def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch) -> None:
     """Say how many units are gathered ahead; each comes with the parts inside it."""
     groups = [
         [_unit(model, name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
         for unit in wrapped.units
     ]
     for i, (unit, *_) in enumerate(groups):
-        if (ahead := section.forward_prefetch) is not None:
+        if (ahead := prefetch.forward) is not None:
             unit.set_modules_to_forward_prefetch([m for group in groups[i + 1 : i + 1 + ahead] for m in group])
-        if (ahead := section.backward_prefetch) is not None:
+        if (ahead := prefetch.backward) is not None:
             before = [m for group in reversed(groups[max(0, i - ahead) : i]) for m in group]
             # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
             unit.set_modules_to_backward_prefetch(before or [unit])

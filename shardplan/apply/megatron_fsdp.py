@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shardplan.core.plan import DataParallel, MegatronFSDP
+from shardplan.core.sections import DataParallel, MegatronFSDP
 
 from .wrapped import Wrapped
 

@@ -8,8 +8,7 @@ FSDP2 = Backend(
     name="fsdp2",
     summary="torch's fully_shard",
     fields=frozenset(
-        {"units", "reshard_after_forward", "mixed_precision", "cpu_offload", "forward_prefetch", "backward_prefetch"}
-        | {"frozen", "ignored"}
+        {"units", "reshard_after_forward", "mixed_precision", "cpu_offload", "prefetch", "frozen", "ignored"}
     ),
     splits=frozenset(APPLIED),
     hybrid=True,
@@ -22,7 +21,7 @@ MEGATRON_FSDP = Backend(
     name="megatron_fsdp",
     summary="the megatron-fsdp package",
     fields=frozenset({"units", "megatron_fsdp"}),
-    idle=frozenset({"reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
+    idle=frozenset({"reshard_after_forward", "prefetch"}),
     splits=frozenset(APPLIED),
     hybrid=True,
     joint_group=True,
@@ -39,7 +38,7 @@ DDP = Backend(
     name="ddp",
     summary="torch's DistributedDataParallel, every rank a whole copy",
     fields=frozenset({"ddp"}),
-    idle=frozenset({"units", "reshard_after_forward", "forward_prefetch", "backward_prefetch"}),
+    idle=frozenset({"units", "reshard_after_forward", "prefetch"}),
     splits=frozenset({Axis.DP_REPLICATE}),
     wraps=True,
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.globs import parse_glob
-from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel
+from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
 
 from .dead import dead

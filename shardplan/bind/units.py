@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.globs import parse_glob
-from shardplan.core.plan import DataParallel
+from shardplan.core.sections import DataParallel
 from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, ParameterInfo, ancestors, parent
 
 from .dead import dead

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib.util import find_spec
 
 from shardplan.backends import BACKENDS, Backend
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
-from shardplan.core.plan import DataParallel, MegatronFSDP
+from shardplan.core.sections import DataParallel, MegatronFSDP
 from shardplan.core.tree import named
 
 from .facts import Facts
@@ -166,15 +165,15 @@ def _known(backend: Backend) -> str:
 
 
 def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
-    default, known = DataParallel(), {"backend", "location", "given", *backend.fields, *backend.idle}
-    for field in fields(DataParallel):
-        if field.name not in known and getattr(section, field.name) != getattr(default, field.name):
+    default, known = DataParallel().values, {"backend", *backend.fields, *backend.idle}
+    for name, value in section.values.items():
+        if name not in known and value != default[name]:
             yield Diagnostic(
                 code=FIELD.code,
                 severity=Severity.ERROR,
-                message=f"the backend {backend.name} has no {field.name}",
-                primary=field_label(section, field.name),
-                help=f"remove `{field.name}`, or use a backend that has it",
+                message=f"the backend {backend.name} has no {name}",
+                primary=field_label(section, name),
+                help=f"remove `{name}`, or use a backend that has it",
             )
 
 

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 
 from shardplan.backends import BACKENDS
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
-from shardplan.core.plan import DataParallel, ResolvedPlan
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.sections import DataParallel
 from shardplan.core.tree import named, parent
 
 from .facts import Facts

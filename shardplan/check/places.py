@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Label
-from shardplan.core.plan import ActivationCheckpointing, Compile, DataParallel
+from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel
 
 
 def field_label(section: DataParallel | ActivationCheckpointing | Compile | None, field: str) -> Label | None:

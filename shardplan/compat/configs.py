@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardplan.apply.autocast import ALLOWED as AUTOCAST
 from shardplan.core.dtypes import dtype_name
+from shardplan.core.options import options
+from shardplan.core.sections import DDP, MegatronFSDP, ZeroStrategy
 from shardplan.core.suggest import closest
 from shardplan.models.adapters import unwrapped
 
@@ -22,7 +24,7 @@ Checkpointing = bool | Literal["full", "selective"]
 _C = TypeVar("_C", bound="Config")
 
 SIZES = ("dp_size", "dp_replicate_size", "tp_size", "cp_size", "pp_size", "ep_size")
-ZERO = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+ZERO = get_args(ZeroStrategy)
 
 
 def default_policy() -> MixedPrecisionPolicy:
@@ -233,12 +235,11 @@ class MegatronFSDPConfig(Config):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         self.check()
-        apart = ("megatron_fsdp_unit_modules", "init_fsdp_with_meta_device", "activation_checkpointing")
-        options = {name: value for name, value in self.to_dict().items() if name not in apart}
-        options["check_for_nan_in_grad"] = options.pop("report_nan_in_param_grad")
+        said = {name: value for name, value in self.to_dict().items() if name in options(MegatronFSDP)}
+        said["check_for_nan_in_grad"] = self.report_nan_in_param_grad
         if self.init_fsdp_with_meta_device:
-            options["init_model_with_meta_device"] = True
-        section = {"backend": self.backend, "megatron_fsdp": options}
+            said["init_model_with_meta_device"] = True
+        section = {"backend": self.backend, "megatron_fsdp": said}
         if self.megatron_fsdp_unit_modules is not None:
             section["units"] = units_of_classes(model, self.megatron_fsdp_unit_modules)
         return {
@@ -304,12 +305,11 @@ class DDPConfig(Config):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         self.check()
-        names = ("broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view")
-        options: dict[str, Any] = {name: getattr(self, name) for name in names}
+        said = {name: value for name in options(DDP) if (value := getattr(self, name)) is not None}
         if self.bucket_cap_mb is not None:
-            options["bucket_cap_mb"] = int(self.bucket_cap_mb)
+            said["bucket_cap_mb"] = int(self.bucket_cap_mb)
         return {
-            "data_parallel": {"backend": self.backend, "ddp": options},
+            "data_parallel": {"backend": self.backend, "ddp": said},
             "activation_checkpointing": _checkpointing(self.activation_checkpointing),
             "autocast_dtype": self.autocast_dtype,
         }

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from shardplan.core.plan import ActivationCheckpointing, Assignment, Compile, PlanFile, ResolvedPlan
+from shardplan.core.plan import Assignment, PlanFile, ResolvedPlan
+from shardplan.core.sections import ActivationCheckpointing, Compile
 from shardplan.styles import STYLES
 
 Override = Mapping[str, Any] | bool | None
 Logits = Literal["plan", "replicated", "sharded"]
 
-SECTIONS = ("data_parallel", "activation_checkpointing", "compile")
 HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab"}
 
 

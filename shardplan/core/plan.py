@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import MeshSizes
+from .sections import ActivationCheckpointing, Compile, DataParallel
 from .sources import SourceMap
 from .sums import SummedOutputs, SumRule
 from .tree import ModuleTree
@@ -88,163 +89,6 @@ class Rule:
             "read_outside": self.read_outside,
             "regather": self.regather,
         }
-
-
-@dataclass(frozen=True, slots=True)
-class MixedPrecision:
-    """FSDP2's MixedPrecisionPolicy.
-
-    Args:
-        param, reduce, output: dtypes by name ("bfloat16", "float16", "float32"); None keeps the model's.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
-    """
-
-    param: str | None = None
-    reduce: str | None = None
-    output: str | None = None
-    cast_forward_inputs: bool = True
-    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class MegatronFSDP:
-    """The options of Megatron-FSDP, with the defaults of the package.
-
-    Args:
-        zero_dp_strategy: what is sharded: 0 or "no_shard", 1 or "optim", 2 or "optim_grads", 3 or "optim_grads_params".
-        outer_dp_sharding_strategy: the same over dp_replicate: 0 or "no_shard", 1 or "optim".
-        init_model_with_meta_device: None is whether the model is on the meta device.
-        grad_reduce_in_fp32, preserve_fp32_weights: dtypes of main gradients and weights.
-        overlap_grad_reduce, overlap_param_gather, check_for_nan_in_grad, average_in_collective, disable_bucketing,
-            calculate_per_token_loss, keep_fp8_transpose_cache, nccl_ub, fsdp_double_buffer: the package's own.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
-    """
-
-    zero_dp_strategy: int | Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = 3
-    outer_dp_sharding_strategy: int | Literal["no_shard", "optim"] = 0
-    init_model_with_meta_device: bool | None = None
-    grad_reduce_in_fp32: bool = False
-    preserve_fp32_weights: bool = True
-    overlap_grad_reduce: bool = True
-    overlap_param_gather: bool = True
-    check_for_nan_in_grad: bool = False
-    average_in_collective: bool = False
-    disable_bucketing: bool = False
-    calculate_per_token_loss: bool = False
-    keep_fp8_transpose_cache: bool = False
-    nccl_ub: bool = False
-    fsdp_double_buffer: bool = False
-    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """All options by name."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "given"}
-
-
-@dataclass(frozen=True, slots=True)
-class DDP:
-    """The options of DistributedDataParallel, with torch's defaults.
-
-    Args:
-        broadcast_buffers: buffers are those of the first rank, sent before each forward.
-        find_unused_parameters: trained parameters may be without a gradient.
-        static_graph: which parameters are used is the same in every step.
-        bucket_cap_mb: the size of a bucket of gradients in MiB; None is torch's own.
-        gradient_as_bucket_view: gradients are views of the buckets.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
-    """
-
-    broadcast_buffers: bool = True
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    bucket_cap_mb: int | None = None
-    gradient_as_bucket_view: bool = False
-    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """All options by name, as DistributedDataParallel takes them."""
-        return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "given"}
-
-
-@dataclass(frozen=True, slots=True)
-class DataParallel:
-    """The data-parallel wrapping pass.
-
-    Args:
-        backend: the name of a record of `shardplan.backends`.
-        units: globs of the modules that are gathered together; a list of modules stands for its elements.
-        reshard_after_forward: FSDP2's argument; "all_but_last" keeps the last unit gathered.
-        mixed_precision: None keeps the model's dtypes.
-        cpu_offload: parameters, gradients and optimizer state live on the host: False, True, or "pinned".
-        forward_prefetch: how many following units to gather ahead; None leaves FSDP2's own choice.
-        backward_prefetch: the same in backward.
-        frozen: where modules go that are frozen altogether: "own" (a unit each, if no unit holds them), "root" (with the
-            root, even if they are named as units), "replicated" (every data-parallel rank holds them whole, as all frozen
-            parameters); None treats them as all others.
-        ignored: globs of modules and parameters that the backend leaves alone: every data-parallel rank holds them whole,
-            and their gradients are not reduced.
-        megatron_fsdp, ddp: the options of that backend; None is its defaults.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
-    """
-
-    backend: str = "fsdp2"
-    units: tuple[str, ...] = ()
-    reshard_after_forward: bool | int | Literal["all_but_last"] = "all_but_last"
-    mixed_precision: MixedPrecision | None = None
-    cpu_offload: bool | Literal["pinned"] = False
-    forward_prefetch: int | None = None
-    backward_prefetch: int | None = None
-    frozen: Literal["own", "root", "replicated"] | None = None
-    ignored: tuple[str, ...] = ()
-    megatron_fsdp: MegatronFSDP | None = None
-    ddp: DDP | None = None
-    location: Location | None = None
-    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationCheckpointing:
-    """Modules whose activations are recomputed in backward.
-
-    Args:
-        modules: globs; without the field, the data-parallel units.
-        mode: "full": everything inside is computed again; "selective": all but matrix products and collectives.
-        every: of the modules that each glob matches, each n-th alone.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
-    """
-
-    modules: tuple[str, ...] = ()
-    mode: Literal["full", "selective"] = "full"
-    every: int = 1
-    location: Location | None = None
-    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Compile:
-    """Modules whose forward is compiled on its own (torch.compile).
-
-    Args:
-        modules: globs; without the field, the data-parallel units.
-        fullgraph, backend: torch.compile's arguments.
-        async_tensor_parallel: matrix products run while the sequence is gathered and scattered.
-        given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
-    """
-
-    modules: tuple[str, ...] = ()
-    fullgraph: bool = True
-    backend: str = "inductor"
-    async_tensor_parallel: bool = False
-    location: Location | None = None
-    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

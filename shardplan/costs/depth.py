@@ -79,8 +79,8 @@ def depths_of(found: FoundModel, program: Program) -> Depths:
     section, resolved = program.resolved.activation_checkpointing, program.resolved
     every = section.every if section is not None else 1
     ahead = 1
-    if resolved.data_parallel is not None:
-        ahead = max(ahead, resolved.data_parallel.forward_prefetch or 0, resolved.data_parallel.backward_prefetch or 0)
+    if resolved.data_parallel is not None and (prefetch := resolved.data_parallel.prefetch) is not None:
+        ahead = max(ahead, prefetch.forward or 0, prefetch.backward or 0)
     return _repeating(lists, kinds(found.tree, count, vars(text)), every, ahead)
 
 

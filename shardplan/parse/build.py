@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from shardplan.core.diagnostics import Location
-from shardplan.core.plan import (
-    DDP,
-    SECTIONS,
-    ActivationCheckpointing,
-    Compile,
-    DataParallel,
-    MegatronFSDP,
-    MixedPrecision,
-    PlanFile,
-    Rule,
-)
+from shardplan.core.options import options
+from shardplan.core.plan import SECTIONS, PlanFile, Rule
+from shardplan.core.sections import Section, Sections
 from shardplan.core.sums import SumRule
 from shardplan.styles import canonical_style
 
-from .models import (
-    ActivationCheckpointingFields,
-    CompileFields,
-    DataParallelFields,
-    DDPFields,
-    MegatronFSDPFields,
-    MixedPrecisionFields,
-    PlanDocument,
-    RuleOptions,
-)
+from .models import Document, RuleOptions, SectionModel, Strict
 from .nodes import Path
 
 
-def build_plan(document: PlanDocument, file: str, name: str, parent: PlanFile | None) -> PlanFile:
+def build_plan(document: Document, file: str, name: str, parent: PlanFile | None) -> PlanFile:
     """The plan that a document without errors says.
 
     Args:
@@ -48,9 +29,7 @@ def build_plan(document: PlanDocument, file: str, name: str, parent: PlanFile | 
         models=tuple(document.models),
         tensor_parallel=_rules(document.tensor_parallel, "tensor_parallel", file),
         sequence_parallel=_rules(document.sequence_parallel, "sequence_parallel", file),
-        data_parallel=_data_parallel(document.data_parallel, file),
-        activation_checkpointing=_activation_checkpointing(document.activation_checkpointing, file),
-        compile=_compile(document.compile, file),
+        **read_section(Sections, document, (), file).values,
         parent=parent,
         sums={section: found for section in SECTIONS if (found := _sums(getattr(document, section), section, file))},
     )
@@ -98,74 +77,15 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     return Rule(pattern, style, location, **options)
 
 
-def _data_parallel(fields: DataParallelFields | None, file: str) -> DataParallel | None:
-    if fields is None:
-        return None
-    path = ("data_parallel",)
-    values, given = _given(fields, path, file)
-    for name in ("units", "ignored"):
-        if name in values:
-            values[name] = tuple(values[name])
-    if "mixed_precision" in values:
-        place = (*path, "mixed_precision")
-        values["mixed_precision"] = _mixed_precision(values["mixed_precision"], place, file)
-    if "megatron_fsdp" in values:
-        values["megatron_fsdp"] = _megatron_fsdp(values["megatron_fsdp"], (*path, "megatron_fsdp"), file)
-    if "ddp" in values:
-        values["ddp"] = _ddp(values["ddp"], (*path, "ddp"), file)
-    prefetch = values.pop("prefetch", None)
-    given.pop("prefetch", None)
-    if prefetch is not None:
-        ahead, places = _given(prefetch, (*path, "prefetch"), file)
-        values |= {f"{name}_prefetch": value for name, value in ahead.items()}
-        given |= {f"{name}_prefetch": place for name, place in places.items()}
-    return DataParallel(**values, location=Location(file, path), given=given)
+def read_section(section: type[Section], said: Strict, path: Path, file: str) -> Section:
+    """A section from what a document says of it."""
+    names = [name for name in options(section) if name in said.model_fields_set]
+    values = {name: _value(getattr(said, name), (*path, name), file) for name in names}
+    given = {name: Location(file, (*path, name)) for name in names}
+    return section(**values, location=Location(file, path), given=given)
 
 
-def _mixed_precision(fields: MixedPrecisionFields, path: Path, file: str) -> MixedPrecision:
-    values, given = _given(fields, path, file)
-    return MixedPrecision(**values, given=given)
-
-
-def _megatron_fsdp(fields: MegatronFSDPFields, path: Path, file: str) -> MegatronFSDP:
-    values, given = _given(fields, path, file)
-    return MegatronFSDP(**values, given=given)
-
-
-def _ddp(fields: DDPFields, path: Path, file: str) -> DDP:
-    values, given = _given(fields, path, file)
-    return DDP(**values, given=given)
-
-
-def _activation_checkpointing(
-    fields: ActivationCheckpointingFields | None, file: str
-) -> ActivationCheckpointing | None:
-    if fields is None:
-        return None
-    path = ("activation_checkpointing",)
-    values, given = _with_modules(fields, path, file)
-    return ActivationCheckpointing(**values, location=Location(file, path), given=given)
-
-
-def _compile(fields: CompileFields | None, file: str) -> Compile | None:
-    if fields is None:
-        return None
-    path = ("compile",)
-    values, given = _with_modules(fields, path, file)
-    return Compile(**values, location=Location(file, path), given=given)
-
-
-def _with_modules(fields: Any, path: Path, file: str) -> tuple[dict[str, Any], dict[str, Location]]:
-    values, given = _given(fields, path, file)
-    if "modules" in values:
-        values["modules"] = tuple(values["modules"])
-    return values, given
-
-
-def _given(fields: Any, path: Path, file: str) -> tuple[dict[str, Any], dict[str, Location]]:
-    """The fields that a document sets, in the order of the model, and where."""
-    names = [name for name in type(fields).model_fields if name in fields.model_fields_set]
-    return (
-        {name: getattr(fields, name) for name in names},
-        {name: Location(file, (*path, name)) for name in names},
-    )
+def _value(value: object, path: Path, file: str) -> object:
+    if isinstance(value, SectionModel):
+        return read_section(value.section, value, path, file)
+    return tuple(value) if isinstance(value, list) else value

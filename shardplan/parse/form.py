@@ -13,7 +13,7 @@ from shardplan.core.plan import SECTIONS
 from shardplan.core.suggest import closest
 
 from .findings import Findings, describe, quoted
-from .models import ATTRIBUTE, TAGS, WORD, PlanDocument
+from .models import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
 from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
 
 UNKNOWN_FIELD = Code(
@@ -96,7 +96,7 @@ _MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
-def check_form(root: Node, findings: Findings) -> PlanDocument | None:
+def check_form(root: Node, findings: Findings) -> Document | None:
     """The document as the models have it; None, and findings, where its form is wrong."""
     if not isinstance(root, MapNode):
         message = f"a plan is a mapping, not {describe(root)}"

@@ -12,11 +12,13 @@ from shardplan.core.expressions import ExpressionError, parse_expression
 from shardplan.core.globs import MAX_LENGTH as MAX_GLOB
 from shardplan.core.globs import GlobError, parse_glob
 from shardplan.core.plan import SECTIONS
+from shardplan.core.sections import Sections
 from shardplan.core.suggest import closest
 from shardplan.styles import NONE, STYLES, canonical_style
 
 from .findings import TOO_LARGE, Findings, quoted
 from .limits import MAX_ALTERNATIVES
+from .models import glob_lists
 from .nodes import ListNode, MapNode, Node, Path, Scalar, node_at
 from .options import style_names, takers, takes
 
@@ -112,7 +114,7 @@ NONE_WITHOUT_PARENT = Code(
     """,
 )
 
-GLOB_LISTS = (("data_parallel", "units"), ("activation_checkpointing", "modules"), ("compile", "modules"))
+GLOB_LISTS = tuple(glob_lists(Sections))
 
 
 class _Rule(NamedTuple):

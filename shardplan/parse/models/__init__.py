@@ -1,25 +1,23 @@
 """The document as pydantic models: which fields there are and what each may hold.
 
 The JSON Schema is made from them; the texts are what an editor shows. What a style takes is not said here: it
-follows from the style records (`options`).
+follows from the style records (`options`). What stands in a section is not said here either: its dataclass has it
+(`core.sections`).
 """
 
-from .data_parallel import DataParallelFields, DDPFields, MegatronFSDPFields, MixedPrecisionFields
-from .document import PlanDocument
-from .modules import ActivationCheckpointingFields, CompileFields
+from .document import Document, PlanDocument
 from .rules import RuleOptions
-from .values import ATTRIBUTE, TAGS, WORD
+from .sections import SectionModel, glob_lists
+from .values import ATTRIBUTE, TAGS, WORD, Strict
 
 __all__ = [
     "ATTRIBUTE",
     "TAGS",
     "WORD",
-    "ActivationCheckpointingFields",
-    "CompileFields",
-    "DDPFields",
-    "DataParallelFields",
-    "MegatronFSDPFields",
-    "MixedPrecisionFields",
+    "Document",
     "PlanDocument",
     "RuleOptions",
+    "SectionModel",
+    "Strict",
+    "glob_lists",
 ]

@@ -6,14 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from shardplan.core.sections import Sections
+
 from ..options import none_rule
-from .data_parallel import DataParallelFields
-from .modules import ActivationCheckpointingFields, CompileFields
 from .rules import Entry
-from .values import WORD, Given, GlobText, Section
+from .sections import with_sections
+from .values import WORD, Given, GlobText, Strict
 
 
-class PlanDocument(Section):
+class Document(Strict):
     """How to split a model over ranks: tensor, sequence and data parallelism, activation checkpointing."""
 
     model_config = ConfigDict(title="shardplan plan", json_schema_extra={"allOf": [none_rule()]})
@@ -48,18 +49,6 @@ class PlanDocument(Section):
         description="Rules laid over `tensor_parallel` when sequence parallelism is on.",
         examples=[{"model.layers.*.mlp.down_proj": "rowwise_seq"}],
     )
-    data_parallel: Given[DataParallelFields] = Field(
-        default=None,
-        description="How the model is wrapped over the data-parallel ranks.",
-        examples=[{"backend": "fsdp2", "units": ["model.layers.*"]}],
-    )
-    activation_checkpointing: Given[ActivationCheckpointingFields] = Field(
-        default=None,
-        description="Modules whose activations are computed again in the backward pass.",
-        examples=[{"modules": ["model.layers.*"], "mode": "full"}],
-    )
-    compile: Given[CompileFields] = Field(
-        default=None,
-        description="Modules whose forward is compiled on its own.",
-        examples=[{"modules": ["model.layers.*"]}],
-    )
+
+
+PlanDocument = with_sections("PlanDocument", Document.__doc__, Document, Sections)

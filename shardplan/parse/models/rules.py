@@ -12,7 +12,7 @@ from typing_extensions import TypeAliasType
 from shardplan.core.plan import Output, Rule
 
 from ..options import option_rules, style_schema
-from .values import AttributeName, Either, ExpressionText, Given, GlobText, Section, default_of
+from .values import AttributeName, Either, ExpressionText, Given, GlobText, Strict, default_of
 
 StyleName = TypeAliasType("StyleName", Annotated[str, WithJsonSchema(style_schema())])
 
@@ -37,7 +37,7 @@ SAYS_SOMETHING: JsonDict = {
 }
 
 
-class RuleOptions(Section):
+class RuleOptions(Strict):
     """A style together with options, or `sum_outputs` alone."""
 
     model_config = ConfigDict(json_schema_extra={"allOf": [SAYS_SOMETHING, *option_rules()]})

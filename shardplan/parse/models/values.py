@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -41,16 +41,6 @@ class Either:
             return words[type(value)] if fits else ""
 
         return handler(Annotated[Union[tagged], Discriminator(choose)])  # noqa: UP007  of a tuple
-
-
-class OneOf:
-    """In the annotation of a text: it is one of some words."""
-
-    def __init__(self, words: Iterable[str]):
-        self.words = tuple(words)
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return handler(Literal[self.words])
 
 
 class _Stated:
@@ -92,7 +82,7 @@ ExpressionText = Annotated[
 AttributeName = Annotated[str, Field(pattern=ATTRIBUTE, max_length=200)]
 
 
-class Section(BaseModel):
+class Strict(BaseModel):
     """A mapping with a fixed set of fields, read strictly."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)

@@ -1,0 +1,48 @@
+"""A field of a section: beside its type and default, what a document may write there and what an editor says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What there is to say about a field.
+
+    Args:
+        text: what it is for, in sentences; empty where the words that it takes are records, which have texts.
+        examples: values, as a document has them.
+        least, most: the bounds of a number, or of the length of a text; None is no bound.
+        number: what a number stands for, in a message about a field that takes words too.
+    """
+
+    text: str
+    examples: tuple[object, ...]
+    least: int | None
+    most: int | None
+    number: str
+
+
+def option(
+    default: _T,
+    text: str,
+    *examples: object,
+    least: int | None = None,
+    most: int | None = None,
+    number: str = "a number",
+) -> _T:
+    """A dataclass's field that documents may write; the arguments are those of `Option`.
+
+    Args:
+        default: what it holds in a document that leaves it out.
+        examples: without any, what a switch is when it is not left as it is.
+    """
+    return field(default=default, metadata={"option": Option(text, examples or (not default,), least, most, number)})
+
+
+def options(section: type) -> dict[str, Option]:
+    """The fields of a dataclass that documents may write, in order."""
+    return {one.name: one.metadata["option"] for one in fields(section) if "option" in one.metadata}

@@ -1,0 +1,224 @@
+"""The sections of a plan, but its rules. Each field is written here alone: the models that read a document, the JSON Schema
+and the configs of other projects' names are made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from .diagnostics import Location
+from .options import option, options
+
+BackendName = Annotated[str, "the name of a record of `shardplan.backends`"]
+Dtype = Literal["bfloat16", "float16", "float32"]
+Glob = Annotated[str, "a glob over whole dotted names"]
+ZeroStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """What all sections have.
+
+    Args:
+        location: where it stands; None where that is in no document.
+        given: the fields that the document sets, with the place of each; the others have their defaults. What a
+            child plan inherits is decided by them (`core.inherit`).
+    """
+
+    location: Location | None = field(default=None, compare=False)
+    given: Mapping[str, Location] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All options by name."""
+        return {name: getattr(self, name) for name in options(type(self))}
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecision(Section):
+    """The dtypes of FSDP2's mixed precision. What is left out keeps the model's dtype."""
+
+    param: Dtype | None = option(None, "The dtype in which layers compute.", "bfloat16")
+    reduce: Dtype | None = option(None, "The dtype in which gradients are added up.", "float32")
+    output: Dtype | None = option(None, "The dtype of the model's output.", "float32")
+    cast_forward_inputs: bool = option(True, "Cast the inputs of each unit to `param`.")
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch(Section):
+    """How many units to gather ahead of the one that computes."""
+
+    forward: int | None = option(None, "Units ahead in the forward pass.", 1, least=0, most=1000)
+    backward: int | None = option(None, "Units ahead in the backward pass.", 2, least=0, most=1000)
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFSDP(Section):
+    """The options of Megatron-FSDP, with the defaults of the package megatron-fsdp 0.6."""
+
+    zero_dp_strategy: int | ZeroStrategy = option(
+        3,
+        "What is sharded over `dp_shard`: 0 (`no_shard`) nothing, 1 (`optim`) optimizer state, 2 (`optim_grads`) gradients "
+        "too, 3 (`optim_grads_params`) parameters too.",
+        "optim_grads",
+        least=0,
+        most=3,
+        number="a number from 0 to 3",
+    )
+    outer_dp_sharding_strategy: int | Literal["no_shard", "optim"] = option(
+        0,
+        "What is sharded over `dp_replicate`: 0 (`no_shard`) nothing, 1 (`optim`) optimizer state, which needs "
+        "`zero_dp_strategy: 3`.",
+        "optim",
+        least=0,
+        most=1,
+        number="0 or 1",
+    )
+    init_model_with_meta_device: bool | None = option(
+        None,
+        "The model is on the meta device, and the package calls `reset_parameters`. Without it, it is seen from the model.",
+    )
+    grad_reduce_in_fp32: bool = option(False, "Gradients are added up and kept in float32.")
+    preserve_fp32_weights: bool = option(True, "The optimizer works on weights in float32.")
+    overlap_grad_reduce: bool = option(True, "Gradients are reduced while backward computes.")
+    overlap_param_gather: bool = option(True, "Parameters are gathered while the model computes.")
+    check_for_nan_in_grad: bool = option(
+        False, "Every gradient is looked at for NaN (the package's `report_nan_in_param_grad`)."
+    )
+    average_in_collective: bool = option(False, "Collectives average, instead of scale and sum.")
+    disable_bucketing: bool = option(False, "Each parameter is communicated on its own.")
+    calculate_per_token_loss: bool = option(False, "Gradients are not scaled: the loss is divided by tokens elsewhere.")
+    keep_fp8_transpose_cache: bool = option(False, "The transposed FP8 weights are kept.")
+    nccl_ub: bool = option(False, "NCCL's user buffers are used.")
+    fsdp_double_buffer: bool = option(False, "Units are gathered into two buffers in turn.")
+
+
+@dataclass(frozen=True, slots=True)
+class DDP(Section):
+    """The options of torch's DistributedDataParallel, with its defaults."""
+
+    broadcast_buffers: bool = option(True, "Buffers are sent from the first rank before each forward.")
+    find_unused_parameters: bool = option(False, "Trained parameters may be without a gradient in a step.")
+    static_graph: bool = option(False, "The same parameters are used in every step.")
+    bucket_cap_mb: int | None = option(
+        None,
+        "The size of a bucket of gradients in MiB. Without it, torch's own.",
+        100,
+        least=1,
+        most=1_000_000,
+    )
+    gradient_as_bucket_view: bool = option(False, "Gradients are views of the buckets.")
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallel(Section):
+    """How the model is wrapped over the data-parallel ranks."""
+
+    backend: BackendName = option("fsdp2", "", "fsdp2")
+    units: tuple[Glob, ...] = option(
+        (),
+        "Modules whose parameters are gathered together, usually each layer. A list of modules stands for its elements.",
+        ["model.layers.*"],
+    )
+    reshard_after_forward: bool | Literal["all_but_last"] | int = option(
+        "all_but_last",
+        "Whether a unit's gathered parameters are freed after its forward: true, false, `all_but_last` (the last unit, "
+        "needed first in backward, is kept), or a number of ranks to keep them sharded over.",
+        "all_but_last",
+        least=1,
+        number="a number of ranks",
+    )
+    mixed_precision: MixedPrecision | None = option(
+        None,
+        "Dtypes of parameters, gradient reduction and output.",
+        {"param": "bfloat16", "reduce": "float32"},
+    )
+    cpu_offload: bool | Literal["pinned"] = option(
+        False,
+        "Keep parameters, gradients and optimizer state in host memory; `pinned`: in pinned memory.",
+        "pinned",
+    )
+    prefetch: Prefetch | None = option(
+        None,
+        "How far ahead units are gathered. Without it, the backend's own choice.",
+        {"forward": 1, "backward": 2},
+    )
+    frozen: Literal["own", "root", "replicated"] | None = option(
+        None,
+        "Where frozen modules go. `own`: each outside of the units is a unit of its own. `root`: they are gathered with "
+        "the root, also where `units` names them. `replicated`: every data-parallel rank holds all frozen parameters "
+        "whole. Without it, they are treated as all others.",
+        "own",
+    )
+    ignored: tuple[Glob, ...] = option(
+        (),
+        "Frozen parameters, or modules of such, that are left alone: every data-parallel rank holds them whole.",
+        ["model.vision_tower"],
+    )
+    megatron_fsdp: MegatronFSDP | None = option(
+        None,
+        "Options of `backend: megatron_fsdp`.",
+        {"zero_dp_strategy": "optim_grads", "grad_reduce_in_fp32": True},
+    )
+    ddp: DDP | None = option(None, "Options of `backend: ddp`.", {"gradient_as_bucket_view": True})
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCheckpointing(Section):
+    """Modules whose activations are not kept but computed again in the backward pass."""
+
+    modules: tuple[Glob, ...] = option(
+        (),
+        "The modules, usually each layer, or their attention or MLP alone. Without it, the data-parallel units.",
+        ["model.layers.*"],
+        ["model.layers.*.mlp"],
+    )
+    mode: Literal["full", "selective"] = option(
+        "full",
+        "`full`: everything inside is computed again. `selective`: the results of matrix products, of attention and of "
+        "collectives are kept, the rest is computed again.",
+        "selective",
+    )
+    every: int = option(
+        1,
+        "Of the modules that each pattern matches, each n-th alone: with 2 the second, the fourth, ...",
+        2,
+        least=1,
+        most=1000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Compile(Section):
+    """Modules whose forward is compiled with torch.compile, each on its own."""
+
+    modules: tuple[Glob, ...] = option(
+        (), "The modules, usually each layer. Without it, the data-parallel units.", ["model.layers.*"]
+    )
+    fullgraph: bool = option(True, "A graph break is an error, as in torch.compile.")
+    backend: str = option("inductor", "torch.compile's backend.", "inductor", least=1, most=200)
+    async_tensor_parallel: bool = option(
+        False,
+        "Run matrix products while the sequence is gathered and scattered over tp. It needs sequence parallelism, the "
+        "backend `inductor` and CUDA.",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sections(Section):
+    """The sections of a document; None where it has none."""
+
+    data_parallel: DataParallel | None = option(
+        None,
+        "How the model is wrapped over the data-parallel ranks.",
+        {"backend": "fsdp2", "units": ["model.layers.*"]},
+    )
+    activation_checkpointing: ActivationCheckpointing | None = option(
+        None,
+        "Modules whose activations are computed again in the backward pass.",
+        {"modules": ["model.layers.*"], "mode": "full"},
+    )
+    compile: Compile | None = option(
+        None, "Modules whose forward is compiled on its own.", {"modules": ["model.layers.*"]}
+    )
