@@ -19,7 +19,7 @@ from tests.doc_blocks import ROOT
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 PLAN = 'version: "1"\nname: mine\n'
 COPIED = ("shardplan", "plans", "schemas", "docs", "tools", "README.md", "pyproject.toml")
-TESTS = ("__init__.py", "case_tree.py", "update_cases.py", "test_moves.py", "cases/models")
+TESTS = ("case_tree.py", "update_cases.py", "test_moves.py", "cases/models")
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def copied(to: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir():
             shutil.copytree(source, target)
-        elif source.exists():
+        else:
             shutil.copy(source, target)
     return to
 
