@@ -163,7 +163,7 @@ def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layou
             output = run.run(bench.inputs)
         if run.trace.crash is not None:
             return run.trace.crash.message
-        split = any((output := one.boundary.output) is not None and output.dtensor for one in bound.values())
+        split = any(one.style is not None and one.style.features.dtensor for one in bound.values())
         results = {"loss": output.loss} if split else {"loss": output.loss, "logits": output.logits}
         kinds = {name: run.type_of(value) for name, value in results.items()}
         return "".join(f"the {name} would be {kind}" for name, kind in kinds.items() if kind is not spmd.I)
