@@ -116,6 +116,32 @@ MOVE = Recipe(
     used={"python moved.py": "P proven"},
 )
 
+COMPILED = """
+from shardplan import load_plan
+from shardplan.apply.compilation import Compiled
+
+plan = load_plan("mine.yaml").file
+print(Compiled(plan.compile, "eager").dynamic)
+"""
+FIELD = Recipe(
+    "A field of a section",
+    {
+        "shardplan/core/sections.py": {
+            '    backend: str = option("inductor"': '    dynamic: bool = option(False, "Lengths may change from step to step.")\n'
+            '    backend: str = option("inductor"',
+        },
+        "shardplan/apply/compilation.py": {
+            "        self.fullgraph, self.backend = section.fullgraph, backend\n": "        self.fullgraph, self.backend = section.fullgraph, backend\n"
+            "        self.dynamic = section.dynamic\n",
+            "fullgraph=self.fullgraph, backend=self.backend)": "fullgraph=self.fullgraph, dynamic=self.dynamic, backend=self.backend)",
+        },
+    },
+    ("python tools/generate.py",),
+    {"schemas/plan.schema.json": "Lengths may change from step to step."},
+    {"mine.yaml": f"{PLAN}compile: {{modules: [a.*], dynamic: true}}\n", "compiled.py": COMPILED},
+    {"python -m shardplan lint mine.yaml": "", "python compiled.py": "True"},
+)
+
 NOTHING = '''"""A plan that splits nothing is no plan for tp above 1."""
 
 from __future__ import annotations
@@ -174,7 +200,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.core.plan import DataParallel
+from shardplan.core.sections import DataParallel
 
 from .wrapped import Wrapped
 
@@ -222,7 +248,7 @@ ARCHITECTURE = Recipe(
         "python -m shardplan list": "aurora",
     },
 )
-RECIPES = (STYLE, MOVE, CHECK, BACKEND, ARCHITECTURE)
+RECIPES = (STYLE, MOVE, FIELD, CHECK, BACKEND, ARCHITECTURE)
 
 
 def section(title: str) -> str:
