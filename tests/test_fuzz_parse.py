@@ -47,11 +47,15 @@ sys.addaudithook(listen)  # a hook cannot be taken away: it does nothing while O
 
 
 @pytest.fixture
-def opened() -> Iterator[list[str]]:
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """What is opened, imported and run while a test runs."""
     global OPENED
-    for name in ("ok/SP1-whole.yaml", "err/SP105-values.yaml", "err/SP101-not-utf8.yaml"):
-        check(lint_plan(CASES / name))  # imports what is imported once
+    first = tmp_path_factory.mktemp("first")
+    for ending, text in (("yaml", b"extends: lama\n"), ("json", b"{"), ("yaml", b"\xff"), ("yaml", b"version: [")):
+        path = first / f"plan.{ending}"
+        path.write_bytes(text)
+        check(lint_plan(path))  # imports what is imported once
+    check(lint_plan(builtin_plans()["qwen3"]))
     OPENED = []
     yield OPENED
     OPENED = None
