@@ -1,7 +1,7 @@
 """What a rule means at the boundary of its module: the layouts of what arrives, what is computed and what is handed on.
 
 It is derived here once, from the style's record and the rule's options. The checks, the layout check and the lowering
-read it. Types come from nowhere else: a record that does not say enough is refused when this file is imported.
+read it. Types come from nowhere else.
 """
 
 from __future__ import annotations
