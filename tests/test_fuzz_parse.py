@@ -13,15 +13,12 @@ from shardplan.parse import builtin_plans, lint_plan, parse_plan, parse_text
 from shardplan.parse.limits import MAX_FINDINGS
 from shardplan.parse.parsing import Parsed
 from shardplan.render import text as render
+from tests.case_tree import ROOT, cases
 
 MORE = int(os.environ.get("SHARDPLAN_FUZZ", "1"))  # times as many examples
-ROOT = Path(__file__).parent.parent
-CASES = ROOT / "tests" / "cases"
 SEEDS = [
-    path.read_bytes()
-    for folder in (ROOT / "plans", CASES / "ok", CASES / "err")
-    for path in sorted(folder.iterdir())
-    if path.suffix in {".yaml", ".json"} and (folder.name != "err" or path.name.startswith("SP1"))
+    *(path.read_bytes() for path in sorted((ROOT / "plans").glob("*.yaml"))),
+    *(text for case in cases() if (case.code or "SP1").startswith("SP1") for text in case.files.values()),
 ]
 PIECES = [
     b"*", b"**", b"{", b"}", b"[", b"]", b",", b": ", b"\n", b"\n  ", b"\t", b"#", b"&a ", b"*a", b"!!python/object:os.system ",
