@@ -188,7 +188,7 @@ def test_exceptions_leave_the_parameters_in_place(where):
 
 def test_without_the_remedy_an_exception_leaves_local_tensors_behind(monkeypatch):
     def without_finally(self, forward, module, args, kwargs):
-        members = self.members[self.regime.sequence_parallel]
+        members = self.members[self.regime.variant]
         stored = [(owner._parameters, name, owner._parameters[name]) for owner, name, _ in members]
         for (held, name, parameter), (_, _, gradient) in zip(stored, members, strict=True):
             held[name] = reading.read(parameter, gradient, self.regime)
