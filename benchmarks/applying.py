@@ -41,7 +41,7 @@ def model(layers: int) -> nn.Module:
 
 
 def direct(built: nn.Module, mesh: DeviceMesh, program: Program) -> Callable[[], object]:
-    styles, _ = make_styles(program.resolved, program.variants)
+    styles, _ = make_styles(program.resolved, program.by_name)
 
     def run() -> None:
         parallelize_module(built, mesh["tp"], styles, src_data_rank=None)

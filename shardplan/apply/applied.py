@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import variant_name
-from shardplan.core.program import ModuleProgram
 from shardplan.lower.collectives import expected_collectives
 from shardplan.lower.program import Program
 from shardplan.models.adapters import unwrapped
@@ -71,10 +70,7 @@ class Applied:
         """The collectives of one step on the tp axis, by direction ("forward", "backward"): `expected_collectives`."""
         if self.shared is None:
             return {"forward": Counter(), "backward": Counter()}
-        named: dict[str, Mapping[str, ModuleProgram]] = {
-            variant_name(overlays): modules for overlays, modules in self.program.variants.items()
-        }
-        return expected_collectives(named[self.shared.regime.variant])
+        return expected_collectives(self.program.by_name[self.shared.regime.variant])
 
     @property
     def async_collectives(self) -> Mapping[str, Counter[str]]:

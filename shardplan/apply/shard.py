@@ -13,7 +13,7 @@ from shardplan.torchlib.regime import Shared
 
 def shard(model: nn.Module, mesh: DeviceMesh, program: Program, *, src_data_rank: int | None) -> Shared:
     """Shard the model's parameters over the one-dimensional tp mesh and register the moves."""
-    styles, shared = make_styles(program.resolved, program.variants)
+    styles, shared = make_styles(program.resolved, program.by_name)
     root = styles.pop("", None)
     parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
     if root is not None:

@@ -12,13 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardplan.apply.autocast import ALLOWED as AUTOCAST
-from shardplan.core.dtypes import dtype_name
 from shardplan.core.options import options
 from shardplan.core.sections import DDP, MegatronFSDP, ZeroStrategy
 from shardplan.core.suggest import closest
 from shardplan.models.adapters import unwrapped
 
-from .policies import check_names, name_of, plain, read_policy
+from .policies import check_names, name_of, plain, read_dtype, read_policy
 
 Checkpointing = bool | Literal["full", "selective"]
 _C = TypeVar("_C", bound="Config")
@@ -98,10 +97,6 @@ def _check_checkpointing(mode: Any, scope: Any) -> None:
         )
 
 
-def _check_autocast(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    return None if dtype is None else getattr(torch, dtype_name(dtype, "autocast_dtype", AUTOCAST))
-
-
 def _check_depth(value: Any, name: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} must be a whole number of units, 0 or more, not {value!r}")
@@ -149,7 +144,7 @@ class FSDP2Config(Config):
         self._check_flags()
         self.mp_policy = read_policy(self.mp_policy, (MixedPrecisionPolicy,), "mp_policy")
         self.offload_policy = read_policy(self.offload_policy, (OffloadPolicy,), "offload_policy")
-        self.autocast_dtype = _check_autocast(self.autocast_dtype)
+        self.autocast_dtype = read_dtype(self.autocast_dtype, "autocast_dtype", AUTOCAST)
         _check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
             _check_depth(getattr(self, name), name)
@@ -297,7 +292,7 @@ class DDPConfig(Config):
 
     def check(self) -> None:
         self._check_flags()
-        self.autocast_dtype = _check_autocast(self.autocast_dtype)
+        self.autocast_dtype = read_dtype(self.autocast_dtype, "autocast_dtype", AUTOCAST)
         _check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
         size = self.bucket_cap_mb
         if size is not None and (isinstance(size, bool) or not isinstance(size, (int, float)) or size < 1 or size % 1):

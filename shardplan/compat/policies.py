@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardplan.core.dtypes import dtype_name
+from shardplan.core.dtypes import DTYPES, dtype_name
 from shardplan.core.suggest import closest
 
 # All that `_target_` may name. Nothing is imported by a name that a file says.
@@ -27,15 +27,13 @@ def check_names(given: Mapping[str, Any], known: Mapping[str, Any] | list[str], 
             raise ValueError(f"{what} has no {name!r}" + (f": did you mean {near!r}?" if near else ""))
 
 
-def read_dtype(dtype: torch.dtype | str | None, what: str) -> torch.dtype | None:
+def read_dtype(dtype: torch.dtype | str | None, what: str, allowed: tuple[str, ...] = DTYPES) -> torch.dtype | None:
     """A dtype, also by its name.
 
     Raises:
-        ValueError: none of bfloat16, float16 and float32.
+        ValueError: none of those that are allowed.
     """
-    if dtype is None:
-        return None
-    return getattr(torch, dtype_name(dtype, what))
+    return None if dtype is None else getattr(torch, dtype_name(dtype, what, allowed))
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -30,17 +30,7 @@ SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile"],
 
 
 class Changes(TypedDict, total=False):
-    """What is said beside a plan, as keyword arguments of the functions that compile one.
-
-    Args:
-        sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
-        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
-        data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
-            leaves the section out, True takes its defaults (on the plan's data-parallel units, wrapped or not), None is as
-            the plan says.
-        regather: whether what is gathered along the sequence is gathered again in backward instead of being kept; None is as
-            the plan says.
-    """
+    """What is said beside a plan, as keyword arguments of the functions that compile one: `compile_plan` tells what each means."""
 
     sequence_parallel: bool
     logits: Logits

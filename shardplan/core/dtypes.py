@@ -13,8 +13,10 @@ NAMES = {
     "float": "float32",
 }
 
+DTYPES = tuple(dict.fromkeys(NAMES.values()))
 
-def dtype_name(dtype: object, what: str, allowed: tuple[str, ...] = ("bfloat16", "float16", "float32")) -> str:
+
+def dtype_name(dtype: object, what: str, allowed: tuple[str, ...] = DTYPES) -> str:
     """torch's name of a dtype: `bfloat16` for "bf16", "bfloat16", "torch.bfloat16" and torch.bfloat16.
 
     Args:

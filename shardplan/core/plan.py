@@ -31,7 +31,7 @@ def overlays_of(sequence_parallel: bool) -> Overlays:
 
 def variant_name(overlays: Overlays) -> Section:
     """The section that is laid over the others last."""
-    return max((section for section in SECTIONS if section in overlays), key=SECTIONS.index, default="tensor_parallel")
+    return next((overlay for overlay in reversed(OVERLAYS) if overlay in overlays), "tensor_parallel")
 
 
 Output = Literal["gather", "all_reduce", "reduce_scatter"]

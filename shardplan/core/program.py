@@ -49,6 +49,11 @@ class ParameterProgram:
         return self.stored.kind == "V" and self.computed.kind != "V"
 
     @property
+    def moved(self) -> bool:
+        """Whether its read is a move of its own: it is gathered, or divided. (The sums of I -> R are the block's.)"""
+        return self.stored.kind != self.computed.kind and not self.summed
+
+    @property
     def summed(self) -> bool:
         """Whether the ranks' gradients of a whole copy are partial sums, which an all-reduce of their block adds up."""
         return self.stored.kind == "I" and self.computed.kind == "R"

@@ -13,7 +13,6 @@ from torch import nn
 from shardplan.apply.apply import apply_program
 from shardplan.backends import BACKENDS
 from shardplan.core.estimate import OFFLOADED, Category, Device, Estimate, Memory, Question, Traffic
-from shardplan.core.mesh import MeshSizes
 from shardplan.lower.program import Program
 from shardplan.models.found import FoundModel
 from shardplan.models.numbers import config_value, text_config
@@ -62,7 +61,7 @@ def estimate_mesh(
     ledgers = []
     for depth in depths.traced:
         layers = f", {depth} of {depths.count} layers" if depth != depths.count else ""
-        progress(f"tracing {_mesh_text(sizes)}{layers}")
+        progress(f"tracing {sizes.text() or 'one device'}{layers}")
         shorten = partial(cut, depths=depths, depth=depth)
         ledgers.append(step_ledger(found, program, asked, offloaded=offloaded, shorten=shorten))
     ledger = whole(ledgers, depths)
@@ -150,10 +149,6 @@ def _memory(ledger: Ledger, offloaded: bool) -> Memory:
 def _tied(found: FoundModel) -> int:
     """Elements of parameters that are another one under a second name."""
     return sum(found.tree.parameters[name][1].numel for group in found.tree.tied for name in group[1:])
-
-
-def _mesh_text(sizes: MeshSizes) -> str:
-    return sizes.text() or "one device"
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardplan.core.plan import Overlays, ResolvedPlan
+from shardplan.core.plan import Overlays, ResolvedPlan, variant_name
 from shardplan.core.program import ModuleProgram
 
 from .describe import describe
@@ -32,6 +32,11 @@ class Program:
         return self.resolved.sequence_parallel
 
     @property
+    def by_name(self) -> Mapping[str, Mapping[str, ModuleProgram]]:
+        """The variants by `variant_name`, which the running model knows them by."""
+        return {variant_name(overlays): modules for overlays, modules in self.variants.items()}
+
+    @property
     def modules(self) -> Mapping[str, ModuleProgram]:
         """What happens at each module with the overlays of `resolved`."""
         return self.variants[self.resolved.overlays]
@@ -50,4 +55,4 @@ class Program:
         """Fresh styles for torch's `parallelize_module`, by module name. Each may be applied once."""
         from .styles import make_styles  # they are torch's, which a program is described without
 
-        return make_styles(self.resolved, self.variants)[0]
+        return make_styles(self.resolved, self.by_name)[0]

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.core.layout import P
-from shardplan.core.plan import Overlays, ResolvedPlan, variant_name
+from shardplan.core.plan import ResolvedPlan, variant_name
 from shardplan.core.program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.regime import PartialEmbedding, Regime, Shared
 from shardplan.torchlib.shared_reads import SharedReads
@@ -18,46 +18,41 @@ from shardplan.torchlib.sums import Waiting
 
 from .homes import home_of
 
-Variants = Mapping[Overlays, Mapping[str, ModuleProgram]]  # `Program.variants`
+Variants = Mapping[str, Mapping[str, ModuleProgram]]  # `Program.by_name`
 
 
 def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, ParallelStyle], Shared]:
     """Fresh styles for one model, by module name, and what they share.
 
     Args:
-        plan, variants: those of a `Program`.
+        plan, variants: `resolved` and `by_name` of a `Program`.
     """
-    named: dict[str, Mapping[str, ModuleProgram]] = {
-        variant_name(overlays): modules for overlays, modules in variants.items()
-    }
     waiting: dict[tuple[str, str | None], Waiting] = {
         (variant, name): Waiting((*module.joined, name), module.sum_rule)
-        for variant, modules in named.items()
+        for variant, modules in variants.items()
         for name, module in modules.items()
         if module.joined
     }
     tables: dict[str | None, SharedReads] = {
         module.reads_in: SharedReads()
-        for modules in named.values()
+        for modules in variants.values()
         for module in modules.values()
         if module.reads_in is not None
     }
     regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan))
-    shared = Shared(regime, _link(variants[plan.overlays]), waiting, tables)
-    reads = _reads(plan, named)
+    shared = Shared(regime, _link(variants[regime.variant]), waiting, tables)
+    reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
     for name in plan.tree.modules:
-        if name in reads or name in tables or any(name in modules for modules in named.values()):
+        if name in reads or name in tables or any(name in modules for modules in variants.values()):
             programs: dict[str, ModuleProgram] = {
-                variant: modules.get(name) or ModuleProgram(name) for variant, modules in named.items()
+                variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()
             }
             styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
     return styles, shared
 
 
-def _reads(
-    plan: ResolvedPlan, variants: Mapping[str, Mapping[str, ModuleProgram]]
-) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
+def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
     """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
     it, where there are several."""
     units = frozenset(plan.fsdp_units)

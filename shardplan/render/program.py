@@ -104,15 +104,22 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
     tree = program.resolved.tree
     first_name = first_names(tree)
     for module in program.modules.values():
-        rules = _rules(program.resolved, module.name)
+        styles, lines = styles_and_lines(program.resolved, module.name, sources)
         info = tree.modules[module.name]
         yield Row(
             name=module.name,
-            styles=tuple(dict.fromkeys(rule.style for rule in rules)),
-            lines=tuple(dict.fromkeys(place_text(rule.location, sources).rpartition(":")[0] for rule in rules)),
+            styles=styles,
+            lines=lines,
             parameters=tuple(_held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters),
             moves=tuple(_moves(module)),
         )
+
+
+def styles_and_lines(resolved: ResolvedPlan, name: str, sources: SourceMap) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the rules of a module and of its single parameters say, and where they stand."""
+    rules = _rules(resolved, name)
+    lines = (place_text(rule.location, sources).rpartition(":")[0] for rule in rules)
+    return tuple(dict.fromkeys(rule.style for rule in rules)), tuple(dict.fromkeys(lines))
 
 
 def first_names(tree: ModuleTree) -> dict[str, str]:

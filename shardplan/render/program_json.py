@@ -8,7 +8,7 @@ from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.lower import Program
 from shardplan.lower.collectives import expected_collectives
 
-from .program import first_names, local_shape, module_rows
+from .program import first_names, local_shape, styles_and_lines
 from .records import (
     VERSION,
     CollectiveRecord,
@@ -25,13 +25,12 @@ def program_record(program: Program, sources: SourceMap, model: str) -> ProgramR
     """One record for each module that the program has something to say of, in the model's order."""
     resolved = program.resolved
     tp, tied = resolved.sizes.tp or 1, first_names(resolved.tree)
-    rows = {row.name: row for row in module_rows(program, sources)}
     modules = []
     for name, module in program.modules.items():
         held = (
             _parameter(p, resolved.tree.modules[name], tp, tied.get(full_name(name, p.name))) for p in module.parameters
         )
-        modules.append(_module(module, rows[name].styles, rows[name].lines, tuple(held)))
+        modules.append(_module(module, *styles_and_lines(resolved, name, sources), tuple(held)))
     counts = expected_collectives(program.modules) if tp > 1 else {}
     collectives = (
         CollectiveRecord(direction, collective, count)

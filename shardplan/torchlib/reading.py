@@ -77,7 +77,8 @@ def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor
         return parameter
     if not torch.compiler.is_compiling():
         return _read_together([parameter], [program], regime)[0]
-    return _moved(_traced(parameter, program, regime), parameter, program)
+    local = _traced(parameter, program, regime)
+    return _moved(local, parameter, program) if program.moved else local
 
 
 def _read_together(
@@ -89,13 +90,14 @@ def _read_together(
         some = [parameter for parameter, train in zip(parameters, trained, strict=True) if train]
         made = iter(_Read.apply(partial, regime.reduce_dtype, *some))
     locals_ = [next(made) if train else p._local_tensor for p, train in zip(parameters, trained, strict=True)]
-    return [_moved(*one) for one in zip(locals_, parameters, programs, strict=True)]
+    for i, program in enumerate(programs):
+        if program.moved:
+            locals_[i] = _moved(locals_[i], parameters[i], program)
+    return locals_
 
 
 def _moved(local: Tensor, parameter: DTensor, program: ParameterProgram) -> Tensor:
-    """The local tensor in the layout that the module's code reads: gathered, or divided. (The sums of I -> R are the block's.)"""
-    if program.summed or program.stored == program.computed:
-        return local
+    """The local tensor in the layout that the module's code reads: gathered, or divided."""
     size = None if program.dim is None else parameter.shape[program.dim]
     return move(local, parameter.device_mesh, program.stored, program.computed, size=size)
 
@@ -135,7 +137,7 @@ class Reads:
     those of their gradients that are partial sums by one all-reduce.
 
     Args:
-        members: by variant (with sequence parallelism or without).
+        members: by variant.
     """
 
     def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):

@@ -98,7 +98,7 @@ class Shared:
 
     Args:
         link: where the plan has a `split_seq_input` door.
-        waiting: by variant (with sequence parallelism or without) and module, what is reduced with its own partial sum.
+        waiting: by variant and module, what is reduced with its own partial sum.
         reads: by module, what is moved once in each call of it for all that read it there.
     """
 

@@ -31,8 +31,7 @@ class ModuleStyle(ParallelStyle):
     """One module's part of a program; to be applied once, to that module.
 
     Args:
-        programs: the program without (False) and with (True) sequence parallelism, as far as the plan has them. Both
-            store the parameters alike; moves and gradients differ.
+        programs: by variant, as far as the plan has them. All store the parameters alike; moves and gradients differ.
         shared: what it has in common with the styles of the other modules.
         reads: by variant the parameters in this block, itself included, that are read together, with the names of their
             modules relative to this one.
