@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from shardplan import compile_plan
-from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import read_mesh
-from shardplan.lower.program import Program
-from shardplan.lower.styles import make_styles
+from shardplan.compiler.lower.program import Program
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.parallel.make_styles import make_styles
 from shardplan.torchlib.private import private
 
 from .checkpoints import LLAMA_405B

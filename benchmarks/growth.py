@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardplan.bind import bind
-from shardplan.check import check
-from shardplan.core.globs import parse_glob
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
-from shardplan.parse import parse_text
+from shardplan.language import parse_text
+from shardplan.language.globs import parse_glob
 
 from .page import table
 

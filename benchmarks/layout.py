@@ -20,12 +20,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 
-from shardplan.bind import bind  # noqa: E402
+from shardplan.compiler.bind import bind  # noqa: E402
+from shardplan.compiler.layout import Workbench, check_layout  # noqa: E402
 from shardplan.core.mesh import MeshSizes  # noqa: E402
-from shardplan.layout import Workbench, check_layout  # noqa: E402
-from shardplan.models import find_model, tree_of  # noqa: E402
-from shardplan.parse import parse_plan  # noqa: E402
-from shardplan.twin import make_twin  # noqa: E402
+from shardplan.language import parse_plan  # noqa: E402
+from shardplan.model import find_model, tree_of  # noqa: E402
+from shardplan.model.reduced import make_twin  # noqa: E402
 
 REPEATS = 5
 PLANS = "gemma3 gemma3_text gpt2 llama mistral mixtral phi3 qwen2 qwen3 qwen3_moe".split()

@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 import shardplan  # noqa: E402
-from shardplan.models import find_any  # noqa: E402
-from shardplan.torchlib import collectives  # noqa: E402
+from shardplan.model import find_any  # noqa: E402
+from shardplan.runtime.parallel import collectives  # noqa: E402
 
 from .page import table  # noqa: E402
 

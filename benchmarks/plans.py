@@ -23,23 +23,23 @@ import torch
 from tqdm import tqdm
 
 from shardplan import compile_plan
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
+from shardplan.compiler.layout import Workbench
+from shardplan.compiler.lower.program import Program
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.estimate import Question, TrainingStep
+from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, overlays_of
-from shardplan.costs.estimate import step_ledger
-from shardplan.layout import Workbench
-from shardplan.lower.program import Program
-from shardplan.models import find_any
-from shardplan.models.found import FoundModel
-from shardplan.models.numbers import text_config
-from shardplan.models.tree import tree_of
-from shardplan.parse import parse_plan
-from shardplan.twin import make_twin
-from shardplan.twin.fields import role
-from shardplan.twin.layers import Kept
-from shardplan.twin.shrink import SHRINK
+from shardplan.cost.estimate import step_ledger
+from shardplan.language import parse_plan
+from shardplan.model import find_any
+from shardplan.model.build_tree import tree_of
+from shardplan.model.config_numbers import text_config
+from shardplan.model.found import FoundModel
+from shardplan.model.reduced import make_twin
+from shardplan.model.reduced.fields import role
+from shardplan.model.reduced.layers import Kept
+from shardplan.model.reduced.shrink import SHRINK
 from tests.model_settings import find, without_dropout
 from tests.zoo.doors import Size, TooManyChoices
 from tests.zoo.least import least

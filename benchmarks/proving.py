@@ -31,10 +31,10 @@ find(sys.argv[1])
 # As `validate`, for the nearest configuration to a type's default that can be built, and whatever its dropout is.
 VALIDATE = """
 import sys
-from shardplan.compiler.inputs import Model, auto_plan
+from shardplan.compiler.user_inputs import Model, auto_plan
 from shardplan.compiler.variants import wanted_variants
 from shardplan.core.mesh import MeshSizes
-from shardplan.layout import ModelLayouts
+from shardplan.compiler.layout import ModelLayouts
 from shardplan.proof.prove import compile_for
 from shardplan.proof.stage import Question, prove_stage
 from tests.model_settings import find

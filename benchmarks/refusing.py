@@ -16,7 +16,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 
-from shardplan.layout import check  # noqa: E402
+from shardplan.compiler.layout import check  # noqa: E402
 from tests.case_tree import cases, run_case  # noqa: E402
 
 SECTION = """## Refusing
@@ -76,7 +76,7 @@ def main() -> None:
 
 def with_counting() -> None:
     """Count the searches of every check that follows."""
-    from shardplan.layout import model
+    from shardplan.compiler.layout import model
 
     check.Search, model.Search = Counted, Counted
 

@@ -21,10 +21,10 @@ the ratios, in brackets the middle half of them; and the median seconds of both.
 PARSER = f"""
 import sys, types
 import pydantic, yaml
-package = types.ModuleType("shardplan.parse")
+package = types.ModuleType("shardplan.language")
 package.__path__ = [{str(ROOT / "shardplan" / "parse")!r}]
-sys.modules["shardplan.parse"] = package
-import shardplan.parse.models
+sys.modules["shardplan.language"] = package
+import shardplan.language.document
 """
 BUILD = """
 import json, sys

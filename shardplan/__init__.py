@@ -20,15 +20,15 @@ if TYPE_CHECKING:
         validate,
         verify,
     )
-    from .apply import build_mesh, without_sequence_parallel
-    from .apply.micro_batches import micro_batches
     from .compat import DDPConfig, FSDP2Config, MegatronFSDPConfig
-    from .compiler.inputs import Model
+    from .compiler.user_inputs import Model
     from .core.diagnostics import PlanError
-    from .core.estimate import TrainingStep
+    from .core.estimates import TrainingStep
     from .core.plan import Plan
     from .core.report import Report
-    from .training import (
+    from .runtime.apply import build_mesh, without_sequence_parallel
+    from .runtime.apply.micro_batches import micro_batches
+    from .runtime.training import (
         causal_lm_loss,
         clip_grad_by_total_norm_,
         clip_grad_norm_,
@@ -66,9 +66,9 @@ _EXPORTS = {
     "estimate": "shardplan.api.cost",
     "sweep": "shardplan.api.cost",
     "applied": "shardplan.api.apply",
-    "build_mesh": "shardplan.apply",
-    "without_sequence_parallel": "shardplan.apply",
-    "micro_batches": "shardplan.apply",
+    "build_mesh": "shardplan.runtime.apply",
+    "without_sequence_parallel": "shardplan.runtime.apply",
+    "micro_batches": "shardplan.runtime.apply",
     "materialize": "shardplan.weights",
     "load_checkpoint": "shardplan.weights",
     "save_checkpoint": "shardplan.weights",
@@ -76,23 +76,23 @@ _EXPORTS = {
     "load_training_state": "shardplan.weights",
     "Loaded": "shardplan.weights",
     "Progress": "shardplan.weights",
-    "causal_lm_loss": "shardplan.training",
-    "pad_to_multiple": "shardplan.training",
-    "clip_grad_by_total_norm_": "shardplan.training",
-    "clip_grad_norm_": "shardplan.training",
-    "entropy": "shardplan.training",
-    "get_grad_norm": "shardplan.training",
-    "log_probabilities": "shardplan.training",
-    "to_local_if_dtensor": "shardplan.training",
-    "top_k": "shardplan.training",
-    "unshard": "shardplan.training",
-    "context_parallel": "shardplan.training",
-    "vocabulary_parallel_nll": "shardplan.training",
+    "causal_lm_loss": "shardplan.runtime.training",
+    "pad_to_multiple": "shardplan.runtime.training",
+    "clip_grad_by_total_norm_": "shardplan.runtime.training",
+    "clip_grad_norm_": "shardplan.runtime.training",
+    "entropy": "shardplan.runtime.training",
+    "get_grad_norm": "shardplan.runtime.training",
+    "log_probabilities": "shardplan.runtime.training",
+    "to_local_if_dtensor": "shardplan.runtime.training",
+    "top_k": "shardplan.runtime.training",
+    "unshard": "shardplan.runtime.training",
+    "context_parallel": "shardplan.runtime.training",
+    "vocabulary_parallel_nll": "shardplan.runtime.training",
     "FSDP2Config": "shardplan.compat",
     "MegatronFSDPConfig": "shardplan.compat",
     "DDPConfig": "shardplan.compat",
-    "Model": "shardplan.compiler.inputs",
-    "TrainingStep": "shardplan.core.estimate",
+    "Model": "shardplan.compiler.user_inputs",
+    "TrainingStep": "shardplan.core.estimates",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
     "Report": "shardplan.core.report",

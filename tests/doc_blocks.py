@@ -162,8 +162,8 @@ def plain(text: str) -> str:
 
 def lint(text: str) -> tuple[str, bool]:
     """The findings of sections of a plan, and whether there is an error among them."""
-    from shardplan.parse import parse_text
-    from shardplan.render import text as rendered
+    from shardplan.language import parse_text
+    from shardplan.report import text as rendered
 
     head = "" if text.lstrip().startswith(("version:", "# yaml-language-server")) else 'version: "1"\n'
     parsed = parse_text(head + text, file="<block>", folder=ROOT / "plans")

@@ -7,13 +7,13 @@ import shlex
 from dataclasses import dataclass
 from functools import cache
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import parse_text
+from shardplan.language import parse_text
 from tests.trees import TREES
 
 SIZES = ("tp", "dp_shard", "dp_replicate", "cp", "ep", "pp")

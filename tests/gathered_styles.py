@@ -8,7 +8,7 @@ from dataclasses import replace
 from unittest.mock import patch
 
 from shardplan.styles import STYLES
-from shardplan.styles.record import ParameterStyle
+from shardplan.styles.style_record import ParameterStyle
 
 MADE = {
     name: replace(STYLES[like], name=name, aliases=(), weight=ParameterStyle("out", computed))

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
+from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import ResolvedPlan
-from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.models import tree_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
+from shardplan.model import tree_of
 
 HIDDEN, HEADS, WIDTH = 16, 4, 24
 

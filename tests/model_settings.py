@@ -8,9 +8,9 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from shardplan.models import find_any, find_model
-from shardplan.models.found import FoundModel
-from shardplan.models.numbers import text_config
+from shardplan.model import find_any, find_model
+from shardplan.model.config_numbers import text_config
+from shardplan.model.found import FoundModel
 
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
 INDEXER = {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}

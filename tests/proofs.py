@@ -18,24 +18,24 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig
 
 from shardplan import applied, compile_plan, load_plan
-from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import read_mesh
-from shardplan.apply.state import packed_parameters
+from shardplan.compiler.lower import Program
+from shardplan.compiler.lowering_stage import program_of as lowered
 from shardplan.compiler.overrides import overriding_document, with_parent
-from shardplan.compiler.program import program_of as lowered
 from shardplan.compiler.variants import bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, overlays_of
 from shardplan.core.report import Comparison
-from shardplan.lower import Program
-from shardplan.models import find_any, tree_of
+from shardplan.model import find_any, tree_of
+from shardplan.model.reduced import Twin, make_twin
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
 from shardplan.proof.rank import whole
 from shardplan.proof.steps import cast
 from shardplan.proof.threads import on_threads
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.private import private
-from shardplan.twin import Twin, make_twin
 from tests.simulation import on_every_rank, simulated_mesh, whole_values
 
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from shardplan.core.program import ParameterProgram
+from shardplan.core.module_program import ParameterProgram
 from shardplan.proof.compare import Ranked
 from shardplan.torchlib.packing import unpack
 

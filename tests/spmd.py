@@ -20,15 +20,15 @@ from spmd_types._type_attr import set_local_type
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout.rank_run import RankRecorder, chosen_arguments, rank_model
+from shardplan.compiler.layout.typed_modules import boundaries
 from shardplan.core.layout import Layout, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import full_name
-from shardplan.layout import Workbench
-from shardplan.layout.boundaries import boundaries
-from shardplan.layout.ranks import RankRecorder, chosen_arguments, rank_model
+from shardplan.model.reduced.nests import tensors_in
 from shardplan.styles.bound import BoundModule
 from shardplan.torchlib.private import private
-from shardplan.twin.nests import tensors_in
 
 TYPES = {"I": spmd.I, "R": spmd.R, "V": spmd.V, "P": spmd.P}
 

@@ -22,20 +22,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 import shardplan
 from shardplan import applied
-from shardplan.compiler.inputs import read_plan
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.user_inputs import read_plan
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ParameterInfo
-from shardplan.layout import ModelLayouts
-from shardplan.models import find_any, tree_of
-from shardplan.models.adapters import adapters_in, unwrapped
+from shardplan.model import find_any, tree_of
+from shardplan.model.adapters import adapters_in, unwrapped
+from shardplan.model.reduced import Twin, make_twin
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.styles import STYLES, stored
-from shardplan.styles.adapters import DIVIDED, adapter_style
-from shardplan.styles.record import WHOLE, WHOLE_PARTIAL, ParameterStyle
-from shardplan.torchlib import reading
-from shardplan.twin import Twin, make_twin
+from shardplan.runtime.parallel import reading
+from shardplan.styles import STYLES
+from shardplan.styles import stored_parameters as stored
+from shardplan.styles.adapter_styles import DIVIDED, adapter_style
+from shardplan.styles.style_record import WHOLE, WHOLE_PARTIAL, ParameterStyle
 from tests.proofs import (
     Case,
     assert_equal,

@@ -9,10 +9,10 @@ import torch
 
 import shardplan
 from shardplan import Model, TrainingStep
-from shardplan.compiler.inputs import MeshOptions, ModelOptions, said, sizes_of
+from shardplan.api.keywords import MeshOptions, ModelOptions, said, sizes_of
 from shardplan.core.dtypes import dtype_name
 from shardplan.core.mesh import MeshSizes
-from shardplan.costs.asked import StepOptions
+from shardplan.cost.step_options import StepOptions
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 96}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}

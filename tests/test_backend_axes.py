@@ -12,20 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from shardplan.apply import apply as phases
-from shardplan.apply.backends import FUNCTIONS, Functions
-from shardplan.apply.mesh import PlanMesh, read_mesh
-from shardplan.apply.wrapped import Wrapped
-from shardplan.backends import BACKENDS, Backend
-from shardplan.bind import bind
-from shardplan.check import check
-from shardplan.compiler.program import program_of as lowered
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
+from shardplan.compiler.lowering_stage import program_of as lowered
 from shardplan.compiler.variants import bind_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, ResolvedPlan
 from shardplan.core.sections import DataParallel
-from shardplan.models import tree_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
+from shardplan.model import tree_of
+from shardplan.runtime.apply import phases
+from shardplan.runtime.apply.backends import FUNCTIONS, Functions
+from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
+from shardplan.runtime.apply.wrapped import Wrapped
+from shardplan.styles.backends import BACKENDS, Backend
 from tests.proofs import fake_mesh
 
 AXES = ("dp_replicate", "dp_shard", "cp", "tp")

@@ -13,22 +13,21 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from shardplan.apply import applied
-from shardplan.apply import apply as phases
-from shardplan.apply.backends import FUNCTIONS, Functions
-from shardplan.apply.mesh import read_mesh
-from shardplan.apply.wrapped import Wrapped
-from shardplan.backends import BACKENDS, Backend
-from shardplan.bind import bind
-from shardplan.check import check
-from shardplan.compiler.program import program_of
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
+from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.variants import bind_variants
-from shardplan.core.inherit import effective_sections
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan, overlays_of
-from shardplan.costs.estimate import estimate_mesh
-from shardplan.models import tree_of
-from shardplan.parse import json_schema, parse_plan
+from shardplan.cost.estimate import estimate_mesh
+from shardplan.language import json_schema, parse_plan
+from shardplan.language.inherit import effective_sections
+from shardplan.model import tree_of
+from shardplan.runtime.apply import applied, phases
+from shardplan.runtime.apply.backends import FUNCTIONS, Functions
+from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.apply.wrapped import Wrapped
+from shardplan.styles.backends import BACKENDS, Backend
 from tests.proofs import fake_mesh
 
 PACKAGE = Path(__file__).parent.parent / "shardplan"
@@ -237,7 +236,7 @@ def asks_by_name(source: str) -> list[int]:
 
 def test_no_code_asks_for_a_backend_by_name() -> None:
     """Apart from the fields of `data_parallel` that are called like one: its options."""
-    allowed = {"check/backend.py": 1}
+    allowed = {"compiler/check/backend.py": 1}
     found = {str(path.relative_to(PACKAGE)): len(asks_by_name(path.read_text())) for path in PACKAGE.rglob("*.py")}
     assert {name: count for name, count in found.items() if count} == allowed
     assert asks_by_name('section.backend in ("fsdp2", "ddp")') == [1, 1]

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import parse_plan, parse_text
+from shardplan.language import parse_plan, parse_text
 from tests.examples import plan, tree
 from tests.trees import llama_8b, with_frozen
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.bind.names import Names
-from shardplan.bind.suggestions import suggestions
-from shardplan.core.globs import parse_glob
+from shardplan.compiler.bind.matching import Names
+from shardplan.compiler.bind.suggestions import suggestions
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
+from shardplan.language.globs import parse_glob
 from tests.examples import tree
 from tests.trees import Builder, llama_8b
 

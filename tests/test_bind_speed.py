@@ -6,12 +6,12 @@ from time import process_time
 
 import pytest
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
 from tests.examples import plan
 from tests.test_bind_names import experts
 from tests.trees import llama_405b

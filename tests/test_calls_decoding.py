@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardplan.apply import without_sequence_parallel
+from shardplan.runtime.apply import without_sequence_parallel
 from tests.proofs import assert_equal, case, on_ranks, ranked, twin
 from tests.simulation import on_every_rank, rank_values
 

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from shardplan.apply import without_sequence_parallel
-from shardplan.torchlib.vocabulary_probabilities import IGNORE_INDEX
-from shardplan.training import causal_lm_loss, vocabulary_parallel_nll
+from shardplan.runtime.apply import without_sequence_parallel
+from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
+from shardplan.runtime.training import causal_lm_loss, vocabulary_parallel_nll
 from tests.proofs import PLANS, assert_equal, case, on_ranks, ranked, sharded, twin, unsharded
 
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])

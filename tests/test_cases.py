@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.layout import model
-from shardplan.layout.check import Search
-from shardplan.render.catalog import catalog
+from shardplan.compiler.layout import model
+from shardplan.compiler.layout.layout_check import Search
+from shardplan.report.catalog import catalog
 from tests.case_tree import CASES, EXIT_CODES, ROOT, Case, cases, read, run_case, write_expected
 
 ALL = list(cases())

@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from shardplan import bind, check
+from shardplan.compiler import bind, check
 from shardplan.core.diagnostics import Code
 from tests.examples import findings
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan import bind as binding
-from shardplan import check as checking
-from shardplan.bind import bind
-from shardplan.check import allowed_tp, check
+from shardplan.compiler import bind as binding
+from shardplan.compiler import check as checking
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import allowed_tp, check
 from shardplan.core.diagnostics import Location
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, Rule, overlays_of

@@ -7,13 +7,13 @@ from importlib.util import find_spec
 
 import pytest
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import parse_plan, parse_text
+from shardplan.language import parse_plan, parse_text
 from tests.examples import plan, tree
 from tests.trees import Builder, llama_8b, with_frozen
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from shardplan.bind import bind
-from shardplan.check import allowed_tp, check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import allowed_tp, check
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
 from tests.examples import plan, tree
 from tests.trees import Builder, decoder, llama_8b
 

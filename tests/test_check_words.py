@@ -1,6 +1,6 @@
 """The words of messages."""
 
-from shardplan.check.words import feature_words, head_words, join, sizes
+from shardplan.compiler.check.check_words import feature_words, head_words, join, sizes
 from shardplan.core.tree import ModuleInfo, named, starred
 
 

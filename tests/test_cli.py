@@ -36,7 +36,7 @@ def test_help_ends_with_an_example_that_the_parser_takes(command, capsys):
 
 def test_every_command_has_its_module():
     for command in COMMANDS:
-        assert (ROOT / "shardplan" / "cli" / f"{command}.py").exists()
+        assert (ROOT / "shardplan" / "cli" / f"{command}_command.py").exists()
 
 
 def test_version_is_the_package_s(capsys):
@@ -85,7 +85,7 @@ def raising(error: BaseException):
 
 
 def test_our_own_bug_is_3_and_asks_for_a_report(monkeypatch, capsys):
-    monkeypatch.setattr("shardplan.cli.schema.run", raising(AssertionError("that cannot be")))
+    monkeypatch.setattr("shardplan.cli.schema_command.run", raising(AssertionError("that cannot be")))
     assert main(["schema"]) == 3
     shown = capsys.readouterr().err
     assert "AssertionError: that cannot be" in shown and "report" in shown and "Traceback" not in shown
@@ -95,7 +95,7 @@ def test_our_own_bug_is_3_and_asks_for_a_report(monkeypatch, capsys):
 
 
 def test_an_interrupt_is_130(monkeypatch, capsys):
-    monkeypatch.setattr("shardplan.cli.schema.run", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("shardplan.cli.schema_command.run", raising(KeyboardInterrupt()))
     assert main(["schema"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardplan.cli.main import main
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
 from tests import foreign_plans as foreign
 
 

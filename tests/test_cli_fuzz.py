@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardplan.cli.main import main
-from shardplan.parse import builtin_plans
+from shardplan.language import builtin_plans
 
 BUILTIN = [path.read_text("utf-8") for path in builtin_plans().values()]
 TOKENS = [

@@ -9,10 +9,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from shardplan import PlanError, init_plan, validate
+from shardplan.authoring.init.write import braced, folded
 from shardplan.cli.main import main
-from shardplan.core.globs import parse_glob
-from shardplan.parse import parse_plan, parse_text
-from shardplan.synth.write import braced, folded
+from shardplan.language import parse_plan, parse_text
+from shardplan.language.globs import parse_glob
 from tests.case_models import narrow_blocks
 
 

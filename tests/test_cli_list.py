@@ -8,7 +8,7 @@ import pytest
 
 from shardplan import PlanError, coverage
 from shardplan.cli.main import main
-from shardplan.parse import builtin_plans, parse_plan
+from shardplan.language import builtin_plans, parse_plan
 
 
 def test_the_collection_has_a_row_for_each_type(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import shardplan
 from shardplan.cli.main import main
-from shardplan.render.schema import report_schema
+from shardplan.report.report_schema import report_schema
 from tests.case_tree import read, unpack
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from shardplan.cli.main import main
-from shardplan.render.schema import report_schema
+from shardplan.report.report_schema import report_schema
 
 QWEN = str(Path(__file__).parent / "cases" / "models" / "qwen3-8b.json")
 

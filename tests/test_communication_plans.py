@@ -8,10 +8,10 @@ import random
 import pytest
 
 from benchmarks.plans import DATA, VARIANTS, of_type
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import subject
 from tests.zoo.doors import Size

@@ -230,7 +230,7 @@ def test_ddp_comes_to_sections_of_the_plan() -> None:
 
 
 def test_megatron_fsdp_comes_to_a_section_of_the_plan() -> None:
-    from shardplan.parse import parse_plan
+    from shardplan.language import parse_plan
 
     layer = "transformers.models.llama.modeling_llama.LlamaDecoderLayer"
     config = MegatronFSDPConfig(

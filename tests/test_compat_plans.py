@@ -15,8 +15,8 @@ from shardplan.compat import (
     import_classes_from_paths,
     translate_to_torch_parallel_style,
 )
-from shardplan.lower.own import OwnStyle
-from shardplan.models import find_model
+from shardplan.model import find_model
+from shardplan.runtime.parallel.single_style import OwnStyle
 
 
 def said(style: ParallelStyle) -> str:

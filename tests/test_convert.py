@@ -21,16 +21,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardplan import convert_plan
-from shardplan.bind import bind
-from shardplan.bind.names import Names
+from shardplan.authoring.convert.convert_plan import convert
+from shardplan.authoring.convert.regexes import NoGlob, globs_of
+from shardplan.compiler.bind import bind
+from shardplan.compiler.bind.matching import Names
 from shardplan.core.diagnostics import Location
-from shardplan.core.globs import parse_glob
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Rule, overlays_of
-from shardplan.models import find_model
-from shardplan.parse import parse_plan, parse_text
-from shardplan.synth.foreign.convert import convert
-from shardplan.synth.foreign.regexes import NoGlob, globs_of
+from shardplan.language import parse_plan, parse_text
+from shardplan.language.globs import parse_glob
+from shardplan.model import find_model
 from tests import foreign_plans as foreign
 from tests.proofs import assert_equal, case
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
+from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
+from shardplan.core.module_program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
 from shardplan.core.plan import NO_OVERLAYS
-from shardplan.core.program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
-from shardplan.lower import Program
 from tests.proofs import program_of, twin
 
 WEIGHT = ParameterProgram("weight", V(1), V(1))

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import shardplan
 from shardplan.cli.main import main
 from shardplan.compiler.early import NoCheckpoint
-from shardplan.models.stored import INDEX, MAX_DEPTH, fold, stored_tensors
+from shardplan.model.stored_tensors import INDEX, MAX_DEPTH, fold, stored_tensors
 from tests.small_models import meta_model, small_config
 
 ROOT = Path(__file__).parent.parent
@@ -289,25 +289,25 @@ print("imported:", code, *sorted(sys.modules), file=sys.stderr)
 LINT = {"torch", "transformers", "numpy", "jsonschema", "asyncio", "safetensors", "huggingface_hub", "tqdm", "sympy"}
 LINT |= {
     "shardplan.api",
-    "shardplan.compiler",
-    "shardplan.bind",
-    "shardplan.check",
-    "shardplan.layout",
-    "shardplan.synth",
+    "shardplan.compiler.pipeline",
+    "shardplan.compiler.bind",
+    "shardplan.compiler.check",
+    "shardplan.compiler.layout",
+    "shardplan.authoring.init",
 }
 LINT |= {
-    "shardplan.models",
-    "shardplan.lower",
-    "shardplan.twin",
+    "shardplan.model",
+    "shardplan.compiler.lower",
+    "shardplan.model.reduced",
     "shardplan.proof",
     "shardplan.weights",
     "multiprocessing",
 }
 EARLY = {"torch", "transformers", "numpy", "jsonschema", "asyncio", "safetensors", "huggingface_hub", "tqdm", "sympy"}
 EARLY |= {
-    "shardplan.layout",
-    "shardplan.lower",
-    "shardplan.twin",
+    "shardplan.compiler.layout",
+    "shardplan.compiler.lower",
+    "shardplan.model.reduced",
     "shardplan.proof",
     "shardplan.weights",
     "multiprocessing",
@@ -330,7 +330,7 @@ def test_lint_imports_what_it_needs():
 @pytest.mark.parametrize(("tp", "options", "expected"), [("2", ["--quick"], 0), ("3", [], 1)])
 def test_what_is_told_early_needs_no_torch(tp, options, expected, llama):
     code, modules = imported_by("validate", str(llama), "llama", "--tp", tp, *options)
-    assert code == expected and not modules & EARLY and "shardplan.check" in modules
+    assert code == expected and not modules & EARLY and "shardplan.compiler.check" in modules
 
 
 def test_a_wrong_plan_needs_no_torch(tmp_path):

@@ -11,14 +11,14 @@ import torch.distributed as dist
 import shardplan
 from shardplan import PlanError
 from shardplan.cli.main import main
-from shardplan.core.estimate import CATEGORIES, Device, Estimate, Traffic
+from shardplan.core.estimates import CATEGORIES, Device, Estimate, Traffic
 from shardplan.core.mesh import MeshSizes
-from shardplan.costs.bound import bound_of
-from shardplan.costs.depth import Depths, _repeating
-from shardplan.costs.devices import known_devices, read_device
-from shardplan.costs.meshes import meshes_of
-from shardplan.render.estimate import estimate_text
-from shardplan.render.schema import report_schema
+from shardplan.cost.depth import Depths, _repeating
+from shardplan.cost.devices import known_devices, read_device
+from shardplan.cost.least_time import bound_of
+from shardplan.cost.mesh_candidates import meshes_of
+from shardplan.report.estimate_text import estimate_text
+from shardplan.report.report_schema import report_schema
 
 HIDDEN, INNER, ROWS, SEQ, HEADS, KV = 64, 160, 96, 32, 8, 4
 TINY = {

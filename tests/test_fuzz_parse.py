@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardplan.parse import builtin_plans, lint_plan, parse_plan, parse_text
-from shardplan.parse.limits import MAX_FINDINGS
-from shardplan.parse.parsing import Parsed
-from shardplan.render import text as render
+from shardplan.language import builtin_plans, lint_plan, parse_plan, parse_text
+from shardplan.language.limits import MAX_FINDINGS
+from shardplan.language.parsing import Parsed
+from shardplan.report import text as render
 from tests.case_tree import ROOT, cases
 
 MORE = int(os.environ.get("SHARDPLAN_FUZZ", "1"))  # times as many examples

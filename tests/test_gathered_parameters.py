@@ -19,9 +19,9 @@ from training_runs import TWO_BY_TWO, Recipe, compare
 
 import shardplan
 from shardplan import Model, applied
+from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, R, V
 from shardplan.core.mesh import MeshSizes
-from shardplan.lower.collectives import expected_collectives
 from shardplan.proof.counter import CollectiveCounter
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 132, "head_dim": 8}
@@ -146,7 +146,7 @@ def adapted() -> nn.Module:
 
 
 def test_show_says_that_it_is_gathered(capsys: pytest.CaptureFixture[str]) -> None:
-    from shardplan.render.program import program_text
+    from shardplan.report.program_text import program_text
 
     with gathered_styles():
         plan = shardplan.load_plan(PLAN)

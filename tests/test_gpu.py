@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardplan import apply_plan, estimate, load_checkpoint, materialize, save_checkpoint
-from shardplan.models import find_any, find_model
+from shardplan.model import find_any, find_model
+from shardplan.model.reduced import make_twin
 from shardplan.proof.compare import relative_error
 from shardplan.torchlib.private import private
-from shardplan.twin import make_twin
 
 pytestmark = [
     pytest.mark.gpu,

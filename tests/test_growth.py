@@ -7,12 +7,11 @@ import pytest
 
 import shardplan
 from benchmarks.growth import EXPERTS, RULES, explicit, model
-from shardplan.bind import bind
-from shardplan.check import check
-from shardplan.core import globs
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import lint_plan, parse_text
+from shardplan.language import globs, lint_plan, parse_text
 from shardplan.proof.counter import CollectiveCounter
 from tests.proofs import fake_mesh
 from tests.small_models import small_model

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import shardplan
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
+from shardplan.compiler.lower import lower
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import VerifyReport
-from shardplan.lower import lower
-from shardplan.models import choose_plan
-from shardplan.parse import builtin_plans, parse_plan
-from shardplan.twin import make_twin
+from shardplan.language import builtin_plans, parse_plan
+from shardplan.model import choose_plan
+from shardplan.model.reduced import make_twin
 from tests.model_settings import find
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
+from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout.spread import Spread, spread_of
+from shardplan.compiler.lower import lower
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
-from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.layout.spread import Spread, spread_of
-from shardplan.lower import lower
-from shardplan.models import find_model
-from shardplan.models.tree import tree_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
+from shardplan.model import find_model
+from shardplan.model.build_tree import tree_of
+from shardplan.model.reduced import make_twin
 from shardplan.styles import STYLES
-from shardplan.styles.record import Lookup, ParameterStyle, Style
 from shardplan.styles.sound import missing
-from shardplan.twin import make_twin
+from shardplan.styles.style_record import Lookup, ParameterStyle, Style
 from tests.proofs import PLANS
 
 

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardplan
+from shardplan.compiler.layout.repairs import OURS, Repair
 from shardplan.core.plan import Rule
 from shardplan.core.report import Report
-from shardplan.layout.repairs import OURS, Repair
 
 WIDTH, HEADS = 64, 4
 PLAIN = {"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"}

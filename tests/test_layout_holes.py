@@ -11,18 +11,18 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
+from shardplan.compiler.layout import LayoutReport, ModelLayouts, Workbench, check_layout
+from shardplan.compiler.layout.layout_check import Search
+from shardplan.compiler.layout.spread import Spread, spread_of
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
-from shardplan.layout import LayoutReport, ModelLayouts, Workbench, check_layout
-from shardplan.layout.check import Search
-from shardplan.layout.spread import Spread, spread_of
-from shardplan.models import find_model
-from shardplan.models.tree import tree_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
+from shardplan.model import find_model
+from shardplan.model.build_tree import tree_of
+from shardplan.model.reduced.nests import tensors_in
+from shardplan.runtime.parallel.outputs import on_first
 from shardplan.torchlib.modes import NothingEmpty
-from shardplan.torchlib.outputs import on_first
-from shardplan.twin.nests import tensors_in
 from tests.test_layout import bench_of, checked
 
 Inner = Callable[[nn.Module, Tensor], Tensor]

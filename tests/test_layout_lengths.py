@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardplan
-from shardplan.render.text import report_text
+from shardplan.report.text import report_text
 
 RULES = {"h.*.{q,k,v}": "colwise", "h.*.o": "rowwise"}
 PLAN = {"version": "1", "name": "mine", "tensor_parallel": RULES}

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
+from shardplan.compiler.layout.run import prove
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
-from shardplan.layout.run import prove
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
 from tests.proofs import PLANS
 from tests.soundness.edits import edits, written_out
 from tests.soundness.judge import parse, subject

@@ -50,7 +50,7 @@ LIGHT = {
     "lint": command("lint", "llama"),
     "list": command("list"),
     "list --json": command("list", "--json"),
-    "explain": "from shardplan.render.catalog import catalog; " + command("explain", "SP201"),
+    "explain": "from shardplan.report.catalog import catalog; " + command("explain", "SP201"),
     "schema": command("schema"),
     "schema --report": command("schema", "--report"),
 }
@@ -71,8 +71,8 @@ from shardplan.cli.main import main
 assert main(["lint", "tests/cases/err/SP113-expressions.yaml"]) == 1
 """,
     "what verify, estimate and show import": """
-import shardplan.cli.estimate, shardplan.cli.show, shardplan.cli.verify
-import shardplan.render.estimate, shardplan.render.proof, shardplan.render.table
+import shardplan.cli.estimate_command, shardplan.cli.show_command, shardplan.cli.verify_command
+import shardplan.report.estimate_text, shardplan.report.proof_text, shardplan.report.table
 """,
 }
 WITH_MODELS = {

@@ -17,16 +17,16 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 import shardplan
 from shardplan import compile_plan, load_plan
-from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import read_mesh
+from shardplan.compiler.layout import ModelLayouts
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
-from shardplan.layout import ModelLayouts
-from shardplan.models import find_any
-from shardplan.models.rebinding import NotBound, copied
-from shardplan.twin import make_twin
-from shardplan.twin.experts import unreached
-from shardplan.twin.outcome import loss_of
+from shardplan.model import find_any
+from shardplan.model.rebinding import NotBound, copied
+from shardplan.model.reduced import make_twin
+from shardplan.model.reduced.outcome import loss_of
+from shardplan.model.reduced.routed_experts import unreached
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import read_mesh
 from tests.proofs import assert_equal, collect, compare_results, fake_mesh, ranked, step, unsharded
 from tests.simulation import simulated_mesh
 from tests.small_models import small_model
@@ -513,7 +513,7 @@ class Narrow(Own):
 
 
 def test_a_model_too_large_is_proven_on_the_one_that_is_named(monkeypatch):
-    monkeypatch.setattr("shardplan.twin.own.MOST_BYTES", 20_000)
+    monkeypatch.setattr("shardplan.model.reduced.own_copies.MOST_BYTES", 20_000)
     large = Own(layers=6)
     with pytest.raises(PlanError) as caught:
         reduced_of(large)

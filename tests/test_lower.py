@@ -7,11 +7,11 @@ from collections import Counter
 import pytest
 from torch import nn
 
+from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, P, R, V
+from shardplan.core.module_program import InputMove, OutputMove
 from shardplan.core.plan import NO_OVERLAYS
-from shardplan.core.program import InputMove, OutputMove
 from shardplan.core.tree import element
-from shardplan.lower.collectives import expected_collectives
 from tests.proofs import PLANS, plan_like, program_of, twin
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers import Olmo2Config
 
 from shardplan import compile_plan, validate, verify
+from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.mesh import MeshSizes
-from shardplan.lower.collectives import expected_collectives
 
 HIDDEN = 32
 RULES = {

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardplan.apply.megatron_fsdp import DTYPES, RENAMED, arguments, dtypes, unit_classes
-from shardplan.apply.wrapped import Wrapped
-from shardplan.backends import BACKENDS
 from shardplan.core.sections import DataParallel, MegatronFSDP
+from shardplan.runtime.apply.megatron_fsdp import DTYPES, RENAMED, arguments, dtypes, unit_classes
+from shardplan.runtime.apply.wrapped import Wrapped
+from shardplan.styles.backends import BACKENDS
 
 RECORD = json.loads((Path(__file__).parent / "megatron_fsdp.json").read_text())
 INSTALLED = find_spec("megatron_fsdp") is not None

@@ -13,24 +13,24 @@ from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
 
-from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import read_mesh
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
+from shardplan.compiler.layout import Workbench, check_layout
+from shardplan.compiler.layout.model import arrivals_of, shared_reads_of
+from shardplan.compiler.layout.unsummed import acting, dropping
+from shardplan.compiler.lower import lower
+from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
-from shardplan.layout import Workbench, check_layout
-from shardplan.layout.model import arrivals_of, shared_reads_of
-from shardplan.layout.unsummed import acting, dropping
-from shardplan.lower import lower
-from shardplan.lower.collectives import expected_collectives
-from shardplan.models import hf_tp_plan, tree_of
-from shardplan.parse import from_hf_tp_plan, parse_plan
+from shardplan.language import from_hf_tp_plan, parse_plan
+from shardplan.model import hf_tp_plan, tree_of
 from shardplan.proof.counter import CollectiveCounter
 from shardplan.proof.steps import cast
-from shardplan.torchlib.boundaries import Enter
-from shardplan.torchlib.sums import Collects, Waiting
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.parallel.boundaries import Enter
+from shardplan.runtime.parallel.waiting_sums import Collects, Waiting
 from tests.merging_models import (
     FLAT,
     JOINT,

@@ -6,7 +6,7 @@ import pytest
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleInfo, ModuleTree
-from shardplan.models import choose_plan
+from shardplan.model import choose_plan
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardplan.core.diagnostics import PlanError, Severity
-from shardplan.models import classify, find_model, found_from_config, parse_setting
+from shardplan.model import classify, find_model, found_from_config, parse_setting
 
 CONFIGS = Path(__file__).parent / "cases" / "models"
 SMALL_LLAMA = {
@@ -245,7 +245,7 @@ def test_unreadable_files(tmp_path):
 
 
 def test_a_file_too_large_is_not_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("shardplan.models.files.MAX_BYTES", 10)
+    monkeypatch.setattr("shardplan.model.config_files.MAX_BYTES", 10)
     assert "more than the 10 that are read" in refusal(str(write(tmp_path / "m", SMALL_LLAMA))).message
 
 

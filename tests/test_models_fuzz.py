@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.models import find_model
+from shardplan.model import find_model
 
 CONFIGS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "cases/models").glob("*.json")}
 NAMES = ("llama-3.1-8b", "gpt2", "gemma-3-4b", "phi-3-mini-4k", "mixtral-8x7b", "qwen3-30b-a3b")

@@ -9,7 +9,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.pytorch_utils import Conv1D
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.models import find_model, hf_tp_plan, tree_of, tree_of_config
+from shardplan.model import find_model, hf_tp_plan, tree_of, tree_of_config
 
 LLAMA = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64)
 

@@ -7,8 +7,8 @@ import torch
 
 from shardplan.core.layout import I, Layout, P, R, V
 from shardplan.core.moves import MOVES, move_ops
-from shardplan.torchlib.chunks import chunk_size, own_chunk
-from shardplan.torchlib.moves import move
+from shardplan.runtime.parallel.chunks import chunk_size, own_chunk
+from shardplan.runtime.parallel.tensor_moves import move
 from shardplan.torchlib.packing import pack, packed_order, unpack
 from tests.simulation import LocalTensor, on_every_rank, rank_values, simulated_mesh
 

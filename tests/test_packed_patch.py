@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as flash
 
-from shardplan.models.packed import patch_is_packed_sequence
+from shardplan.model.packed import patch_is_packed_sequence
 
 PLAIN = torch.arange(8).unsqueeze(0)
 PACKED = torch.cat([torch.arange(5), torch.arange(3)]).unsqueeze(0)

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from shardplan.core.diagnostics import Code
-from shardplan.parse import CODES, lint_plan
+from shardplan.language import CODES, lint_plan
 
 PAGES = [code for code in CODES if not dedent(code.bad).strip().startswith("$")]
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.core.inherit import effective_sections
 from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel, MixedPrecision, Prefetch
-from shardplan.parse import parse_plan, parse_text
-from shardplan.parse.limits import MAX_ANCESTORS
-from shardplan.parse.parsing import Parsed
+from shardplan.language import parse_plan, parse_text
+from shardplan.language.inherit import effective_sections
+from shardplan.language.limits import MAX_ANCESTORS
+from shardplan.language.parsing import Parsed
 
 BASE = """\
 version: "1"

@@ -3,7 +3,7 @@
 import pytest
 
 from shardplan.core.diagnostics import Location
-from shardplan.parse import from_hf_tp_plan, parse_plan
+from shardplan.language import from_hf_tp_plan, parse_plan
 
 # LlamaForCausalLM().tp_plan and LlamaConfig().base_model_tp_plan of transformers 5.23, shortened.
 RESOLVED = {"lm_head": "colwise_rep", "model.layers.*.self_attn.q_proj": "colwise", "model.norm": "sequence_parallel"}

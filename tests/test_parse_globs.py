@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.core.globs import MAX_ALTERNATIVES, MAX_LENGTH, Glob, GlobError, _read, parse_glob
+from shardplan.language.globs import MAX_ALTERNATIVES, MAX_LENGTH, Glob, GlobError, _read, parse_glob
 
 
 @pytest.mark.parametrize(

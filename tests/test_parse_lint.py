@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardplan.parse import builtin_plans, lint_plan
+from shardplan.language import builtin_plans, lint_plan
 
 
 def findings(rules: str, tmp_path: Path) -> list[tuple[str, str, int]]:

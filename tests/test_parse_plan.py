@@ -8,9 +8,9 @@ import pytest
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.plan import Rule
-from shardplan.parse import builtin_plans, parse_plan, parse_text
-from shardplan.parse.limits import MAX_ALTERNATIVES, MAX_BYTES, MAX_FINDINGS
-from shardplan.parse.parsing import Parsed
+from shardplan.language import builtin_plans, parse_plan, parse_text
+from shardplan.language.limits import MAX_ALTERNATIVES, MAX_BYTES, MAX_FINDINGS
+from shardplan.language.parsing import Parsed
 
 QWEN3 = """\
 version: "1"

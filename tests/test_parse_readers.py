@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.core.diagnostics import Span
-from shardplan.parse.json_reader import read_json
-from shardplan.parse.limits import MAX_DEPTH, MAX_NODES
-from shardplan.parse.nodes import Document, spans, split_lines, to_data
-from shardplan.parse.python_reader import read_python
-from shardplan.parse.yaml_reader import read_yaml
+from shardplan.language.json_reader import read_json
+from shardplan.language.limits import MAX_DEPTH, MAX_NODES
+from shardplan.language.nodes import Document, spans, split_lines, to_data
+from shardplan.language.python_reader import read_python
+from shardplan.language.yaml_reader import read_yaml
 
 INF = float("inf")
 

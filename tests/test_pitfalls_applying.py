@@ -10,10 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from shardplan import PlanError, applied, apply_plan, compile_plan, load_plan, validate, verify
-from shardplan.apply import apply as phases
-from shardplan.apply import without_sequence_parallel
-from shardplan.apply.mesh import read_mesh
 from shardplan.core.mesh import MeshSizes
+from shardplan.runtime.apply import phases, without_sequence_parallel
+from shardplan.runtime.apply.plan_mesh import read_mesh
 from tests.proofs import PLANS, fake_mesh, plan_like, twin
 
 

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 
-from shardplan.models import find_any
+from shardplan.model import find_any
+from shardplan.model.reduced import make_twin
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.torchlib import vocabulary
-from shardplan.torchlib.regime import PartialEmbedding
-from shardplan.twin import make_twin
+from shardplan.runtime.parallel import vocabulary_lookup as vocabulary
+from shardplan.runtime.parallel.regime import PartialEmbedding
 from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, twin
 
 

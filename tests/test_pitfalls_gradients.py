@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardplan.apply import apply as phases
 from shardplan.core.layout import I
-from shardplan.torchlib import reading
-from shardplan.torchlib.collectives import all_reduce
+from shardplan.runtime.apply import phases
+from shardplan.runtime.parallel import reading
+from shardplan.runtime.parallel.collectives import all_reduce
 from tests.proofs import (
     assert_equal,
     case,
@@ -56,7 +56,7 @@ def test_a_bias_added_after_the_reduction_has_a_partial_gradient_under_sequence_
         return real(parameter, replace(program, computed=I) if parameter.ndim == 1 else program, regime)
 
     # The biases added after the reduction are read in the boundary, all others in the module's own forward.
-    monkeypatch.setattr("shardplan.torchlib.boundaries.read", whole)
+    monkeypatch.setattr("shardplan.runtime.parallel.boundaries.read", whole)
     monkeypatch.setattr(reading.Reads, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs))
     gradients_alone_differ(case("gpt2", sp=True).wrong(), about="c_proj.bias", least=0.1)
 
@@ -169,7 +169,7 @@ def test_grouping_changes_no_gradient(monkeypatch):
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_partial_gradients_are_summed_in_the_reduce_dtype(dtype):
     """Sums of bfloat16 gradients over ranks lose what float32 keeps: 256 + 1 is 256 in bfloat16."""
-    from shardplan.torchlib.moves import sum_gradients
+    from shardplan.runtime.parallel.tensor_moves import sum_gradients
     from tests.simulation import LocalTensor, rank_values, simulated_mesh
 
     with simulated_mesh(4) as mesh:

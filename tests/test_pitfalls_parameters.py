@@ -12,8 +12,8 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 
 from shardplan.proof.compare import compare
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.styles import stored
-from shardplan.torchlib import reading, style
+from shardplan.runtime.parallel import reading, style
+from shardplan.styles import stored_parameters as stored
 from tests.proofs import (
     Case,
     assert_equal,

@@ -22,9 +22,9 @@ import pytest
 import torch
 
 from shardplan import applied
-from shardplan.apply import without_sequence_parallel
-from shardplan.lower.collectives import expected_collectives
+from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.proof.counter import CollectiveCounter
+from shardplan.runtime.apply import without_sequence_parallel
 from tests.proofs import PLANS, fake_mesh, optimised, plan_like, step, twin
 from tests.proofs import planned as apply
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from shardplan import compile_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.twin.weights import randomise
+from shardplan.model.reduced.weights import randomise
 from tests.proofs import (
     PLANS,
     Case,

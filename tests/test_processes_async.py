@@ -13,8 +13,8 @@ from small_models import batch, small_model, whole
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
-from shardplan.apply import compilation
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.apply import compilation
 
 ASYNC = {"modules": ["model.layers.*"], "async_tensor_parallel": True}
 

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardplan
-from shardplan.apply import without_sequence_parallel
 from shardplan.core.diagnostics import PlanError
+from shardplan.runtime.apply import without_sequence_parallel
 
 NEW = 8  # tokens to generate
 

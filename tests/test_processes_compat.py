@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shardplan.compat import get_hf_tp_shard_plan
-from shardplan.lower.own import OwnStyle
+from shardplan.runtime.parallel.single_style import OwnStyle
 
 
 def results(model: nn.Module) -> dict[str, Tensor]:

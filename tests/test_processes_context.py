@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
-from shardplan.apply.state import packed_parameters
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
 
 LENGTH = 32

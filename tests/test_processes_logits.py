@@ -19,8 +19,8 @@ from training_runs import share_of
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.proof.counter import CollectiveCounter
+from shardplan.runtime.training import causal_lm_loss, entropy, log_probabilities, top_k, vocabulary_parallel_nll
 from shardplan.torchlib.private import private
-from shardplan.training import causal_lm_loss, entropy, log_probabilities, top_k, vocabulary_parallel_nll
 
 BATCH, TOKENS = 2, 7
 IGNORED = -100

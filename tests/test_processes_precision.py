@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardplan
-from shardplan.apply.state import packed_parameters
 from shardplan.proof.compare import relative_error
+from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
 
 MIXED = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}

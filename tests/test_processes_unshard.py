@@ -17,7 +17,7 @@ from training_runs import share_of
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 from shardplan.proof.counter import CollectiveCounter
-from shardplan.training import log_probabilities, unshard
+from shardplan.runtime.training import log_probabilities, unshard
 
 LIMIT = TOLERANCE[torch.float64]
 

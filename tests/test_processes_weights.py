@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.weights.files import INDEX
+from shardplan.weights.safetensors_folder import INDEX
 from shardplan.weights.save import size_of
 
 TWO_BY_TWO = {"dp_shard": 2, "tp": 2}

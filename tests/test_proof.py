@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
+from shardplan.model.reduced.outcome import results_of
 from shardplan.proof.compare import relative_error
 from shardplan.proof.threads import on_threads
-from shardplan.render import report_text
-from shardplan.twin.outcome import results_of
+from shardplan.report import report_text
 
 PLAN = {"version": "1", "name": "mlp", "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
 # The second matrix is split, and its summands are never reduced.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.torchlib import reading
+from shardplan.runtime.parallel import reading
 from tests.proofs import fake_mesh, planned, twin
 
 

@@ -80,7 +80,7 @@ from shardplan import validate
 from shardplan.core.moves import MOVES, MoveOps
 from shardplan.core.layout import P, V
 from shardplan.styles import STYLES
-from shardplan.styles.record import ParameterStyle, Style
+from shardplan.styles.style_record import ParameterStyle, Style
 from shardplan.styles.sound import missing
 
 style = Style(name="padded", summary="", weight=ParameterStyle("out", "V"), takes=(), computes=V(-1), hands=P)
@@ -118,7 +118,7 @@ MOVE = Recipe(
 
 COMPILED = """
 from shardplan import load_plan
-from shardplan.apply.compilation import Compiled
+from shardplan.runtime.apply.compilation import Compiled
 
 plan = load_plan("mine.yaml").file
 print(Compiled(plan.compile, "eager").dynamic)
@@ -130,7 +130,7 @@ FIELD = Recipe(
             '    backend: str = option("inductor"': '    dynamic: bool = option(False, "Lengths may change from step to step.")\n'
             '    backend: str = option("inductor"',
         },
-        "shardplan/apply/compilation.py": {
+        "shardplan/runtime/apply/compilation.py": {
             "        self.fullgraph, self.backend = section.fullgraph, backend\n": "        self.fullgraph, self.backend = section.fullgraph, backend\n"
             "        self.dynamic = section.dynamic\n",
             "fullgraph=self.fullgraph, backend=self.backend)": "fullgraph=self.fullgraph, dynamic=self.dynamic, backend=self.backend)",
@@ -178,8 +178,8 @@ CASE = f"# run: validate models/llama-3.2-1b.json plan.yaml --tp 2\n-- plan.yaml
 CHECK = Recipe(
     "A check",
     {
-        "shardplan/check/nothing.py": {"": NOTHING},
-        "shardplan/check/__init__.py": {
+        "shardplan/compiler/check/nothing.py": {"": NOTHING},
+        "shardplan/compiler/check/__init__.py": {
             "    mesh,\n    parameter_hooks,\n    sequence": "    mesh,\n    nothing,\n    parameter_hooks,\n    sequence",
             "    parameter_hooks,\n)\n\nCHECKS": "    parameter_hooks,\n    nothing,\n)\n\nCHECKS",
         },
@@ -220,12 +220,12 @@ RECORD = """REPLICAS = Backend(
 BACKEND = Recipe(
     "A data-parallel backend",
     {
-        "shardplan/backends/__init__.py": {
+        "shardplan/styles/backends/__init__.py": {
             "BACKENDS: dict": f"{RECORD}BACKENDS: dict",
             "MEGATRON_FSDP, DDP)": "MEGATRON_FSDP, DDP, REPLICAS)",
         },
-        "shardplan/apply/replicas.py": {"": FUNCTION},
-        "shardplan/apply/backends.py": {
+        "shardplan/runtime/apply/replicas.py": {"": FUNCTION},
+        "shardplan/runtime/apply/backends.py": {
             "from .wrapped": "from .replicas import apply_replicas\nfrom .wrapped",
             '    "ddp": Functions(apply_ddp),\n': '    "ddp": Functions(apply_ddp),\n    "replicas": Functions(apply_replicas),\n',
         },
@@ -234,7 +234,7 @@ BACKEND = Recipe(
     {"schemas/plan.schema.json": '"replicas"'},
     {
         "mine.yaml": f"{PLAN}data_parallel: {{backend: replicas}}\n",
-        "same.py": "from shardplan.apply.backends import FUNCTIONS\nfrom shardplan.backends import BACKENDS\n"
+        "same.py": "from shardplan.runtime.apply.backends import FUNCTIONS\nfrom shardplan.styles.backends import BACKENDS\n"
         "assert FUNCTIONS.keys() == BACKENDS.keys()\n",
     },
     {"python -m shardplan lint mine.yaml": "", "python same.py": ""},

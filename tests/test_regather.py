@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardplan import applied, compile_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.torchlib import boundaries, regather
+from shardplan.runtime.parallel import boundaries, regather
 from tests.proofs import assert_equal, case, fake_mesh, plan_like, planned, step, twin
 from tests.test_plans_collectives import counted, minimum, short_inputs
 

@@ -11,8 +11,8 @@ from shardplan import __version__
 from shardplan.core.diagnostics import Code
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
-from shardplan.render import json_text, to_json, to_sarif
-from shardplan.render.schema import report_schema
+from shardplan.report import json_text, to_json, to_sarif
+from shardplan.report.report_schema import report_schema
 from tests.render_samples import IN_DICT, NO_PLACE, PARTIAL, SOURCES
 
 REPORTS = {
@@ -120,7 +120,7 @@ class TestSarif:
         assert "locations" not in in_dict and "locations" not in nowhere
 
     def test_uris_are_relative_to_the_root_where_they_can_be(self):
-        from shardplan.render.sarif import _uri
+        from shardplan.report.sarif import _uri
 
         root = Path("/project")
         assert _uri("plans/my plan.yaml", root) == "plans/my%20plan.yaml"

@@ -7,8 +7,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardplan import compile_plan, load_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.render.program import Held, Row, byte_text, fold, module_rows, program_text
-from shardplan.render.width import display_width
+from shardplan.report.program_text import Held, Row, byte_text, fold, module_rows, program_text
+from shardplan.report.width import display_width
 
 CONFIG = LlamaConfig(
     vocab_size=101,

@@ -4,7 +4,7 @@ import math
 
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, VariantProof, VerifyReport
-from shardplan.render.proof import fold_rows, proof_text, sizes_text
+from shardplan.report.proof_text import fold_rows, proof_text, sizes_text
 
 
 def gradient(name: str, error: float = 1e-7, verdict: str = "equal", dtype: str = "float32") -> Comparison:

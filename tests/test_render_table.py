@@ -2,8 +2,8 @@
 
 import pytest
 
-from shardplan.render.color import Paint
-from shardplan.render.table import table
+from shardplan.report.color import Paint
+from shardplan.report.table import table
 
 ROWS = [("name", "size"), ("  weight of it", "1,024"), ("\u6a21\u578b", "3"), ("", "")]
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity, Span
 from shardplan.core.report import Report, as_errors, count_text, ordered
 from shardplan.core.sources import SourceFile, SourceMap
-from shardplan.render import report_text, text, wants_color
-from shardplan.render.names import brace_names, fold_names
-from shardplan.render.width import cells, display_width, printable
+from shardplan.report import report_text, text, wants_color
+from shardplan.report.short_names import brace_names, fold_names
+from shardplan.report.width import cells, display_width, printable
 from tests.render_samples import IN_DICT, NO_PLACE, PARTIAL, SOURCES, at
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

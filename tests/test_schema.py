@@ -9,11 +9,11 @@ import jsonschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardplan.parse import CODES, json_schema, parse_plan, parse_text
-from shardplan.parse.files import CannotRead, decode
-from shardplan.parse.json_reader import read_json
-from shardplan.parse.nodes import to_data
-from shardplan.parse.yaml_reader import read_yaml
+from shardplan.language import CODES, json_schema, parse_plan, parse_text
+from shardplan.language.json_reader import read_json
+from shardplan.language.nodes import to_data
+from shardplan.language.plan_files import CannotRead, decode
+from shardplan.language.yaml_reader import read_yaml
 from shardplan.styles import ALIASES, STYLES
 from tests.case_tree import CASES, ROOT, cases, read, unpack
 

@@ -8,13 +8,13 @@ import pytest
 from pydantic import ValidationError
 
 from shardplan.compiler.overrides import overriding_document, with_parent
-from shardplan.core.inherit import effective_sections
 from shardplan.core.options import option, options
 from shardplan.core.plan import PlanFile
 from shardplan.core.sections import Compile, DataParallel, Glob, Section, Sections
-from shardplan.parse import parse_plan
-from shardplan.parse.build import read_section
-from shardplan.parse.models.sections import glob_lists, model_of
+from shardplan.language import parse_plan
+from shardplan.language.build_plan import read_section
+from shardplan.language.document.section_models import glob_lists, model_of
+from shardplan.language.inherit import effective_sections
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
 from tests.soundness.edits import edits, written_out
 from tests.soundness.hf import own_plan
 from tests.soundness.judge import judge, parse, subject

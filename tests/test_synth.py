@@ -6,15 +6,15 @@ from functools import cache
 
 import pytest
 
-from shardplan.bind import bind
+from shardplan.authoring.init.derive import Derived, derive
+from shardplan.authoring.init.flow import Flow
+from shardplan.authoring.init.parts import cut, packed
+from shardplan.authoring.init.regions import Group, Region, grouped, regions
+from shardplan.compiler.bind import bind
+from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.core.mesh import MeshSizes
-from shardplan.layout.model import ModelLayouts
-from shardplan.models import find_any
-from shardplan.parse import parse_plan
-from shardplan.synth.derive import Derived, derive
-from shardplan.synth.flow import Flow
-from shardplan.synth.parts import cut, packed
-from shardplan.synth.regions import Group, Region, grouped, regions
+from shardplan.language import parse_plan
+from shardplan.model import find_any
 from tests.model_settings import find
 from tests.soundness.judge import judge, subject
 

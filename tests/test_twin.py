@@ -10,12 +10,12 @@ from torch import nn
 from transformers import LlamaConfig
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.models import find_model, found_from_config, tree_of
-from shardplan.models.anything import find_any
-from shardplan.models.numbers import config_numbers
-from shardplan.twin import make_twin
-from shardplan.twin.fields import role
-from shardplan.twin.twin import Twin
+from shardplan.model import find_model, found_from_config, tree_of
+from shardplan.model.config_numbers import config_numbers
+from shardplan.model.find_anything import find_any
+from shardplan.model.reduced import make_twin
+from shardplan.model.reduced.fields import role
+from shardplan.model.reduced.reduced_model import Twin
 
 CONFIGS = Path(__file__).parent / "cases" / "models"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -321,7 +321,7 @@ def test_own_modules_that_cannot():
 
 
 def test_a_small_copy_that_stays_large_is_refused(monkeypatch):
-    monkeypatch.setattr("shardplan.twin.small.LARGEST", 1000)
+    monkeypatch.setattr("shardplan.model.reduced.reduced_transformers.LARGEST", 1000)
     diagnostic = refusal(found("llama-3.1-8b"))
     assert diagnostic.code == "SP520" and "more than 1,000" in diagnostic.notes[0]
 

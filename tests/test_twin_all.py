@@ -5,8 +5,8 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.models.findings import reason
-from shardplan.twin import make_twin
+from shardplan.model.model_findings import reason
+from shardplan.model.reduced import make_twin
 from tests.model_settings import find
 
 # Why the rest of transformers 5.23 has none: their inputs are more than token ids, their parts need packages for images,

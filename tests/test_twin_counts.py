@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardplan.twin.counts import like, same_relation, small_counts, small_head_dims, small_widths
+from shardplan.model.reduced.counts import like, same_relation, small_counts, small_head_dims, small_widths
 
 TP = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
 

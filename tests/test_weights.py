@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
+from shardplan.model.reduced import make_twin
 from shardplan.torchlib.packing import pack
-from shardplan.twin import make_twin
+from shardplan.weights.checkpoint_names import inner_model, resolve, saved_names
 from shardplan.weights.folders import begin, beside, commit
 from shardplan.weights.lazy import Lazy, leaf, read
 from shardplan.weights.load import _cast
-from shardplan.weights.names import inner_model, resolve, saved_names
 from shardplan.weights.ranges import chunk, packed_ranges
 from shardplan.weights.save import size_of
 

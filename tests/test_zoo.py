@@ -11,7 +11,7 @@ import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan import verify
-from shardplan.parse import builtin_plans, parse_plan
+from shardplan.language import builtin_plans, parse_plan
 from tests.model_settings import find, without_dropout
 from tests.zoo import image_text
 from tests.zoo.__main__ import page, right

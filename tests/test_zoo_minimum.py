@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
+from shardplan.compiler.layout import Workbench, check_layout
 from shardplan.core.mesh import MeshSizes
-from shardplan.layout import Workbench, check_layout
-from shardplan.models.tree import tree_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
+from shardplan.model.build_tree import tree_of
 from tests.zoo.doors import Frontier, Size, dominated, joined, least
 from tests.zoo.least import least as least_of_a_step
 from tests.zoo.minimum import choices, minimum, spent

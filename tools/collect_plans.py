@@ -27,9 +27,9 @@ def find_plan(model_type: str, folder: Path) -> str:
     """Write a type's plan; returns what is to be said of it."""
     import torch
 
+    from shardplan.authoring.init.derive import derive
+    from shardplan.authoring.init.new import written
     from shardplan.core.diagnostics import PlanError
-    from shardplan.synth.derive import derive
-    from shardplan.synth.new import written
     from tests.model_settings import find
 
     torch.set_num_threads(1)

@@ -14,7 +14,7 @@ COMMAND = "python tools/generate.py"
 
 
 def _diagnostics() -> str:
-    from shardplan.render.catalog import diagnostics_document
+    from shardplan.report.catalog import diagnostics_document
 
     return diagnostics_document()
 
@@ -26,15 +26,15 @@ def _cli() -> str:
 
 
 def _report_schema() -> str:
-    from shardplan.render import json_text
-    from shardplan.render.schema import report_schema
+    from shardplan.report import json_text
+    from shardplan.report.report_schema import report_schema
 
     return json_text(report_schema()) + "\n"
 
 
 def _plan_schema() -> str:
-    from shardplan.parse import json_schema
-    from shardplan.render import json_text
+    from shardplan.language import json_schema
+    from shardplan.report import json_text
 
     return json_text(json_schema()) + "\n"
 

@@ -25,17 +25,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from shardplan.bind import bind  # noqa: E402
-from shardplan.core.globs import parse_glob  # noqa: E402
+from shardplan.authoring.init.derive import with_whole_named  # noqa: E402
+from shardplan.authoring.init.draft import Draft  # noqa: E402
+from shardplan.authoring.init.write import Heading, in_order, plan_text  # noqa: E402
+from shardplan.compiler.bind import bind  # noqa: E402
 from shardplan.core.mesh import MeshSizes  # noqa: E402
 from shardplan.core.plan import PlanFile  # noqa: E402
 from shardplan.core.tree import ModuleTree  # noqa: E402
-from shardplan.parse import parse_plan  # noqa: E402
-from shardplan.parse.files import builtin_plans  # noqa: E402
+from shardplan.language import parse_plan  # noqa: E402
+from shardplan.language.globs import parse_glob  # noqa: E402
+from shardplan.language.plan_files import builtin_plans  # noqa: E402
 from shardplan.styles import STYLES  # noqa: E402
-from shardplan.synth.derive import with_whole_named  # noqa: E402
-from shardplan.synth.draft import Draft  # noqa: E402
-from shardplan.synth.write import Heading, in_order, plan_text  # noqa: E402
 from tests.model_settings import find  # noqa: E402
 
 SCHEMA = "# yaml-language-server: $schema=../schemas/plan.schema.json\n"

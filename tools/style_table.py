@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shardplan.lower.describe import GRADIENTS
+from shardplan.compiler.lower.describe import GRADIENTS
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))

@@ -5,27 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from shardplan.compiler.inputs import (
-    AnyInputs,
-    AnyMesh,
-    AnyModel,
-    AnyPlan,
-    AnyReduced,
-    Model,
-    ModelOptions,
-    model_of,
-    said,
-    sizes_of,
-)
 from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyPlan, AnyReduced, Model
+
+from .keywords import AnyMesh, ModelOptions, model_of, said, sizes_of
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardplan.apply import Applied
-    from shardplan.lower import Program
+    from shardplan.compiler.lower import Program
+    from shardplan.runtime.apply import Applied
 
 
 class CompileOptions(ModelOptions, Changes, total=False):
@@ -89,7 +80,7 @@ def compile_plan(
 
 def program_or_raise(compiled: Compiled) -> Program:
     """The program. Raises PlanError with what was found where there is none."""
-    from shardplan.render.errors import raise_errors
+    from shardplan.report.errors import raise_errors
 
     raise_errors(compiled.findings, compiled.given.sources)
     assert compiled.program is not None
@@ -137,13 +128,13 @@ def apply_plan(
         ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
         RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
     """
-    from shardplan.apply.agreement import check_inputs_once, intention, same_on_all_ranks
-    from shardplan.apply.apply import apply_program, refuse_used
-    from shardplan.apply.autocast import read_dtype
-    from shardplan.apply.mesh import read_mesh
-    from shardplan.models.packed import patch_is_packed_sequence as patch_packed
+    from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.proof.stage import Question, prove_on_first_rank
-    from shardplan.render.errors import raise_errors
+    from shardplan.report.errors import raise_errors
+    from shardplan.runtime.apply.agreement import check_inputs_once, intention, same_on_all_ranks
+    from shardplan.runtime.apply.autocast import read_dtype
+    from shardplan.runtime.apply.phases import apply_program, refuse_used
+    from shardplan.runtime.apply.plan_mesh import read_mesh
 
     of_model, changes = said("apply_plan", options, LiveModelOptions, Changes)
     refuse_used(model)
@@ -181,6 +172,6 @@ def applied(model: nn.Module) -> Applied:
     Raises:
         ValueError: no plan was applied to it, or applying one failed half-way.
     """
-    from shardplan.apply import applied as lookup
+    from shardplan.runtime.apply import applied as lookup
 
     return lookup(model)

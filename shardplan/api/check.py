@@ -7,22 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
 from shardplan.compiler.early import look_early
-from shardplan.compiler.inputs import (
-    AnyMesh,
-    AnyModel,
-    AnyPlan,
-    MeshOptions,
-    Model,
-    ModelOptions,
-    model_of,
-    said,
-    sizes_of,
-)
 from shardplan.compiler.pipeline import at_a_size, look_up
+from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
 from shardplan.compiler.variants import bind_variants, prove_layouts, wanted_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, variant_name
 from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
+
+from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, said, sizes_of
 
 if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits
@@ -106,7 +98,7 @@ def _look(
     progress: Callable[[str], None],
 ) -> Report:
     """Look at the model itself, up to the stage `last`; `report` is of what was looked at before."""
-    from shardplan.layout import ModelLayouts
+    from shardplan.compiler.layout import ModelLayouts
 
     given = look_up(model, plan)
     report = replace(report, sources=given.sources, diagnostics=given.findings)
@@ -155,10 +147,10 @@ def coverage(
     Raises:
         PlanError: the model cannot be found, or the plan does not bind to it.
     """
-    from shardplan.check import allowed_tp
+    from shardplan.compiler.check import allowed_tp
+    from shardplan.compiler.lower import split_parameters
     from shardplan.core.coverage import Coverage, covered
-    from shardplan.lower import split_parameters
-    from shardplan.render.errors import raise_errors
+    from shardplan.report.errors import raise_errors
 
     (of_model,) = said("coverage", options, ModelOptions)
     given = look_up(model_of(model, of_model), plan)
@@ -198,9 +190,9 @@ def verify(
         PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
         ValueError: data parallelism without `processes`.
     """
-    from shardplan.layout import ModelLayouts
+    from shardplan.compiler.layout import ModelLayouts
     from shardplan.proof.prove import prove
-    from shardplan.render.errors import raise_errors
+    from shardplan.report.errors import raise_errors
 
     of_model, of_mesh = said("verify", options, ModelOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)

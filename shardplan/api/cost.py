@@ -6,28 +6,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
-from shardplan.compiler.inputs import (
-    AnyMesh,
-    AnyModel,
-    AnyPlan,
-    MeshOptions,
-    Model,
-    ModelOptions,
-    model_of,
-    plan_name,
-    said,
-    sizes_of,
-)
 from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
+from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.sources import SourceMap
-from shardplan.costs.asked import StepOptions, modelled, step_of
+from shardplan.cost.step_options import StepOptions, modelled, step_of
 
 from .apply import program_or_raise
+from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, said, sizes_of
 
 if TYPE_CHECKING:
-    from shardplan.core.estimate import Device, Estimate, Sweep, TrainingStep
+    from shardplan.core.estimates import Device, Estimate, Sweep, TrainingStep
 
 
 class SweepOptions(ModelOptions, StepOptions, Changes, total=False):
@@ -99,8 +89,8 @@ def sweep(
         PlanError: no mesh can be estimated.
         ValueError: as for `estimate`.
     """
-    from shardplan.core.estimate import Sweep
-    from shardplan.costs.meshes import in_order, meshes_of
+    from shardplan.core.estimates import Sweep
+    from shardplan.cost.mesh_candidates import in_order, meshes_of
 
     meshes = meshes_of(gpus)
     of_model, of_step, changes = said("sweep", options, ModelOptions, StepOptions, Changes)
@@ -123,11 +113,11 @@ def _estimates(
     progress: Callable[[str], None],
 ) -> list[Estimate | PlanError]:
     """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the tp axis."""
-    from shardplan.check import check
-    from shardplan.core.estimate import Question
-    from shardplan.costs.devices import read_device
-    from shardplan.costs.estimate import estimate_mesh
-    from shardplan.render.errors import raise_errors
+    from shardplan.compiler.check import check
+    from shardplan.core.estimates import Question
+    from shardplan.cost.devices import read_device
+    from shardplan.cost.estimate import estimate_mesh
+    from shardplan.report.errors import raise_errors
 
     asked = Question(model.shown, plan_name(plan), changes.get("sequence_parallel", False), step)
     known = read_device(device) if isinstance(device, str) else device

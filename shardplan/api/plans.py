@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from shardplan.compiler.inputs import AnyModel, AnyPlan, ModelOptions, find_model, model_of, said
+from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, wanted_variants
 from shardplan.core.diagnostics import PlanError, Severity
 from shardplan.core.mesh import MeshSizes
@@ -16,10 +16,11 @@ from shardplan.core.report import Report, ordered
 from shardplan.core.sources import SourceMap
 
 from .check import validate
+from .keywords import ModelOptions, model_of, said
 
 if TYPE_CHECKING:
-    from shardplan.synth.foreign.sources import Form
-    from shardplan.synth.new import NewPlan
+    from shardplan.authoring.convert.foreign_sources import Form
+    from shardplan.authoring.init.new import NewPlan
 
 
 def load_plan(plan: AnyPlan) -> Plan:
@@ -33,8 +34,8 @@ def load_plan(plan: AnyPlan) -> Plan:
         PlanError: the plan has errors; all of them.
         ValueError: for "auto" and "hf", which need a model.
     """
-    from shardplan.parse import parse_plan
-    from shardplan.render import text
+    from shardplan.language import parse_plan
+    from shardplan.report import text
 
     if isinstance(plan, Plan):
         return plan
@@ -73,11 +74,11 @@ def init_plan(
             (SP531).
         ValueError: a tp size below 2.
     """
-    from shardplan.layout import ModelLayouts
-    from shardplan.parse import parse_plan
+    from shardplan.authoring.init.new import new_plan
+    from shardplan.compiler.layout import ModelLayouts
+    from shardplan.language import parse_plan
     from shardplan.proof.stage import Question, prove_stage
-    from shardplan.render.errors import raise_errors
-    from shardplan.synth.new import new_plan
+    from shardplan.report.errors import raise_errors
 
     if tp < 2:
         raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
@@ -159,9 +160,9 @@ def convert_plan(
         ValueError: neither a source nor an import path, or both; a form that there is none of; a tp size below 1.
         TypeError: a source that is neither a file nor a dictionary.
     """
-    from shardplan.parse.parsing import parse_text
-    from shardplan.synth.foreign.convert import convert
-    from shardplan.synth.foreign.sources import FORMS
+    from shardplan.authoring.convert.convert_plan import convert
+    from shardplan.authoring.convert.foreign_sources import FORMS
+    from shardplan.language.parsing import parse_text
 
     if (source is None) == (import_path is None):
         raise ValueError("give a source or an import path, one of both")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan import __version__
 
 if TYPE_CHECKING:
-    from shardplan.compiler.inputs import Model
+    from shardplan.compiler.user_inputs import Model
 
 Parser = argparse.ArgumentParser
 
@@ -40,7 +40,7 @@ def several(text: str) -> int:
 
 def setting(text: str) -> tuple[str, Any]:
     """`name=value` as a pair. Raises ArgumentTypeError."""
-    from shardplan.models import parse_setting
+    from shardplan.model import parse_setting
 
     try:
         return parse_setting(text)
@@ -286,7 +286,7 @@ def _model_options(parser: Parser) -> None:
 
 def model_of(args: argparse.Namespace) -> Model:
     """The model that a command line names."""
-    from shardplan.compiler.inputs import Model
+    from shardplan.compiler.user_inputs import Model
 
     return Model(args.model, dict(args.settings), args.inputs, args.reduced, args.trust_remote_code)
 

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
-        return import_module(f"shardplan.cli.{args.command}").run(args)
+        return import_module(f"shardplan.cli.{args.command}_command").run(args)
     except UsageError as error:
         print(f"shardplan {args.command}: error: {error}", file=sys.stderr)
         return USAGE

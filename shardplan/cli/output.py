@@ -9,7 +9,7 @@ from shutil import get_terminal_size
 from typing import TextIO
 
 from shardplan.core.report import Report
-from shardplan.render import report_text, text, wants_color
+from shardplan.report import report_text, text, wants_color
 
 from .exits import CLEAN, FINDINGS, UsageError
 
@@ -17,11 +17,11 @@ from .exits import CLEAN, FINDINGS, UsageError
 def finish(report: Report, args: argparse.Namespace) -> int:
     """Print the report as the options want it. Raises UsageError where the SARIF file cannot be written."""
     if getattr(args, "sarif", None):
-        from shardplan.render import json_text, to_sarif
+        from shardplan.report import json_text, to_sarif
 
         write_file(args.sarif, json_text(to_sarif(report)) + "\n")
     if getattr(args, "json", False):
-        from shardplan.render import json_text, to_json
+        from shardplan.report import json_text, to_json
 
         print(json_text(to_json(report)))
     else:

@@ -1,14 +1,13 @@
 """The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/coming-from.md says
 where they differ."""
 
-from shardplan.training import to_local_if_dtensor
+from shardplan.runtime.training import to_local_if_dtensor
 
 from .configs import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig, to_dict
-from .gradients import clip_grad_by_total_norm_, get_grad_norm
+from .gradient_norms import clip_grad_by_total_norm_, get_grad_norm
 from .imports import import_class_from_path, import_classes_from_paths
 from .logprobs import get_logprobs_from_vocab_parallel_logits
 from .managers import DDPManager, FSDP2Manager, MegatronFSDPManager
-from .plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .strategies import (
     _parallelize_model,
     apply_fsdp2_sharding_recursively,
@@ -19,6 +18,7 @@ from .strategies import (
     parallelize_model,
     unshard_fsdp2_model,
 )
+from .torch_plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .trainers import adopt
 
 __all__ = [

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardplan.apply.autocast import ALLOWED as AUTOCAST
 from shardplan.core.options import options
 from shardplan.core.sections import DDP, MegatronFSDP, ZeroStrategy
 from shardplan.core.suggest import closest
-from shardplan.models.adapters import unwrapped
+from shardplan.model.adapters import unwrapped
+from shardplan.runtime.apply.autocast import ALLOWED as AUTOCAST
 
 from .policies import check_names, name_of, plain, read_dtype, read_policy
 

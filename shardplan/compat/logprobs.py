@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardplan.training import log_probabilities
+from shardplan.runtime.training import log_probabilities
 
 
 def get_logprobs_from_vocab_parallel_logits(

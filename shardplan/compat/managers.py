@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
-from shardplan.apply import applied, build_mesh, micro_batches
-from shardplan.backends import BACKENDS
+from shardplan.runtime.apply import applied, build_mesh, micro_batches
+from shardplan.styles.backends import BACKENDS
 
 from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
 from .parallelize import parallelize, refuse_moe_mesh

@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.api import apply_plan, convert_plan
-from shardplan.compiler.inputs import AnyPlan
+from shardplan.compiler.user_inputs import AnyPlan
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import canonical_axis
 from shardplan.core.plan import Plan
-from shardplan.render import text
+from shardplan.report import text
 
 from .configs import DistributedConfig
 

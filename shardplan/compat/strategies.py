@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.optim import Optimizer
 
-from shardplan.apply.fsdp2 import shard_units
-from shardplan.apply.wrapped import Wrapped
-from shardplan.compiler.inputs import AnyPlan
-from shardplan.parse import parse_plan
-from shardplan.torchlib.meshes import root_of
-from shardplan.training import unshard
+from shardplan.compiler.user_inputs import AnyPlan
+from shardplan.language import parse_plan
+from shardplan.runtime.apply.fsdp2 import shard_units
+from shardplan.runtime.apply.wrapped import Wrapped
+from shardplan.runtime.parallel.process_groups import root_of
+from shardplan.runtime.training import unshard
 
 from .configs import Checkpointing, FSDP2Config, MegatronFSDPConfig
 from .managers import refuse_optimizer

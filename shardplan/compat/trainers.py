@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from shardplan.apply import applied
+from shardplan.runtime.apply import applied
 from shardplan.weights import save_checkpoint
 
 

@@ -10,22 +10,22 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
-from shardplan.core.globs import Segment, parse_glob
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 from shardplan.core.tree import ModuleTree
-from shardplan.models.files import ConfigFile, read_folder_or_file
-from shardplan.models.sources import LEGACY, Source, source_of
-from shardplan.models.stored import Element, Folded, fold, stored_tensors
-from shardplan.models.words import classify
+from shardplan.language.globs import Segment, parse_glob
+from shardplan.model.config_files import ConfigFile, read_folder_or_file
+from shardplan.model.model_sources import LEGACY, Source, source_of
+from shardplan.model.model_words import classify
+from shardplan.model.stored_tensors import Element, Folded, fold, stored_tensors
 
-from .inputs import AnyPlan, Model, auto_plan, plan_name, read_plan
+from .user_inputs import AnyPlan, Model, auto_plan, plan_name, read_plan
 from .variants import bind_variants, wanted_variants
 
 if TYPE_CHECKING:
-    from shardplan.check.facts import Facts
+    from .check.facts import Facts
 
 NAMES = frozenset(("SP201", "SP202", "SP203"))
 SIZES = frozenset(("SP301", "SP302", "SP303"))
@@ -166,8 +166,8 @@ def early_findings(
         sequence_parallel: as for `validate`.
         sure: only errors that the whole check finds too; without it the others as well, as warnings that say so.
     """
-    from shardplan.check.divisibility import check as check_sizes
-    from shardplan.check.facts import Facts
+    from .check.divisibility import check as check_sizes
+    from .check.facts import Facts
 
     if sure and checkpoint.source is None:
         return ()

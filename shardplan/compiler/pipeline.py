@@ -13,14 +13,15 @@ from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, overlays_of
 from shardplan.core.report import as_errors
 from shardplan.core.sources import SourceMap
 
-from .inputs import AnyPlan, Model, find_model, read_plan
 from .overrides import Logits, Override, overriding_document, with_parent
+from .user_inputs import AnyPlan, Model, find_model, read_plan
 from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts
 
 if TYPE_CHECKING:
-    from shardplan.layout import ModelLayouts
-    from shardplan.lower import Program
-    from shardplan.models import FoundModel
+    from shardplan.model import FoundModel
+
+    from .layout import ModelLayouts
+    from .lower import Program
 
 SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile"], ...] = (
     "data_parallel",
@@ -82,7 +83,7 @@ def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None
     Raises:
         TypeError: something that is no model, no plan, or no section.
     """
-    from shardplan.parse import parse_plan
+    from shardplan.language import parse_plan
 
     found, about_model = find_model(model)
     read, sources, about_plan = read_plan(plan, found)
@@ -130,9 +131,8 @@ def compile_variant(
     Raises:
         TypeError, ValueError: a change that is none, or that the plan has no place for.
     """
-    from shardplan.layout import ModelLayouts
-
-    from .program import program_of
+    from .layout import ModelLayouts
+    from .lowering_stage import program_of
 
     sections = sections_of(changes)
     given = look_up(model, plan, sections)
@@ -168,7 +168,7 @@ def at_a_size(
     Args:
         sizes: without `tp`, the smallest size above 1 that the model allows is checked.
     """
-    from shardplan.check import allowed_tp
+    from .check import allowed_tp
 
     found, plan = given.both
     bound = bind_variants(plan, found.tree, sizes, wanted)

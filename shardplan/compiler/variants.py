@@ -13,7 +13,7 @@ from shardplan.core.report import of_both_variants
 from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
-    from shardplan.layout import LayoutReport, ModelLayouts
+    from .layout import LayoutReport, ModelLayouts
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def wanted_variants(plan: PlanFile, sequence_parallel: bool | None) -> tuple[Ove
 
 def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
     """Decide what each module and parameter gets."""
-    from shardplan.bind import bind
+    from .bind import bind
 
     bound = {overlays: bind(plan, tree, sizes, overlays) for overlays in wanted}
     return Variants({on: one for on, (one, _) in bound.items()}, {on: about for on, (_, about) in bound.items()})
@@ -75,7 +75,7 @@ def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: It
 
 def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variants:
     """Add what the structural checks find."""
-    from shardplan.check import check
+    from .check import check
 
     found = {
         on: (*variants.findings[on], *check(resolved, seq_len=seq_len)) for on, resolved in variants.resolved.items()
@@ -93,7 +93,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
     """
     sizes = next(iter(variants.resolved.values())).sizes
     if sizes.cp > 1:
-        from shardplan.layout.context import context_findings
+        from .layout.context_chunks import context_findings
 
         about = context_findings(model.found)
         variants = variants.with_findings(dict.fromkeys(variants.findings, about))

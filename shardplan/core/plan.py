@@ -12,7 +12,7 @@ from .layout import Layout
 from .mesh import MeshSizes
 from .sections import ActivationCheckpointing, Compile, DataParallel
 from .sources import SourceMap
-from .sums import SummedOutputs, SumRule
+from .sum_outputs import SummedOutputs, SumRule
 from .tree import ModuleTree
 
 Overlay = Literal["sequence_parallel"]

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from .diagnostics import Location
 from .options import option, options
 
-BackendName = Annotated[str, "the name of a record of `shardplan.backends`"]
+BackendName = Annotated[str, "the name of a record of `shardplan.styles.backends`"]
 Dtype = Literal["bfloat16", "float16", "float32"]
 Glob = Annotated[str, "a glob over whole dotted names"]
 ZeroStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]

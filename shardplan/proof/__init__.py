@@ -3,6 +3,6 @@
 Importing this package does not import torch; using its files does.
 """
 
-from .codes import CODES
+from .proof_codes import CODES
 
 __all__ = ["CODES"]

@@ -8,10 +8,10 @@ from pathlib import Path
 from traceback import walk_tb
 
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
-from shardplan.models.findings import reason
-from shardplan.twin.lines import raising_line
+from shardplan.model.model_findings import reason
+from shardplan.model.reduced.lines import raising_line
 
-from .codes import RAISES
+from .proof_codes import RAISES
 
 PACKAGE = str(Path(__file__).parent.parent)
 

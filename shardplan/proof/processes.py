@@ -19,11 +19,11 @@ import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardplan.apply.mesh import read_mesh
+from shardplan.compiler.lower.program import Program
 from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.core.report import Comparison
-from shardplan.lower.program import Program
-from shardplan.twin.precision import in_dtype
+from shardplan.model.reduced.precision import in_dtype
+from shardplan.runtime.apply.plan_mesh import read_mesh
 
 from .compare import worst_of
 from .rank import rank_rows

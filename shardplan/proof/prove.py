@@ -11,21 +11,21 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 
-from shardplan.compiler.inputs import Model
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.lower import Program
+from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.overrides import Logits
-from shardplan.compiler.program import program_of
+from shardplan.compiler.user_inputs import Model
 from shardplan.compiler.variants import Variants, any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, variant_name
-from shardplan.core.program import ModuleProgram
 from shardplan.core.report import Comparison, VariantProof, VerifyReport
 from shardplan.core.tree import full_name
-from shardplan.layout import ModelLayouts
-from shardplan.lower import Program
+from shardplan.model.reduced import Twin
+from shardplan.model.reduced.precision import in_dtype
 from shardplan.torchlib.modes import outside_modes
-from shardplan.twin import Twin
-from shardplan.twin.precision import in_dtype
 
 from .compare import worst_of
 from .failure import sharded_run

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import PlanMesh
-from shardplan.apply.slices import Packing
-from shardplan.apply.state import packed_parameters
+from shardplan.compiler.lower.program import Program
 from shardplan.core.report import Comparison
-from shardplan.lower.program import Program
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan.runtime.apply.slices import Packing
+from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
 
 from .compare import compare_steps

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.lower import Program
 from shardplan.core.tree import ModuleTree, block, full_name
-from shardplan.layout import ModelLayouts
-from shardplan.lower import Program
 
 from .steps import Steps
 

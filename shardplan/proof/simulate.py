@@ -10,9 +10,9 @@ from itertools import chain
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardplan.apply.mesh import read_mesh
+from shardplan.compiler.lower.program import Program
 from shardplan.core.report import Comparison
-from shardplan.lower.program import Program
+from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.torchlib.modes import NothingEmpty
 from shardplan.torchlib.private import private
 

@@ -9,19 +9,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardplan.compiler.inputs import Model
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.overrides import Logits
-from shardplan.compiler.program import program_of
+from shardplan.compiler.user_inputs import Model
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile
 from shardplan.core.report import VerifyReport
-from shardplan.layout import ModelLayouts
 from shardplan.torchlib.modes import outside_modes
 
-from .findings import findings_of
-from .known import digest_of, known, remember
+from .proof_findings import findings_of
 from .prove import EAGER, compile_for, prove
+from .remembered_proofs import digest_of, known, remember
 
 Findings = Mapping[Overlays, tuple[Diagnostic, ...]]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.model.reduced.outcome import results_of
+from shardplan.model.reduced.precision import cast as in_precision
 from shardplan.torchlib.private import private
-from shardplan.twin.outcome import results_of
-from shardplan.twin.precision import cast as in_precision
 
 from .exact import in_precision_of
 

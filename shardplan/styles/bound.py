@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardplan.core.module_program import ParameterProgram
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.program import ParameterProgram
 from shardplan.core.tree import ModuleInfo
 
 from . import STYLES
 from .boundary import Boundary, boundary
 from .links import Link, links
-from .record import Features, Style, feature_dim
-from .stored import lower_parameters
+from .stored_parameters import lower_parameters
+from .style_record import Features, Style, feature_dim
 
 
 @dataclass(frozen=True, slots=True)

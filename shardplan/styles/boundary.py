@@ -13,7 +13,7 @@ from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.plan import Output, Rule
 
 from . import STYLES
-from .record import Style
+from .style_record import Style
 
 # What `output:` says: (computed, destination). Of what is gathered, `grad:` or the readers say whether it is R or I.
 OUTPUTS: Mapping[Output, tuple[Layout, Layout]] = {

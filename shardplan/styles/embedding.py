@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import I, P, V
 
-from .record import EMBEDDING, Lookup, ParameterStyle, Style, Trial
+from .style_record import EMBEDDING, Lookup, ParameterStyle, Style, Trial
 
 STYLES = (
     Style(

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import I, P, R
 
-from .record import OTHER, Style, Trial
+from .style_record import OTHER, Style, Trial
 
 STYLES = (
     Style(

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, I, P, R, V
 
-from .record import MATMUL, PARAMETER, FeatureStyle, ParameterStyle, Style, Trial
+from .style_record import MATMUL, PARAMETER, FeatureStyle, ParameterStyle, Style, Trial
 
 OUT = ParameterStyle("out", "V")
 IN = ParameterStyle("in", "V")

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import V
 
-from .record import NORM, FeatureStyle, ParameterStyle, Style, Trial
+from .style_record import NORM, FeatureStyle, ParameterStyle, Style, Trial
 
 STYLES = (
     Style(

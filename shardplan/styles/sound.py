@@ -6,7 +6,7 @@ from __future__ import annotations
 from shardplan.core.layout import P, V
 from shardplan.core.moves import move_ops
 
-from .record import Style
+from .style_record import Style
 
 
 def missing(style: Style) -> str | None:

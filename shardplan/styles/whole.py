@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, V
 
-from .record import NORM, OTHER, PARAMETER, WHOLE, WHOLE_PARTIAL, Options, ParameterStyle, Style, Trial
+from .style_record import NORM, OTHER, PARAMETER, WHOLE, WHOLE_PARTIAL, Options, ParameterStyle, Style, Trial
 
 STYLES = (
     Style(

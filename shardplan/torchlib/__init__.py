@@ -1,1 +1,1 @@
-"""Our autograd functions and ParallelStyle classes on torch, and every private torch name that we use."""
+"""What the package takes from torch besides its public functions: every private name, modes, and what reads modules."""

@@ -41,3 +41,11 @@ def divide_attributes(module: nn.Module, names: tuple[str, ...], by: int) -> Non
 def _part(number: int, by: int) -> int:
     assert isinstance(number, int) and number % by == 0, (number, by)
     return number // by
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter of an adapted layer, and its name there (`lora_A.default.weight`)."""
+    if "." not in name:
+        return module, name
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path), leaf

@@ -1,6 +1,11 @@
-"""Which of torch's operators are collectives."""
+"""Operators of torch without a public name, and which operators are collectives."""
 
 from __future__ import annotations
+
+import torch
+
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+FUNCTIONAL = torch.ops._c10d_functional
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
 NO_COLLECTIVES = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})

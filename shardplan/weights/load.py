@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardplan.apply.applied import Applied, applied
-from shardplan.apply.slices import Packing
-from shardplan.apply.state import packed_parameters
+from shardplan.runtime.apply.applied import Applied, applied
+from shardplan.runtime.apply.slices import Packing
+from shardplan.runtime.apply.state import packed_parameters
 
-from .files import Reader, stored_tensors
+from .all_ranks import is_first, together
+from .checkpoint_names import Held, Resolved, held_tensors, inner_model, resolve
 from .lazy import Lazy, leaf, leaves, read
 from .materialize import initialize
-from .names import Held, Resolved, held_tensors, inner_model, resolve
 from .progress import OnProgress, Progress, reporter
 from .ranges import Ranges, own_ranges
-from .together import is_first, together
+from .safetensors_folder import Reader, stored_tensors
 
 SHOWN = 30  # similar names are looked for only so often, as it takes time
 

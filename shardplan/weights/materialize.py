@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.apply.applied import applied
-from shardplan.apply.slices import Packing, like
-from shardplan.apply.state import packed_parameters
 from shardplan.core.tree import block
-from shardplan.models.adapters import adapters_in, unwrapped
+from shardplan.model.adapters import adapters_in, unwrapped
+from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.slices import Packing, like
+from shardplan.runtime.apply.state import packed_parameters
 
 
 def materialize(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch.distributed.tensor import DTensor
 
-from shardplan.apply.slices import Packing, cuts
+from shardplan.runtime.apply.slices import Packing, cuts
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop), in the order in which they are stored; none is empty
 

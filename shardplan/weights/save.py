@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardplan.apply.applied import applied
-from shardplan.apply.slices import Packing
-from shardplan.apply.state import packed_parameters
+from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.slices import Packing
+from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
 
-from .files import CONFIG, DTYPES, INDEX, ONE_FILE
+from .all_ranks import is_first, together
+from .checkpoint_names import Held, held_tensors, inner_model, kept_name, original_classes, saved_names
 from .folders import abandon, begin, commit
 from .lazy import Box, Lazy, leaf, leaves, read
-from .names import Held, held_tensors, inner_model, kept_name, original_classes, saved_names
 from .progress import OnProgress, Progress, reporter
-from .together import is_first, together
+from .safetensors_folder import CONFIG, DTYPES, INDEX, ONE_FILE
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
-from shardplan.apply.applied import applied
+from shardplan.runtime.apply.applied import applied
 
+from .all_ranks import is_first, together
 from .folders import abandon, begin, beside, commit
-from .together import is_first, together
 
 METADATA, EXTRA = ".metadata", "extra.pt"
 

@@ -6,14 +6,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan import load_plan
-from shardplan.apply.apply import apply_program
-from shardplan.apply.mesh import read_mesh
-from shardplan.compiler.inputs import Model, find_model, read_plan
-from shardplan.compiler.program import program_of
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.lowering_stage import program_of
+from shardplan.compiler.user_inputs import Model, find_model, read_plan
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, overlays_of
-from shardplan.layout import ModelLayouts
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.plan_mesh import read_mesh
 
 from .adversary import Adversary
 

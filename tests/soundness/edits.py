@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardplan.bind import bind
+from shardplan.compiler.bind import bind
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
 from shardplan.core.tree import ModuleTree

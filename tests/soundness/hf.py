@@ -19,7 +19,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
-from shardplan.compiler.inputs import read_plan  # noqa: E402
+from shardplan.compiler.user_inputs import read_plan  # noqa: E402
 from shardplan.core.diagnostics import PlanError  # noqa: E402
 from tests.model_settings import find  # noqa: E402
 

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.compiler.program import program_of
+from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.lower import Program, lower
+from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.variants import any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.layout import LayoutReport, Workbench, check_layout
-from shardplan.lower import Program, lower
-from shardplan.models.tree import tree_of
-from shardplan.parse import parse_plan
+from shardplan.language import parse_plan
+from shardplan.model.build_tree import tree_of
+from shardplan.model.reduced import make_twin
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
-from shardplan.twin import make_twin
 from tests.model_settings import find
 
 

@@ -13,7 +13,7 @@ import torch
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-from shardplan.parse import parse_plan  # noqa: E402
+from shardplan.language import parse_plan  # noqa: E402
 from tests.proofs import PLANS as STUDIED  # noqa: E402
 
 from .edits import Edit, edits, written_out  # noqa: E402

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from shardplan.authoring.init.flow import Flow
 from shardplan.core.tree import element
-from shardplan.synth.flow import Flow
-from shardplan.twin.trace import Event
+from shardplan.model.reduced.trace import Event
 
 from .sizes import Sizes
 

@@ -9,21 +9,21 @@ from typing import Any
 
 import torch
 
-from shardplan.bind import bind
-from shardplan.check import check
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check
+from shardplan.compiler.layout import Workbench, check_layout
+from shardplan.compiler.lower import lower, split_parameters
+from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.coverage import covered
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.layout import Workbench, check_layout
-from shardplan.lower import lower, split_parameters
-from shardplan.lower.collectives import expected_collectives
-from shardplan.models import choose_plan
-from shardplan.models.tree import tree_of
-from shardplan.parse import builtin_plans, parse_plan
-from shardplan.twin import make_twin
-from shardplan.twin.trace import Trace
+from shardplan.language import builtin_plans, parse_plan
+from shardplan.model import choose_plan
+from shardplan.model.build_tree import tree_of
+from shardplan.model.reduced import make_twin
+from shardplan.model.reduced.trace import Trace
 from tests.model_settings import find
 from tests.soundness.judge import Subject, judge, subject
 

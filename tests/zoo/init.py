@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from shardplan.bind import bind
+from shardplan.authoring.init.derive import derive
+from shardplan.authoring.init.new import written
+from shardplan.compiler.bind import bind
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.parse import parse_plan
-from shardplan.synth.derive import derive
-from shardplan.synth.new import written
+from shardplan.language import parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import subject
 

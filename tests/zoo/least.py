@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 
+from shardplan.authoring.init.flow import Flow
+from shardplan.compiler.layout import Workbench
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, ancestors, block, element
-from shardplan.layout import Workbench
-from shardplan.synth.flow import Flow
 
 from .doors import Doors, Effect, Size
 from .minimum import SHARES, Reductions, means, reductions, split_features, whole_parts

@@ -22,16 +22,16 @@ from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Literal
 
+from shardplan.authoring.init.flow import Flow
+from shardplan.compiler.layout import Workbench
+from shardplan.compiler.lower import lower, split_parameters
 from shardplan.core.layout import SEQ, I, V
+from shardplan.core.module_program import ModuleProgram
 from shardplan.core.moves import move_ops
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.program import ModuleProgram
 from shardplan.core.tree import ModuleTree, block, element, full_name
-from shardplan.layout import Workbench
-from shardplan.lower import lower, split_parameters
+from shardplan.model.reduced.trace import Event, Trace
 from shardplan.styles import STYLES
-from shardplan.synth.flow import Flow
-from shardplan.twin.trace import Event, Trace
 
 from .doors import NOTHING, Doors, Effect, Frontier, Size, joined
 from .sizes import Sizes, tokens

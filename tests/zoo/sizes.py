@@ -7,12 +7,12 @@ from functools import cache, cached_property
 
 import torch
 
+from shardplan.authoring.init.flow import Flow, Product
+from shardplan.compiler.layout import Workbench
 from shardplan.core.tree import ModuleTree
-from shardplan.layout import Workbench
+from shardplan.model.reduced.trace import Event
 from shardplan.styles import feature_dim
-from shardplan.styles.record import Features
-from shardplan.synth.flow import Flow, Product
-from shardplan.twin.trace import Event
+from shardplan.styles.style_record import Features
 
 
 def tokens(bench: Workbench) -> int:

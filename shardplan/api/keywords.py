@@ -1,0 +1,78 @@
+"""The keyword arguments that several functions take: what a model and a mesh are given by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypedDict, Union
+
+from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyReduced, Model
+from shardplan.core.mesh import MeshSizes, named_sizes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+AnyMesh = Union[Mapping[str, int], MeshSizes, "DeviceMesh"]
+
+
+class ModelOptions(TypedDict, total=False):
+    """The fields of `Model` beside its name, as keyword arguments of the functions that take a model."""
+
+    settings: Mapping[str, Any] | None
+    inputs: AnyInputs | None
+    reduced: AnyReduced | None
+    trust_remote_code: bool
+
+
+class MeshOptions(TypedDict, total=False):
+    """The sizes of a mesh as keyword arguments of the functions that take one."""
+
+    tp: int | None
+    dp_shard: int
+    dp_replicate: int
+    cp: int
+
+
+def said(function: str, options: Mapping[str, Any], *kinds: type) -> list[Any]:
+    """The keyword arguments of a function by the TypedDict that has them.
+
+    Raises:
+        TypeError: a name that none of these has.
+    """
+    known = {name for kind in kinds for name in kind.__annotations__}
+    for name in options:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return [{name: options[name] for name in kind.__annotations__ if name in options} for kind in kinds]
+
+
+def model_of(model: AnyModel, options: ModelOptions) -> Model:
+    """What a function was called with, as one record.
+
+    Raises:
+        TypeError: a `Model`, and options that belong into it.
+    """
+    if not isinstance(model, Model):
+        return Model(model, **options)
+    if given := [name for name, value in options.items() if value]:
+        raise TypeError(f"{', '.join(given)}: say it in the Model that is given, not beside it")
+    return model
+
+
+def sizes_of(mesh: AnyMesh | None, options: MeshOptions) -> MeshSizes:
+    """The sizes that a function was called with: of a mesh, a mapping from axes, or by keywords.
+
+    Raises:
+        ValueError: an axis that is none, two names of one axis, a size that is no positive integer.
+        TypeError: both a mesh and sizes.
+    """
+    if mesh is None:
+        return MeshSizes(**options)
+    if options:
+        raise TypeError(f"{', '.join(options)}: say the sizes in the mesh or beside it, not both")
+    if isinstance(mesh, MeshSizes):
+        return mesh
+    if isinstance(mesh, Mapping):
+        return named_sizes(mesh)
+    from shardplan.runtime.apply.plan_mesh import read_mesh
+
+    return read_mesh(mesh).sizes

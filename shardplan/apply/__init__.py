@@ -1,8 +1,0 @@
-"""Applying a program to a model: the phases in order, each held to the names-unchanged contract."""
-
-from .applied import Applied, applied, without_sequence_parallel
-from .apply import apply_program
-from .build import build_mesh
-from .micro_batches import micro_batches
-
-__all__ = ["Applied", "applied", "apply_program", "build_mesh", "micro_batches", "without_sequence_parallel"]

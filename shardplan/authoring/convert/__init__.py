@@ -1,0 +1,5 @@
+"""Plans of other projects as ours: transformers, NeMo Automodel and NeMo-RL, torch, DeepSpeed. Imports nothing heavy."""
+
+from .convert_codes import CODES
+
+__all__ = ["CODES"]

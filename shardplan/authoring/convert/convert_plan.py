@@ -1,0 +1,258 @@
+"""Another project's plan as a plan file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardplan.authoring.init.draft import Draft
+from shardplan.authoring.init.write import Heading, document, plan_text
+from shardplan.core.diagnostics import Diagnostic, Location, PlanError
+from shardplan.core.sources import SourceMap
+from shardplan.core.tree import element
+from shardplan.language.parse_findings import quoted
+from shardplan.model import FoundModel, hf_tp_plan
+
+from . import deepspeed
+from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM
+from .cuts import with_cuts
+from .entries import Entry, Meaning, NotSaid, finding
+from .foreign_names import meaning_of_name
+from .foreign_places import Places, glob_of_key
+from .foreign_rules import Rules, overlay, rules_of
+from .foreign_sources import Form, Source, import_source, read_source
+
+OF: dict[Form, str] = {
+    "transformers": "a plan of transformers",
+    "automodel": "a plan of NeMo Automodel",
+    "torch": "a plan for torch's parallelize_module",
+    "deepspeed": "a partition_config of DeepSpeed",
+}
+DERIVED = "The source has its sequence-parallel form alone: tensor_parallel is the same with the sequence whole."
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What a source comes to.
+
+    Args:
+        text: the plan file, YAML; None where an entry cannot be said.
+        document: the same as data.
+        diagnostics: what cannot be said, is left out or was added, entry by entry.
+        sources: the source's text, for the places of findings.
+    """
+
+    text: str | None
+    document: Mapping[str, Any] | None
+    diagnostics: tuple[Diagnostic, ...]
+    sources: SourceMap
+
+
+def convert(
+    source: object, *, form: Form | None, import_path: str | None, found: FoundModel | None, name: str | None
+) -> Conversion:
+    """Reads a source and writes the plan.
+
+    Args:
+        source: a file's name, a dictionary, or "hf"; None with `import_path`.
+        form: whose plan it is; None: told by its form.
+        import_path: where styles are to be imported from.
+        found: the model that it is for.
+        name: of the plan.
+    """
+    try:
+        read = _read(source, import_path, found)
+    except PlanError as error:
+        return Conversion(None, None, error.diagnostics, SourceMap())
+    if read.data is None or any(d.is_error for d in read.diagnostics):
+        return Conversion(None, None, read.diagnostics, read.sources)
+    try:
+        rules, told, notes = _rules(read, form, found)
+    except NotSaid as error:
+        findings = (*read.diagnostics, error.finding(Location(read.name)))
+        return Conversion(None, None, findings, read.sources)
+    findings = (*read.diagnostics, *rules.findings)
+    if not rules.whole and not rules.sliced and not any(d.is_error for d in findings):
+        findings = (*findings, finding(NO_FORM, "nothing is left to write a plan of", Location(read.name)))
+    if any(d.is_error for d in findings):
+        return Conversion(None, None, findings, read.sources)
+    draft = Draft(rules.whole, overlay(rules.whole, rules.sliced) or None)
+    model = (found.tree.model_type or found.tree.class_names[0]) if found is not None else None
+    heading = Heading(
+        name=name or model or _stem(read.name),
+        description=f"Converted from {OF[told]}.",
+        models=(model,) if model else (),
+        notes=notes,
+    )
+    units = _units(found, draft) if found is not None else ()
+    text = plan_text(heading, draft, found.tree if found is not None else None, units)
+    return Conversion(text, document(heading, draft, units), findings, read.sources)
+
+
+def _read(source: object, import_path: str | None, found: FoundModel | None) -> Source:
+    """Raises PlanError."""
+    if import_path is not None:
+        return import_source(import_path, found.build if found is not None else None)
+    if source != "hf":
+        return read_source(source)  # type: ignore[arg-type]
+    if found is None:
+        message = "transformers' own plan is that of a model"
+        raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
+    plan, prefix = hf_tp_plan(found.build())
+    start = f"{prefix}." if prefix else ""
+    return Source("<hf>", {k if k.startswith(start) else start + k: style for k, style in plan.items()})
+
+
+def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[Rules, Form, tuple[str, ...]]:
+    """The rules, whose plan it is, and lines for the file.
+
+    Raises:
+        NotSaid: SP540: its form is not known.
+    """
+    places = Places(found.tree) if found is not None else None
+    config = deepspeed.find_config(read.data)
+    told = _form(read, form, is_deepspeed=config is not None)
+    if config is not None:
+        return _deepspeed(read, *config, places), told, ()
+    meaning_of = _meanings(told)
+    findings: list[Diagnostic] = []
+    entries = _entries(read, read.data, meaning_of, told, places, findings)
+    rules = rules_of(entries if found is None else with_cuts(entries, found, findings))
+    rules.findings[:0] = findings
+    if read.sequence_parallel is None:
+        derived = any(rules.whole.get(p) != options for p, options in rules.sliced.items())
+        return rules, told, (DERIVED,) if derived else ()
+    findings = []
+    entries = _entries(read, read.sequence_parallel, meaning_of, told, places, findings)
+    second = rules_of(entries if found is None else with_cuts(entries, found, findings))
+    left_out = {pattern: {"style": "replicate"} for pattern in rules.whole if pattern not in second.sliced}
+    known = {(d.code, d.message) for d in rules.findings}
+    more = [d for d in (*findings, *second.findings) if (d.code, d.message) not in known]
+    return Rules(rules.whole, {**second.sliced, **left_out}, [*rules.findings, *more]), told, ()
+
+
+def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
+    """Raises NotSaid (SP540)."""
+    data = read.data
+    if is_deepspeed:
+        if form not in (None, "deepspeed"):
+            raise NotSaid(NO_FORM, f"this is {OF['deepspeed']}, not {OF[form]}")
+        return "deepspeed"
+    if form == "deepspeed":
+        raise NotSaid(
+            NO_FORM, "there is no `partition_config` with `layer_specs` in it", help="docs/converting.md shows one"
+        )
+    if not isinstance(data, Mapping) or not data:
+        raise NotSaid(NO_FORM, "a mapping from names to styles is wanted", help="docs/converting.md shows each form")
+    names = all(isinstance(style, str) for style in data.values())
+    any_name = any(isinstance(style, str) for style in data.values())
+    if form == "torch" and names:
+        raise NotSaid(NO_FORM, "torch's styles are objects, and these are names", help="say --from transformers")
+    if form == "transformers" and not any_name:
+        raise NotSaid(NO_FORM, "transformers' styles are names, and none of these is")
+    if form is None and not any_name and not any(_is_style(style) for style in data.values()):
+        raise NotSaid(
+            NO_FORM,
+            "the values are neither names of styles nor styles",
+            help="a mapping from names to styles is wanted; docs/converting.md shows each form",
+        )
+    return form or ("transformers" if names else "torch")
+
+
+def _is_style(style: object) -> bool:
+    return callable(getattr(style, "_apply", None))
+
+
+def _meanings(form: Form) -> Callable[[object], Meaning]:
+    if form == "transformers":
+        return meaning_of_name
+    from .objects import meaning_of_style
+
+    return meaning_of_style
+
+
+def _entries(
+    read: Source,
+    data: Mapping[str, Any],
+    meaning_of: Callable[[object], Meaning],
+    form: Form,
+    places: Places | None,
+    findings: list[Diagnostic],
+) -> list[Entry]:
+    """What a mapping says, with what cannot be said among the findings."""
+    said: list[tuple[str, Meaning, Location]] = []
+    for key, style in data.items():
+        at = Location(read.name, (str(key),))
+        try:
+            said.append((glob_of_key(key), meaning_of(style), at))
+        except NotSaid as error:
+            findings.append(error.finding(at))
+    if places is None:
+        return [Entry(glob, meaning, at) for glob, meaning, at in said]
+    # A class's own plan is written without the name of the base model.
+    prefix = places.below([g for g, *_ in said if not places.of((g,))]) if form == "transformers" else None
+    entries = []
+    for glob, meaning, at in said:
+        names = places.of((glob,))
+        if not names and prefix is not None:
+            glob = f"{prefix}.{glob}"
+            names = places.of((glob,))
+        if not names:
+            message = f"{quoted(glob)} matches nothing in this model"
+            findings.append(finding(LEFT_OUT, message, at, warning=True))
+            continue
+        entries += [Entry(p, meaning, at, places.kinds((p,))) for p in places.patterns(names, glob)]
+    return places.merged(entries)
+
+
+def _deepspeed(
+    read: Source, config: Mapping[str, Any], path: tuple[str, ...], with_preset: bool, places: Places | None
+) -> Rules:
+    """The first spec that matches a weight holds for it."""
+    if with_preset:
+        raise NotSaid(
+            NO_FORM,
+            "DeepSpeed adds the specs of `preset_model` to these, and they are not in the file",
+            help="say `use_default_specs: false`, and write down the specs that are needed",
+        )
+    tree = places.tree if places is not None else None
+    specs, findings = deepspeed.specs(
+        config, read.name, path, tree.model_type if tree is not None else None, has_model=tree is not None
+    )
+    entries: list[Entry] = []
+    taken: set[str] = set()
+    for i, spec in enumerate(specs):
+        if places is None:
+            if spec.meaning is not None:
+                entries += [Entry(glob, spec.meaning, spec.at) for glob in spec.globs]
+            elif any(later.meaning is not None for later in specs[i + 1 :]):
+                message = "what `skip` keeps from the specs behind it only the model tells"
+                findings.append(finding(NEEDS_MODEL, message, spec.at, help="name the model: --model"))
+            continue
+        names = tuple(name for name in places.matrices(spec.globs) if name not in taken)
+        taken.update(names)
+        if not names:
+            findings.append(finding(LEFT_OUT, "it matches nothing that is left in this model", spec.at, warning=True))
+        elif spec.meaning is not None:
+            patterns = places.patterns(names, None)
+            entries += [Entry(p, spec.meaning, spec.at, places.kinds((p,))) for p in patterns]
+    rules = rules_of(entries)
+    rules.findings[:0] = findings
+    return rules
+
+
+def _units(found: FoundModel, draft: Draft) -> tuple[str, ...]:
+    """The layers with rules, for data parallelism."""
+    patterns = dict.fromkeys(found.tree.pattern(name) for name in found.tree.modules if element(name))
+    rules = tuple(draft.tensor_parallel)
+    return tuple(p for p in patterns if any(rule == p or rule.startswith(f"{p}.") for rule in rules))
+
+
+def _stem(name: str) -> str:
+    """A plan's name from a file's or an import's."""
+    stem = name.rpartition(":")[2] if ":" in name else Path(name).stem
+    word = re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-_")
+    return "converted" if name.startswith("<") or not word else word

@@ -1,0 +1,152 @@
+"""DeepSpeed AutoTP's `partition_config`: layer specs with regular expressions over names of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.language.parse_findings import quoted
+
+from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM, NO_GLOB, NO_LAYOUTS, NO_STYLE
+from .entries import Meaning, NotSaid, finding
+from .regexes import NoGlob, globs_of
+
+FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output"}
+TYPES = ("column", "row", "skip")
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One pattern of a layer spec.
+
+    Args:
+        globs: the modules whose weight it matches.
+        meaning: None where they are skipped.
+        at: where it stands.
+    """
+
+    globs: tuple[str, ...]
+    meaning: Meaning | None
+    at: Location
+
+
+def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool] | None:
+    """The partition config in a DeepSpeed config, in its `tensor_parallel` section, or alone: its content, the path to it,
+    and whether DeepSpeed adds the specs of a preset. None where the data is something else.
+
+    Raises:
+        NotSaid: SP540: a preset alone.
+    """
+    if not isinstance(data, Mapping):
+        return None
+    section: Mapping[str, Any] = data
+    path: tuple[str, ...] = ()
+    if isinstance(data.get("tensor_parallel"), Mapping):
+        section, path = data["tensor_parallel"], ("tensor_parallel",)
+    config = section.get("partition_config")
+    if isinstance(config, Mapping):
+        return (
+            config,
+            (*path, "partition_config"),
+            bool(section.get("preset_model")) and config.get("use_default_specs", True) is not False,
+        )
+    if isinstance(section.get("layer_specs"), (list, tuple)):
+        return section, path, False
+    if path or "preset_model" in section or "autotp_size" in section:
+        raise NotSaid(
+            NO_FORM,
+            "this config has no `partition_config`: what is split is in DeepSpeed's own tables, not in it",
+            help="`shardplan convert hf --model MODEL` converts transformers' plan, which DeepSpeed prefers too",
+        )
+    return None
+
+
+def specs(
+    config: Mapping[str, Any], file: str, path: tuple[str, ...], model_type: str | None, *, has_model: bool
+) -> tuple[list[Spec], list[Diagnostic]]:
+    """The patterns of all specs in their order, the first of which wins for a weight, and what cannot be said."""
+    found: list[Spec] = []
+    findings: list[Diagnostic] = []
+    for i, spec in enumerate(config.get("layer_specs") or ()):
+        at = Location(file, (*path, "layer_specs", i), "value")
+        try:
+            found += _spec(spec, at, findings, model_type, has_model=has_model)
+        except NotSaid as error:
+            findings.append(error.finding(at))
+    return found, findings
+
+
+def _spec(
+    spec: Any, at: Location, findings: list[Diagnostic], model_type: str | None, *, has_model: bool
+) -> Iterator[Spec]:
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("patterns"), (list, tuple)):
+        raise NotSaid(NO_FORM, "a layer spec is a mapping with a list of `patterns`")
+    unknown = sorted(set(spec) - FIELDS)
+    if unknown:
+        raise NotSaid(NO_FORM, f"a layer spec has no field {quoted(str(unknown[0]))}")
+    if spec.get("model_types") and not has_model:
+        raise NotSaid(NEEDS_MODEL, "the spec is for some model types only", help="name the model: --model")
+    if spec.get("model_types") and str(model_type).lower() not in [str(t).lower() for t in spec["model_types"]]:
+        findings.append(finding(LEFT_OUT, f"the spec is not for the model type {model_type}", at, warning=True))
+        return
+    meaning = _meaning(spec)
+    for j, pattern in enumerate(spec["patterns"]):
+        place = Location(at.file, (*at.path, "patterns", j), "value")
+        if not isinstance(pattern, str):
+            findings.append(finding(NO_GLOB, "a pattern is text", place))
+            continue
+        try:
+            globs = globs_of(pattern)
+        except NoGlob as error:
+            findings.append(finding(NO_GLOB, f"no glob says what {quoted(pattern)} says: {error}", place))
+            continue
+        if globs:
+            yield Spec(globs, meaning, place)
+        else:
+            message = f"{quoted(pattern)} matches the name of no weight"
+            help = "DeepSpeed compares with the names of weights: end it with `\\.weight$`"
+            findings.append(finding(LEFT_OUT, message, place, help=help, warning=True))
+
+
+def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
+    """Raises NotSaid (SP541, SP542)."""
+    split = str(spec.get("partition_type", "column")).lower()
+    if split not in TYPES:
+        raise NotSaid(NO_STYLE, f"there is no partition type {quoted(split)}", help=f"they are {', '.join(TYPES)}")
+    if split == "skip":
+        return None
+    kind, dim = ("colwise", 0) if split == "column" else ("rowwise", 1)
+    said = f"partition_type {split}"
+    partition_dim = spec.get("partition_dim")
+    if partition_dim is not None and partition_dim != dim:
+        raise NotSaid(
+            NO_LAYOUTS, f"{said} with partition_dim {partition_dim}: of a weight [out, in] it splits dim {dim}"
+        )
+    gathered = bool(spec.get("gather_output", False))
+    if gathered and kind == "rowwise":
+        raise NotSaid(NO_LAYOUTS, f"{said} with gather_output: what is summed up is whole")
+    takes, hands = ("whole", "whole" if gathered else "features") if kind == "colwise" else ("features", "whole")
+    shape = spec.get("shape")
+    if shape is None:
+        return Meaning(kind, said, takes, hands)  # type: ignore[arg-type]
+    parts = _parts(shape, dim, said)
+    if gathered:
+        raise NotSaid(NO_LAYOUTS, f"{said} of several parts with gather_output")
+    return Meaning("style", said, options={"style": f"packed_{kind}", "packed": parts})
+
+
+def _parts(shape: Any, dim: int, said: str) -> int | list[int]:
+    """The parts of a packed dimension: their number, or their sizes."""
+    if isinstance(shape, (list, tuple)) and len(shape) == 2 and shape[1 - dim] == -1:
+        match shape[dim]:
+            case int(number) if number > 1 and not isinstance(number, bool):
+                return number
+            case list() | tuple() as sizes if sizes and all(type(size) is int and size > 0 for size in sizes):
+                return list(sizes)
+    raise NotSaid(
+        NO_LAYOUTS,
+        f"{said} with the shape {shape}: only the split dim of a matrix can have parts, the other is -1",
+        help="experts in one weight are split by `packed_colwise`, `rowwise` and `moe_tp_experts`",
+    )

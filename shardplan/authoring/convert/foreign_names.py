@@ -1,0 +1,52 @@
+"""Styles by name: transformers' words, of which NeMo Automodel translates six to torch's styles."""
+
+from __future__ import annotations
+
+from shardplan.core.suggest import closest
+from shardplan.language.parse_findings import quoted
+from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
+
+from .convert_codes import NO_STYLE
+from .entries import Meaning, NotSaid, Spread
+
+# The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, takes, hands).
+TORCH: dict[str, tuple[str, Spread, Spread]] = {
+    "colwise": ("colwise", "whole", "features"),
+    "rowwise": ("rowwise", "features", "whole"),
+    "colwise_rep": ("colwise", "whole", "whole"),
+    "rowwise_rep": ("rowwise", "whole", "whole"),
+}
+# Words that are, or were, transformers', and mean what tensor parallelism is not.
+REFUSED = {
+    "ep_router": "it distributes whole experts (expert parallelism)",
+    "grouped_gemm": "it distributes whole experts (expert parallelism)",
+    "gather": "it belongs to expert weights that each rank holds by itself",
+    "local": "it belongs to expert weights that each rank holds by itself",
+    "local_colwise": "it belongs to expert weights that each rank holds by itself",
+    "local_rowwise": "it belongs to expert weights that each rank holds by itself",
+    "local_packed_rowwise": "it belongs to expert weights that each rank holds by itself",
+}
+
+
+def meaning_of_name(name: object) -> Meaning:
+    """What a style's name means.
+
+    Raises:
+        NotSaid: SP541.
+    """
+    if not isinstance(name, str):
+        raise NotSaid(NO_STYLE, "a style is a name here, not a list, a mapping or a number", help="write its name")
+    said = quoted(name)
+    if name in REFUSED:
+        raise NotSaid(NO_STYLE, f"{said} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`")
+    if name in TORCH:
+        kind, takes, hands = TORCH[name]
+        return Meaning(kind, said, takes, hands, unsure=name == "rowwise_rep")  # type: ignore[arg-type]
+    if name == "sequence_parallel":
+        return Meaning("sequence", said, "sequence", "sequence", dtensor=True)
+    style = canonical_style(name)
+    if style is None or style == NONE:
+        near = closest(name, (*STYLES, *ALIASES), cutoff=0.75)
+        help = f"did you mean `{near}`?" if near else "docs/language.md has the table of styles"
+        raise NotSaid(NO_STYLE, f"there is no style {said}", help=help)
+    return Meaning("style", said, options={"style": style})

@@ -1,0 +1,110 @@
+"""Which modules an entry means: its key as a glob of ours, and with a model, the names that it matches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+
+from shardplan.compiler.bind.matching import Names
+from shardplan.core.tree import ModuleTree
+from shardplan.language.globs import GlobError, parse_glob
+from shardplan.language.parse_findings import quoted
+
+from .convert_codes import NO_GLOB
+from .entries import Entry, NotSaid
+
+
+def glob_of_key(key: object) -> str:
+    """A key of torch or transformers, in which `*`, `?` and `[...]` stand for characters of one part.
+
+    Raises:
+        NotSaid: SP543.
+    """
+    if not isinstance(key, str):
+        raise NotSaid(NO_GLOB, "a key is text", help="write the name of a module")
+    if not key:
+        raise NotSaid(NO_GLOB, "the empty key means the model itself, for which a plan has no rule")
+    if any(character in key for character in "{},"):
+        raise NotSaid(NO_GLOB, f"{quoted(key)}: `{{`, `}}` and `,` are plain characters there, and alternatives here")
+    glob = re.sub(r"\*+", "*", key)
+    try:
+        parse_glob(glob)
+    except GlobError as error:
+        raise NotSaid(NO_GLOB, f"{quoted(key)} is no glob: {error.reason}") from None
+    return glob
+
+
+class Places:
+    """The names of a model.
+
+    Args:
+        tree: the model.
+    """
+
+    def __init__(self, tree: ModuleTree):
+        self.tree, self.names = tree, Names(tree)
+
+    def of(self, globs: Iterable[str]) -> tuple[str, ...]:
+        """The modules and parameters that any of the globs matches, by their names in the model."""
+        reached = [self.names.reach(parse_glob(glob)) for glob in globs]
+        return tuple(dict.fromkeys(name for r in reached for name in (*r.modules, *r.parameters)))
+
+    def matrices(self, globs: Iterable[str]) -> tuple[str, ...]:
+        """Of the modules alone those whose weight has two dims or more."""
+        modules = self.tree.modules
+        weights = {name: modules[name].parameter("weight") for name in self.of(globs) if name in modules}
+        return tuple(name for name, weight in weights.items() if weight is not None and len(weight.shape) > 1)
+
+    def kinds(self, globs: Iterable[str]) -> frozenset[str]:
+        """The kinds of the modules that any of the globs matches."""
+        return frozenset(self.tree.modules[name].kind for name in self.of(globs) if name in self.tree.modules)
+
+    def patterns(self, names: tuple[str, ...], glob: str | None) -> tuple[str, ...]:
+        """Globs that match these names and no others: with `*` for list indices where all layers are meant, else the
+        source's own glob, else the names one by one."""
+        starred = dict.fromkeys(map(self._pattern, names))
+        if sum(len(self._alike[pattern]) for pattern in starred) == len(names):
+            return tuple(starred)
+        return (glob,) if glob is not None and set(self.of((glob,))) == set(names) else tuple(map(self._name, names))
+
+    def merged(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Entries that say the same of each layer as one with `*`, where the first of them stood."""
+        groups: dict[tuple[str, str], list[Entry]] = {}
+        names = {self._name(name): name for alike in self._alike.values() for name in alike}
+        for entry in entries:
+            name = names.get(entry.pattern)
+            key = entry.pattern if name is None else self._pattern(name)
+            groups.setdefault((key, repr(entry.meaning)), []).append(entry)
+        return [
+            entry
+            for (pattern, _), group in groups.items()
+            for entry in (
+                [replace(group[0], pattern=pattern)]
+                if len({e.pattern for e in group}) == len(self._alike.get(pattern, ()))
+                else group
+            )
+        ]
+
+    def below(self, globs: Iterable[str]) -> str | None:
+        """The one child of the model below which such a glob matches; None where there is none, or several."""
+        globs = tuple(globs)
+        children = [child for child in self.tree.children[""] if any(self.of((f"{child}.{glob}",)) for glob in globs)]
+        return children[0] if len(children) == 1 else None
+
+    @cached_property
+    def _alike(self) -> dict[str, list[str]]:
+        """The names of each pattern with `*` for list indices."""
+        found: dict[str, list[str]] = {}
+        for name in (*self.tree.modules, *self.tree.parameters):
+            if name and name not in self.tree.inside:
+                found.setdefault(self._pattern(name), []).append(name)
+        return found
+
+    def _pattern(self, name: str) -> str:
+        prefix = self.tree.base_prefix
+        return f"{prefix}.{self.tree.pattern(name)}" if prefix else self.tree.pattern(name)
+
+    def _name(self, name: str) -> str:
+        return self.tree.address(name)

@@ -1,0 +1,263 @@
+"""From what a source says to rules: one table for each place of a style, and the moves that a sequence-parallel source leaves
+to DTensor or says elsewhere than a plan does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.styles import STYLES
+
+from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, TWO
+from .entries import DEFAULT_SEQ_DIM, Entry, NotSaid, Spread, finding
+
+Options = dict[str, Any]
+Pair = tuple[str | None, str | None]  # the styles with the sequence whole, and with slices of it
+
+# (split, takes, hands) of a linear layer.
+LINEAR: dict[tuple[str, Spread | None, Spread | None], Pair] = {
+    ("colwise", "whole", "features"): ("colwise", "colwise"),
+    ("colwise", "whole", "whole"): ("colwise_gather_output", "colwise_gather_output"),
+    ("colwise", "sequence", "features"): ("colwise", "colwise_seq"),
+    ("colwise", "sequence", "whole"): ("colwise_gather_output", "colwise_seq_gather_output"),
+    ("rowwise", "features", "whole"): ("rowwise", "rowwise"),
+    ("rowwise", "features", "sequence"): ("rowwise", "rowwise_seq"),
+    ("rowwise", "whole", "whole"): ("rowwise_split_input", "rowwise_split_input"),
+}
+# The same of an embedding.
+EMBEDDING: dict[tuple[str, Spread | None, Spread | None], Pair] = {
+    ("rowwise", "whole", "whole"): ("embedding_rowwise", "embedding_rowwise"),
+    ("rowwise", "whole", "sequence"): ("embedding_rowwise", "embedding_rowwise_seq"),
+    ("colwise", "whole", "whole"): ("embedding_colwise", "embedding_colwise"),
+}
+INPUT: dict[tuple[Spread | None, Spread | None], Pair] = {
+    ("sequence", "whole"): (None, "gather_seq_input"),
+    ("whole", "sequence"): (None, "split_seq_input"),
+}
+OUTPUT: dict[tuple[Spread | None, Spread | None], Pair] = {
+    ("partial", "whole"): ("all_reduce", "all_reduce"),
+    ("partial", "sequence"): ("all_reduce", "reduce_scatter"),
+}
+SLICED = {"colwise": "colwise_seq", "colwise_gather_output": "colwise_seq_gather_output"}
+
+
+@dataclass
+class Rules:
+    """Rules by pattern.
+
+    Args:
+        whole: with the sequence whole on every rank.
+        sliced: with slices of it.
+        findings: what could not be said, was left out or was added.
+    """
+
+    whole: dict[str, Options] = field(default_factory=dict)
+    sliced: dict[str, Options] = field(default_factory=dict)
+    findings: list[Diagnostic] = field(default_factory=list)
+
+
+def rules_of(entries: Iterable[Entry]) -> Rules:
+    """The rules for all entries, in their order."""
+    rules = Rules()
+    said: list[Entry] = []
+    for entry in entries:
+        if entry.meaning.kind == "nothing":
+            message = f"`{entry.pattern}` is left out ({entry.meaning.said}): {entry.meaning.why}"
+            rules.findings.append(finding(LEFT_OUT, message, entry.at, warning=True))
+            continue
+        try:
+            whole, sliced = _options(entry)
+        except NotSaid as error:
+            rules.findings.append(error.finding(entry.at))
+            continue
+        if entry.pattern in rules.whole.keys() | rules.sliced.keys():
+            if (rules.whole.get(entry.pattern), rules.sliced.get(entry.pattern)) != (whole, sliced):
+                message = f"`{entry.pattern}` has two entries: here it is {entry.meaning.said}"
+                rules.findings.append(finding(TWO, message, entry.at, help="let one entry match each module"))
+            continue
+        said.append(entry)
+        if whole is not None:
+            rules.whole[entry.pattern] = whole
+        if sliced is not None:
+            rules.sliced[entry.pattern] = sliced
+    if any(entry.meaning.uses_sequence for entry in said):
+        _heads(said, rules)
+        _readers(said, rules)
+        _entrance(said, rules)
+    return rules
+
+
+def _options(entry: Entry) -> tuple[Options | None, Options | None]:
+    """Raises NotSaid (SP542, SP544)."""
+    meaning = entry.meaning
+    if meaning.kind == "style":
+        return dict(meaning.options), dict(meaning.options)
+    if meaning.kind == "sequence":
+        gather = {"output": "gather"} if meaning.hands == "whole" else {}
+        return None, _with_dim(entry, {"style": "sequence_parallel", **gather})
+    if meaning.kind == "input":
+        return _door(entry)
+    if meaning.kind == "output":
+        return _styled(entry, OUTPUT.get((meaning.takes, meaning.hands)))
+    return _matrix(entry)
+
+
+def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
+    meaning, kinds = entry.meaning, entry.kinds
+    if kinds is not None and "embedding" in kinds and len(kinds) > 1:
+        message = (
+            f"`{entry.pattern}` matches embeddings and other modules, for which {meaning.said} means different things"
+        )
+        raise NotSaid(NO_LAYOUTS, message, help="write an entry for each")
+    if kinds is not None and not kinds.isdisjoint(("norm", "dropout", "list")):
+        raise NotSaid(NO_LAYOUTS, f"{meaning.said} splits a matrix, and `{entry.pattern}` has none")
+    if kinds is None and meaning.unsure:
+        raise NotSaid(
+            NEEDS_MODEL,
+            f"`{entry.pattern}`, {meaning.said}: whether it is an embedding or a linear layer only the model tells",
+            help="name the model: --model",
+        )
+    key = (meaning.kind, meaning.takes, meaning.hands)
+    if "packed" in meaning.options:
+        whole, sliced = _styled(entry, LINEAR.get(key))
+        assert whole == sliced == {"style": "colwise"}, (whole, sliced)
+        options = {"style": "packed_colwise", **meaning.options}
+        return dict(options), dict(options)
+    if kinds is not None:
+        return _styled(entry, (EMBEDDING if kinds == {"embedding"} else LINEAR).get(key))
+    if key == ("rowwise", "whole", "sequence"):  # of a linear layer it means nothing
+        return _styled(entry, EMBEDDING[key])
+    return _styled(entry, LINEAR.get(key))
+
+
+def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | None]:
+    if pair is None:
+        meaning = entry.meaning
+        what = f"{meaning.takes} arrives and {meaning.hands} is handed on"
+        raise NotSaid(
+            NO_LAYOUTS,
+            f"no style of ours means what `{entry.pattern}` says: {meaning.said}",
+            help=f"{what}: docs/language.md has the styles with what each takes and hands on",
+        )
+    whole, sliced = pair
+    if _hands_split_logits(entry):
+        whole, sliced = "colwise_vocab", sliced if entry.meaning.takes == "sequence" else "colwise_vocab"
+    return {"style": whole} if whole else None, _with_dim(entry, {"style": sliced}) if sliced else None
+
+
+def _hands_split_logits(entry: Entry) -> bool:
+    """Whether it is in no layer and hands on a DTensor that is split over its last dim: an output head."""
+    meaning = entry.meaning
+    return meaning.kind == "colwise" and meaning.hands == "features" and meaning.dtensor and entry.layer is None
+
+
+def _door(entry: Entry) -> tuple[Options | None, Options | None]:
+    meaning = entry.meaning
+    whole, sliced = _styled(entry, INPUT.get((meaning.takes, meaning.hands)))
+    assert sliced is not None  # INPUT has a style with slices for each
+    if meaning.position > 0:
+        raise NotSaid(
+            NO_LAYOUTS,
+            f"`{entry.pattern}` moves the argument number {meaning.position + 1}: a rule names its argument",
+            help="name it in `input_kwarg_layouts`",
+        )
+    if meaning.argument is not None:
+        sliced["argument"] = meaning.argument
+    if meaning.output is not None:
+        pair = OUTPUT.get(meaning.output)
+        if pair is None or sliced["style"] != "gather_seq_input":
+            return _styled(entry, None)
+        whole = {"style": pair[0]}
+        sliced["output"] = pair[1]
+    return whole, sliced
+
+
+def _with_dim(entry: Entry, options: Options) -> Options:
+    if entry.meaning.seq_dim != DEFAULT_SEQ_DIM and STYLES[options["style"]].along_sequence:
+        return {**options, "seq_dim": entry.meaning.seq_dim}
+    return options
+
+
+def _heads(entries: list[Entry], rules: Rules) -> None:
+    """A head that takes slices of the sequence gets the whole of it from the norm in front of it: what stands between both
+    (the last positions alone, a pooling) counts positions of the whole sequence."""
+    norms = [e for e in entries if e.meaning.kind == "sequence" and e.layer is None and e.meaning.hands == "sequence"]
+    for head in entries:
+        if head.meaning.kind != "colwise" or head.layer is not None or head.pattern not in rules.sliced:
+            continue
+        takes_slices = head.meaning.takes == "sequence"
+        implied = head.meaning.takes == "whole" and any(norm.meaning.dtensor for norm in norms)
+        if not takes_slices and not implied:
+            continue
+        if len(norms) == 1:
+            rules.sliced[norms[0].pattern]["output"] = "gather"
+            rules.sliced[head.pattern] = dict(rules.whole[head.pattern])
+            if implied:
+                _say_implied(rules, head, f"`{norms[0].pattern}`")
+        elif _hands_split_logits(head):
+            raised = NotSaid(
+                NO_LAYOUTS,
+                f"`{head.pattern}` takes slices of the sequence and hands on split logits",
+                help="gather the sequence at the norm in front of it, one `SequenceParallel` outside of the layers",
+            )
+            rules.findings.append(raised.finding(head.at))
+
+
+def _readers(entries: list[Entry], rules: Rules) -> None:
+    """Modules that take whole values from norms that hand on slices as DTensors: the module around them gathers."""
+    for layer in dict.fromkeys(entry.layer for entry in entries if entry.layer is not None):
+        own = [entry for entry in entries if entry.layer == layer]
+        norms = [e for e in own if e.meaning.kind == "sequence"]
+        if not any(e.meaning.dtensor for e in norms) or any(e.meaning.hands == "whole" for e in norms):
+            continue
+        gathering = [f"{e.pattern}." for e in own if e.meaning.kind == "input" and e.meaning.hands == "whole"]
+        readers = [
+            e
+            for e in own
+            if e.meaning.kind in ("colwise", "rowwise")
+            and e.meaning.takes == "whole"
+            and not e.pattern.startswith(tuple(gathering))
+        ]
+        doors: list[str] = []
+        for reader in readers:
+            around = reader.pattern.rpartition(".")[0]
+            if around != layer:
+                doors.append(around)
+                rules.sliced.setdefault(around, {"style": "gather_seq_input"})
+            elif rules.sliced[reader.pattern]["style"] in SLICED:
+                doors.append(reader.pattern)
+                rules.sliced[reader.pattern] = {"style": SLICED[rules.sliced[reader.pattern]["style"]]}
+        if doors:
+            _say_implied(rules, readers[0], ", ".join(f"`{door}`" for door in dict.fromkeys(doors)))
+
+
+def _say_implied(rules: Rules, entry: Entry, where: str) -> None:
+    message = f"the source leaves it to DTensor where the sequence is gathered; the plan says {where}"
+    help = "look whether that is meant; the layouts are proven with --model"
+    rules.findings.append(finding(IMPLIED, message, entry.at, help=help, warning=True))
+
+
+def _entrance(entries: list[Entry], rules: Rules) -> None:
+    """An embedding that hands on slices: it stays a partial sum until the first layer's door, as positions and masks are
+    counted from what it hands on."""
+    sources = [e for e in entries if rules.sliced.get(e.pattern, {}).get("style") == "embedding_rowwise_seq"]
+    if not sources or any(options["style"] == "split_seq_input" for options in rules.sliced.values()):
+        return
+    layers = {e.layer for e in entries if e.layer is not None and e.meaning.uses_sequence}
+    if len(layers) != 1 or not next(iter(layers)).endswith(".*"):
+        raised = NotSaid(
+            NO_LAYOUTS,
+            f"`{sources[0].pattern}` hands on slices of the sequence, and which module takes them first cannot be told",
+            help="say it of the first layer: `PrepareModuleInput(Replicate() -> Shard(1))`",
+        )
+        rules.findings.append(raised.finding(sources[0].at))
+        return
+    door = f"{next(iter(layers)).removesuffix('*')}0"
+    rules.sliced[door] = _with_dim(sources[0], {"style": "split_seq_input"})
+
+
+def overlay(whole: Mapping[str, Options], sliced: Mapping[str, Options]) -> dict[str, Options]:
+    """The rules with slices of the sequence that differ from those without."""
+    return {pattern: options for pattern, options in sliced.items() if whole.get(pattern) != options}

@@ -1,0 +1,159 @@
+"""What is to be converted, read from where it is: a file, a dictionary, an import."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from shardplan.core.diagnostics import Diagnostic, Location, PlanError
+from shardplan.core.sources import SourceFile, SourceMap
+from shardplan.language.nodes import spans, split_lines, to_data
+from shardplan.language.parse_findings import TOO_LARGE, quoted
+from shardplan.language.parsing import READERS
+from shardplan.language.plan_files import CANNOT_READ, CannotRead, read_text
+
+from .convert_codes import NEEDS_MODEL, NO_IMPORT
+from .entries import finding
+
+Form = Literal["transformers", "automodel", "torch", "deepspeed"]
+FORMS: tuple[Form, ...] = get_args(Form)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What was read.
+
+    Args:
+        name: for findings and for the plan's comment.
+        data: the content; None where it could not be read.
+        sequence_parallel: the same with sequence parallelism, where the source tells both.
+        sources: its text, where it has one.
+        diagnostics: what was met while reading.
+    """
+
+    name: str
+    data: Any
+    sequence_parallel: Any = None
+    sources: SourceMap = field(default_factory=SourceMap)
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
+    """A JSON or YAML file, or a dictionary. Of what cannot be read the findings say why (SP101 to SP103, SP111).
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(source, Mapping):
+        return Source("<dict>", source)
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(f"a source is a file or a dictionary, not {type(source).__name__}")
+    name = os.fspath(source)
+    try:
+        text = read_text(Path(name))
+    except CannotRead as error:
+        code = TOO_LARGE if error.too_large else CANNOT_READ
+        found = finding(code, f"{quoted(name, 300)} {error.reason}", Location(name))
+        return Source(name, None, sources=SourceMap({name: SourceFile(name)}), diagnostics=(found,))
+    reader = "json" if name.lower().endswith(".json") else "yaml"
+    document = READERS[reader](text, name)
+    places = spans(document.root) if document.root is not None else {}
+    sources = SourceMap({name: SourceFile(name, split_lines(text), places)})
+    data = to_data(document.root) if document.root is not None else None
+    return Source(name, data, sources=sources, diagnostics=document.findings)
+
+
+def import_source(path: str, model: Callable[[], Any] | None) -> Source:
+    """A dictionary of styles, or what a function returns: `module:name`, or `module.name`. Runs the module's code.
+
+    Args:
+        path: where it is.
+        model: builds the model for a function that takes one.
+
+    Raises:
+        PlanError: SP544, SP547.
+    """
+    found = import_object(path)
+    if not callable(found):
+        return Source(path, _styles(found, path))
+    try:
+        parameters = inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        raise _refused(f"the arguments of {path} cannot be told") from None
+    arguments: dict[str, Any] = {}
+    if "model" in parameters:
+        if model is None and parameters["model"].default is inspect.Parameter.empty:
+            message = f"{path} takes the model"
+            raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
+        if model is not None:
+            arguments["model"] = model()
+    missing = [
+        name
+        for name, p in parameters.items()
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and name not in (*arguments, "sequence_parallel")
+    ]
+    if missing:
+        raise _refused(f"{path} takes more than `model` and `sequence_parallel`: {', '.join(missing)}")
+    if "sequence_parallel" not in parameters:
+        return Source(path, _styles(_called(found, path, arguments), path))
+    whole, sliced = (
+        _styles(_called(found, path, {**arguments, "sequence_parallel": on}), path) for on in (False, True)
+    )
+    return Source(path, whole, sliced)
+
+
+def import_object(path: str) -> Any:
+    """What `module:name` or `module.name` names.
+
+    Raises:
+        PlanError: SP547.
+    """
+    separator = ":" if ":" in path else "."
+    module_name, _, name = path.partition(":") if separator == ":" else path.rpartition(".")
+    if not module_name or not name:
+        raise _refused(f"{quoted(path)} names nothing to import", help="write `module:name`")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # code may do anything, and exit, while it is imported
+        raise _refused(
+            f"the module {module_name} cannot be imported: {_reason(error)}",
+            help="run from the folder that holds the module, or set PYTHONPATH",
+        ) from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        raise _refused(f"the module {module_name} has no {name}") from None
+
+
+def _called(function: Callable[..., Any], path: str, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except (Exception, SystemExit) as error:
+        raise _refused(f"{path} raised {_reason(error)}") from error
+
+
+def _styles(found: Any, path: str) -> Mapping[str, Any]:
+    if not isinstance(found, Mapping) or not found:
+        kind = "an empty dictionary" if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise _refused(f"{path} is, or gives, {kind}, not a dictionary from names to styles")
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first[:300]}" if first else type(error).__name__
+
+
+def _refused(message: str, help: str | None = None) -> PlanError:
+    return PlanError((finding(NO_IMPORT, message, None, help=help),))

@@ -1,0 +1,208 @@
+"""torch's ParallelStyle objects, and the known subclasses of them, by their layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal
+
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from shardplan.runtime.parallel.single_style import OwnStyle
+
+from .convert_codes import NO_LAYOUTS, NO_STYLE
+from .entries import Meaning, NotSaid, Spread
+from .foreign_names import meaning_of_name
+
+
+def meaning_of_style(style: object) -> Meaning:
+    """What a style object, or a style's name, means.
+
+    Raises:
+        NotSaid: SP541, SP542.
+    """
+    if isinstance(style, str):
+        return meaning_of_name(style)
+    said = type(style).__name__
+    if not isinstance(style, ParallelStyle):
+        raise NotSaid(
+            NO_STYLE, f"an object of class {said} is no style", help="a style is a ParallelStyle of torch, or a name"
+        )
+    if type(style) in TORCH:
+        return TORCH[type(style)](style)
+    known = KNOWN.get(said)
+    if known is None or not isinstance(style, known[0]):
+        raise NotSaid(
+            NO_STYLE,
+            f"{said} is a class of its own: its layouts do not tell what its code does",
+            help="write torch's class in its place, or a rule for these modules by hand",
+        )
+    return known[1](style)
+
+
+def _matrix(kind: Literal["colwise", "rowwise"]) -> Callable[[Any], Meaning]:
+    def read(style: ColwiseParallel | RowwiseParallel) -> Meaning:
+        (arrives,), (left,) = style.input_layouts, style.output_layouts
+        said = f"{type(style).__name__}({_word(arrives)} -> {_word(left)})"
+        takes, in_dim = _spread(arrives, said)
+        hands, out_dim = _spread(left, said)
+        return Meaning(
+            kind,
+            said,
+            takes,
+            hands,
+            dtensor=not style.use_local_output,
+            seq_dim=_one({in_dim, out_dim}, said),
+            unsure=kind == "rowwise" and (takes, hands) == ("whole", "whole"),
+        )
+
+    return read
+
+
+def _sequence(style: SequenceParallel) -> Meaning:
+    said = type(style).__name__
+    (sharding,) = style.sequence_sharding
+    spread, dim = _spread(sharding, said)
+    if spread != "sequence":
+        raise NotSaid(NO_LAYOUTS, f"{said}({_word(sharding)}): a norm runs on slices of the sequence, dim 0 or 1")
+    return Meaning("sequence", said, "sequence", "sequence", not style.use_local_output, _one({dim}, said))
+
+
+def _gathered(style: SequenceParallel) -> Meaning:
+    return replace(_sequence(style), hands="whole")
+
+
+def _rotary(style: SequenceParallel) -> Meaning:
+    why = "positions and rotary tables are computed from the whole sequence, so that they need no style"
+    return Meaning("nothing", type(style).__name__, why=why)
+
+
+def _head_norm(style: SequenceParallel) -> Meaning:
+    return Meaning("style", type(style).__name__, options={"style": "replicated_with_grad_allreduce"})
+
+
+def _input(style: PrepareModuleInput) -> Meaning:
+    said = type(style).__name__
+    pairs: list[tuple[str | int, Any, Any]] = []
+    if style.input_layouts is not None and style.desired_input_layouts is not None:  # torch takes them together
+        pairs += [
+            (i, *pair) for i, pair in enumerate(zip(style.input_layouts, style.desired_input_layouts, strict=True))
+        ]
+    for name, layout in style.input_kwarg_layouts.items():
+        pairs.append((name, layout, style.desired_input_kwarg_layouts.get(name)))
+    moved = [(key, a, b) for key, a, b in pairs if a is not None and b is not None and a != b]
+    if not moved:
+        return Meaning("nothing", said, why="it moves nothing, and values need no DTensor here")
+    if len(moved) > 1:
+        raise NotSaid(NO_LAYOUTS, f"{said} moves {len(moved)} arguments, a rule moves one")
+    (key, a, b), text = moved[0], f"{said}({_word(moved[0][1])} -> {_word(moved[0][2])})"
+    (takes, in_dim), (hands, out_dim) = _spread(a, text), _spread(b, text)
+    return Meaning(
+        "input",
+        text,
+        takes,
+        hands,
+        dtensor=not style.use_local_output,
+        seq_dim=_one({in_dim, out_dim}, text),
+        argument=key if isinstance(key, str) else None,
+        position=key if isinstance(key, int) else 0,
+    )
+
+
+def _output(style: PrepareModuleOutput) -> Meaning:
+    said = type(style).__name__
+    pairs = zip(style.output_layouts, style.desired_output_layouts, strict=True)
+    moved = [(i, a, b) for i, (a, b) in enumerate(pairs) if a is not None and a != b]
+    if not moved:
+        return Meaning("nothing", said, why="it moves nothing, and values need no DTensor here")
+    if len(moved) > 1 or moved[0][0] > 0:
+        raise NotSaid(NO_LAYOUTS, f"{said} moves more than the first output, a rule moves that one")
+    _, a, b = moved[0]
+    text = f"{said}({_word(a)} -> {_word(b)})"
+    (takes, in_dim), (hands, out_dim) = _spread(a, text), _spread(b, text)
+    dim = _one({in_dim, out_dim}, text)
+    return Meaning("output", text, takes, hands, dtensor=not style.use_local_output, seq_dim=dim)
+
+
+def _both(style: PrepareModuleInputOutput) -> Meaning:
+    enters, leaves = _input(style.prepare_module_input), _output(style.prepare_module_output)
+    if leaves.kind == "nothing":
+        return enters
+    if enters.kind == "nothing":
+        return leaves
+    return replace(
+        enters,
+        said=f"{enters.said}, {leaves.said}",
+        output=(leaves.takes, leaves.hands),
+        dtensor=leaves.dtensor,
+        seq_dim=_one({enters.seq_dim, leaves.seq_dim}, enters.said),
+    )
+
+
+def _spread(placement: object, said: str) -> tuple[Spread, int | None]:
+    """How a value is spread, and the dim of the sequence.
+
+    Raises:
+        NotSaid: SP542: what is in no table.
+    """
+    match placement:
+        case Replicate():
+            return "whole", None
+        case Shard(dim=-1):
+            return "features", None
+        case Shard(dim=0 | 1 as dim):
+            return "sequence", dim
+        case Partial(reduce_op="sum"):
+            return "partial", None
+    raise NotSaid(
+        NO_LAYOUTS,
+        f"{said}: {_word(placement)} is no layout of a value here",
+        help="values are whole, partial sums, or split in the last dim (Shard(-1)) or the sequence (Shard(0), Shard(1))",
+    )
+
+
+def _one(dims: set[int | None], said: str) -> int:
+    found = {dim for dim in dims if dim is not None}
+    if len(found) > 1:
+        raise NotSaid(NO_LAYOUTS, f"{said}: two different dims of the sequence")
+    return next(iter(found), 1)
+
+
+def _word(placement: object) -> str:
+    match placement:
+        case Replicate():
+            return "Replicate()"
+        case Shard(dim=dim) if type(placement) is Shard:
+            return f"Shard({dim})"
+    return str(placement)
+
+
+TORCH: dict[type, Callable[[Any], Meaning]] = {
+    ColwiseParallel: _matrix("colwise"),
+    RowwiseParallel: _matrix("rowwise"),
+    SequenceParallel: _sequence,
+    PrepareModuleInput: _input,
+    PrepareModuleOutput: _output,
+    PrepareModuleInputOutput: _both,
+    OwnStyle: lambda style: meaning_of_name(style.style),
+}
+# Classes of NeMo Automodel and NeMo-RL, by name: what they extend, and what they mean. Those for adapters mean what their
+# base means: adapters belong to the layer that they adapt.
+KNOWN: dict[str, tuple[type, Callable[[Any], Meaning]]] = {
+    "SequenceParallelAllGatherActivation": (SequenceParallel, _gathered),
+    "RotaryEmbedParallel": (SequenceParallel, _rotary),
+    "Qwen3QKNorm": (SequenceParallel, _head_norm),
+    "VocabParallelEmbedding": (RowwiseParallel, _matrix("rowwise")),
+    "ColwiseParallelLora": (ColwiseParallel, _matrix("colwise")),
+    "RowwiseParallelLora": (RowwiseParallel, _matrix("rowwise")),
+    "SequenceParallelLora": (SequenceParallel, _sequence),
+}

@@ -1,0 +1,221 @@
+"""A tensor-parallel plan for any model, from its structure and its run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check, half_covered
+from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.layout import R
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.tree import ModuleTree, ancestors, full_name, part
+from shardplan.model import FoundModel
+from shardplan.styles import STYLES
+
+from .draft import DOOR, PARTIAL, Board, Draft, Options
+from .flow import Flow
+from .fronts import with_fronts
+from .init_sums import with_sums
+from .overlay import with_overlay
+from .regions import Group, grouped, regions
+from .solve import Solver
+
+AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
+BESIDE = tuple(code.code for code in half_covered.CODES)
+EMBEDDING: Options = {"style": "embedding_rowwise"}
+HEAD: Options = {"style": "colwise_gather_output", "optional": True}
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A part of the model that stays whole on every rank.
+
+    Args:
+        group: its matrices.
+        reason: what is said against splitting them.
+    """
+
+    group: Group
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A plan that was found.
+
+    Args:
+        draft: the rules; the layout check has no objection to them.
+        tree: the small copy that they were tried on.
+        whole: what could not be split.
+        no_overlay: what is said against sequence parallelism, where it was asked for and none was found.
+    """
+
+    draft: Draft
+    tree: ModuleTree
+    whole: tuple[Whole, ...]
+    no_overlay: str | None = None
+
+
+def derive(
+    found: FoundModel,
+    tp: int = 2,
+    *,
+    sequence_parallel: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Derived:
+    """Find a plan: split every region for which rules are found that are right, leave the rest whole.
+
+    Args:
+        tp: the size for which it is tried; what divides is kept in its relation to it in the small copy.
+        sequence_parallel: find an overlay too.
+        progress: is told what is being tried.
+
+    Raises:
+        PlanError: SP520 to SP523: there is no small copy, or it does not run; SP371: its code draws random numbers.
+    """
+    progress("running a small copy of the model")
+    layouts = ModelLayouts(found, tp)
+    benches = _benches(layouts)
+    if layouts.random is not None:
+        raise PlanError((layouts.random,))
+    board, flow = Board(benches, tp), Flow(benches[0].reference, benches[0].tree)
+    solver = Solver(board, flow, found.tree)
+    draft, whole = Draft({}), []
+    groups = list(grouped(regions(flow), board.tree))
+    for group in groups:
+        progress(f"splitting {', '.join((*group.columns, *group.rows))}")
+        more = _with_group(board, draft, solver.solve(group))
+        if isinstance(more, Draft):
+            draft = more
+        elif len(group.regions) > 1:
+            groups += [Group((region,)) for region in group.regions]  # what does not go together may go alone
+        else:
+            whole.append(Whole(group, more))
+    progress("splitting the vocabulary")
+    draft = with_fronts(board, flow, found.tree, with_doors(board, with_vocabulary(board, flow, draft)))
+    progress("splitting the sequence")
+    overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
+    objection = overlaid if isinstance(overlaid, str) else None
+    result = draft if isinstance(overlaid, str) else overlaid
+    result = with_sums(board, with_whole_named(result, board.tree, tp))
+    return Derived(result, board.tree, tuple(whole), objection)
+
+
+def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
+    """The draft with a rule for what stays whole beside what is split, so that a reader sees that it is meant."""
+    plan = draft.plan()
+    if plan is None or not draft.tensor_parallel:
+        return draft
+    resolved, _ = bind(plan, tree, MeshSizes(tp=tp))
+    beside = (name for d in check(resolved, seq_len=None) if d.code in BESIDE for name in d.modules)
+    return draft.with_rules(dict.fromkeys(map(tree.pattern, beside), {"style": "replicate"}))
+
+
+def _with_group(board: Board, draft: Draft, solved: Draft | str) -> Draft | str:
+    """The draft with the rules of a group too, or what is said against that."""
+    if isinstance(solved, str):
+        return solved
+    both = draft.with_rules(solved.tensor_parallel)
+    return board.mended(both) or board.objection(both)
+
+
+def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
+    """The small copy with each kind of input, and with the outputs of routers where the model can give them: an auxiliary
+    loss reads them outside the blocks, and a plan is to be right with and without it."""
+    benches = layouts.benches
+    first = benches[0]
+    if AUXILIARY not in vars(getattr(first.model, "config", None) or object):
+        return benches
+    return (*benches, Workbench(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
+
+
+def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
+    """With the embedding of the tokens and the output head split too, as far as that is right."""
+    rows = board.tree.numbers.get("vocab_size") or _largest_table(board)
+    embeddings, heads = [], []
+    for product in dict.fromkeys(flow.products.values()):
+        module = board.tree.modules.get(product.name)
+        if module is None:
+            continue
+        weight = module.parameter("weight")
+        if weight is None or weight.shape[0] != rows or product.name in draft.tensor_parallel:
+            continue
+        if board.tree.pattern(product.name) != product.name:
+            continue  # a layer's
+        if module.kind == "embedding":
+            embeddings.append(product.name)
+        elif module.kind == "linear":
+            heads.append(product.name)
+    split = {**dict.fromkeys(embeddings, EMBEDDING), **dict.fromkeys(heads, HEAD)}
+    for names in ((*embeddings, *heads), heads, embeddings):
+        if names:
+            tied = {
+                bias: {"style": "colwise", "optional": True}
+                for name in names
+                if name in heads
+                for bias in tied_to(board, name)
+            }
+            more = board.mended(draft.with_rules({**{name: split[name] for name in names}, **tied}))
+            if more is not None:
+                return more
+    return draft
+
+
+def _largest_table(board: Board) -> int:
+    """The rows of the longest table outside the blocks: that of the tokens."""
+    tables = (m for name, m in board.tree.modules.items() if m.kind == "embedding" and board.tree.pattern(name) == name)
+    weights = (module.parameter("weight") for module in tables)
+    return max((weight.shape[0] for weight in weights if weight is not None), default=0)
+
+
+def tied_to(board: Board, head: str) -> tuple[str, ...]:
+    """Other names of a head's bias."""
+    bias = full_name(head, "bias")
+    return tuple(name for group in board.tree.tied if bias in group for name in group if name != bias)
+
+
+def with_doors(board: Board, draft: Draft) -> Draft:
+    """With one door around the readers of each value that several move on their own."""
+    report = board.report(draft)
+    if report is None:  # no rule, so that there is no plan to look at
+        return draft
+    doors: dict[str, Options] = {}
+    for read in report.reads:
+        pattern = board.tree.pattern(read.module)
+        rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
+        if rule["style"] == "replicate" or rule == PARTIAL:
+            doors[pattern] = {"style": DOOR, **door_argument(board, read.module, read.argument)}
+        if rule == PARTIAL:  # a door says nothing of the module's own parameters
+            names = (f"{pattern}.{p.name}" for p in board.tree.modules[read.module].parameters)
+            doors.update((name, PARTIAL) for name in names if name not in draft.tensor_parallel)
+    draft = board.mended(draft.with_rules(doors)) or draft
+    for pattern in lone_blocks(board, draft):
+        more = draft.with_rules({pattern: {"style": DOOR}})
+        report = board.report(more)
+        if report is not None and report.ok:
+            draft = more
+    return draft
+
+
+def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
+    """Parts of blocks with a matrix that moves what it reads itself, which a door around the part may do as well: it is
+    where the sequence is gathered, and where a reader looks for it."""
+    found: dict[str, None] = {}
+    for name in board.tree.modules:
+        around_it = part(name)
+        rule = draft.tensor_parallel.get(board.tree.pattern(name))
+        if around_it not in (None, name) and rule is not None and R in STYLES[rule["style"]].takes:
+            around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
+            if DOOR not in around:
+                found[board.tree.pattern(around_it)] = None
+    return tuple(found)
+
+
+def door_argument(board: Board, module: str, argument: str | None) -> Options:
+    """The option that says which argument a door moves, where it is not the first."""
+    first = board.first_argument(module)
+    return {} if argument == first else {"argument": argument}

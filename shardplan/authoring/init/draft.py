@@ -1,0 +1,155 @@
+"""Plans in the making: rules by pattern, and what the layout check says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check as check_structure
+from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout.repairs import OURS, Repair
+from shardplan.compiler.layout.run import prove
+from shardplan.compiler.layout.typing_result import Proof
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
+from shardplan.language import parse_plan
+from shardplan.model.reduced.recorder import argument_names
+
+Options = Mapping[str, Any]  # `style` and a rule's options
+Rules = Mapping[str, Options]
+
+DOOR = "input_with_grad_allreduce"
+PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
+MENDABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Rules that may become a plan.
+
+    Args:
+        tensor_parallel, sequence_parallel: pattern -> style and options.
+        sums: section -> pattern -> `sum_outputs`, and `optional`.
+    """
+
+    tensor_parallel: Rules
+    sequence_parallel: Rules | None = None
+    sums: Mapping[str, Rules] = field(default_factory=dict)
+
+    def with_rules(self, rules: Rules) -> Draft:
+        """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
+        return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
+
+    @property
+    def sections(self) -> Mapping[str, Rules]:
+        """The rules of each section, those with `sum_outputs` among them."""
+        rules = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel or {}}
+        return {section: _joined(found, self.sums.get(section, {})) for section, found in rules.items()}
+
+    def document(self, name: str = "draft") -> dict[str, Any]:
+        """As a plan file has it."""
+        written = {
+            section: {p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()}
+            for section, rules in self.sections.items()
+            if rules
+        }
+        return {"version": "1", "name": name, **written}
+
+    def plan(self) -> PlanFile | None:
+        """None where it is not well formed."""
+        parsed = parse_plan(self.document(), name="draft")
+        return None if parsed.plan is None or any(d.is_error for d in parsed.diagnostics) else parsed.plan
+
+
+def _joined(rules: Rules, more: Rules) -> Rules:
+    joined = dict(rules)
+    for pattern, options in more.items():
+        joined[pattern] = {**joined.get(pattern, {}), **options}
+    return joined
+
+
+class Board:
+    """Tries drafts on a small copy.
+
+    Args:
+        benches: the copy with each kind of input.
+        tp: the size of the axis.
+    """
+
+    def __init__(self, benches: tuple[Workbench, ...], tp: int):
+        self.benches, self.tp = benches, tp
+        self.tree = benches[0].tree
+
+    def first_argument(self, module: str) -> str:
+        """The name of a module's first argument."""
+        return argument_names(self.benches[0].model.get_submodule(module))[0]
+
+    def bound(self, draft: Draft, *, overlay: bool = False) -> ResolvedPlan | None:
+        """The draft bound to the copy; None where binding or the structural checks have an error."""
+        plan = draft.plan()
+        if plan is None:
+            return None
+        resolved, errors = self._checked(plan, overlay)
+        return None if errors else resolved
+
+    def _checked(self, plan: PlanFile, overlay: bool) -> tuple[ResolvedPlan, list[Diagnostic]]:
+        resolved, about = bind(plan, self.tree, MeshSizes(tp=self.tp), overlays_of(overlay))
+        return resolved, [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+
+    def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:
+        resolved = self.bound(draft, overlay=overlay)
+        return None if resolved is None else prove(resolved, self.benches[0])
+
+    def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
+        resolved = self.bound(draft, overlay=overlay)
+        return None if resolved is None else check_layout(resolved, self.benches, help=help)
+
+    def objection(self, draft: Draft, *, overlay: bool = False) -> str:
+        """The first thing that is said against a draft that is not right."""
+        plan = draft.plan()
+        assert plan is not None
+        resolved, errors = self._checked(plan, overlay)
+        found = errors or check_layout(resolved, self.benches, help=False).diagnostics
+        where = next((note for note in found[0].notes if "`" in note), "")
+        return f"{found[0].message} ({where})" if where else found[0].message
+
+    def mended(self, draft: Draft, *, overlay: bool = False, rounds: int = 6) -> Draft | None:
+        """The draft with the changes that the layout check proposes; None where they do not suffice."""
+        for _ in range(rounds):
+            report = self.report(draft, overlay=overlay, help=True)
+            if report is None:
+                return None
+            if report.ok:
+                return draft
+            changes = [one for repair in report.repairs if repair is not None for one in (repair, repair.also) if one]
+            changed = draft
+            for repair in changes:
+                changed = self._changed(changed, repair, overlay)
+            if changed == draft:
+                return None
+            draft = changed
+        return None
+
+    def _changed(self, draft: Draft, repair: Repair, overlay: bool) -> Draft:
+        """With a change, each pattern by itself; one that is for the overlay's sake is made there."""
+        section = "sequence_parallel" if overlay else repair.section
+        rules = dict(getattr(draft, section) or {})
+        literal = repair.pattern in repair.names
+        for pattern in [repair.pattern] if literal else dict.fromkeys(self.tree.pattern(name) for name in repair.names):
+            if repair.new is not None:
+                rules[pattern] = options_of(repair.new)
+            elif overlay and pattern in draft.tensor_parallel:
+                rules[pattern] = {"style": "replicate"}
+            else:
+                rules.pop(pattern, None)
+        return replace(draft, **{section: rules})
+
+
+def options_of(rule: Rule) -> Options:
+    """A rule's style and those options that it states."""
+    default = Rule("", "", OURS).options
+    stated = {name: value for name, value in rule.options.items() if value != default[name]}
+    return {"style": rule.style, **{n: list(v) if isinstance(v, tuple) else v for n, v in stated.items()}}

@@ -1,0 +1,128 @@
+"""Which matrix multiplications of a run feed which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.core.tree import ModuleTree, parent
+from shardplan.model.reduced.trace import Event, Trace
+
+MATMULS = frozenset(
+    ("linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "__matmul__", "__rmatmul__", "conv1d")
+)
+TURNS = frozenset(("t", "transpose", "swapaxes", "permute", "T.__get__", "mT.__get__", "__get__"))
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A multiplication by a matrix, or a look-up, of the model.
+
+    Args:
+        name: of the module that does nothing else (nn.Linear), or of the parameter where code multiplies by it.
+        module: the module whose code does it.
+        inputs: the values that it reads, without its own parameters.
+        outputs: its results.
+        turned: the parameter is stored [in, out], not [out, in] as nn.Linear's.
+    """
+
+    name: str
+    module: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    turned: bool = False
+
+
+class Flow:
+    """Looks along an unsharded run.
+
+    Args:
+        run: the run.
+        tree: the model's picture.
+    """
+
+    def __init__(self, run: Trace, tree: ModuleTree):
+        self.run, self.tree = run, tree
+
+    @cached_property
+    def products(self) -> Mapping[int, Product]:
+        """The multiplications, by each value that they give."""
+        found: dict[int, Product] = {}
+        for event in self.run.events:
+            product = self._product(event)
+            if product is not None:
+                found.update(dict.fromkeys(product.outputs, product))
+        return found
+
+    @cached_property
+    def producers(self) -> Mapping[int, Event]:
+        """The operation that gives a value."""
+        found: dict[int, Event] = {}
+        for event in self.run.events:
+            for number in event.outputs:
+                if number not in event.inputs:
+                    found.setdefault(number, event)
+        return found
+
+    @cached_property
+    def readers(self) -> Mapping[int, Sequence[Event]]:
+        """The operations that read a value."""
+        found: dict[int, list[Event]] = {}
+        for event in self.run.events:
+            if event.kind == "op":
+                for number in dict.fromkeys(event.inputs):
+                    found.setdefault(number, []).append(event)
+        return found
+
+    def _product(self, event: Event) -> Product | None:
+        if event.kind != "op":
+            return None
+        if event.place[2] == "atom":
+            own = [i for i in event.inputs if i in self.run.parameters]
+            given = tuple(i for i in event.inputs if i not in own)
+            return Product(event.module, parent(event.module), given, event.outputs)
+        if event.name not in MATMULS:
+            return None
+        matrices = {i: found for i in event.inputs if (found := self._matrix(i)) is not None}
+        if len(matrices) != 1:
+            return None
+        given = tuple(i for i in event.inputs if i not in matrices and self.run.requires_grad[i])
+        name, turns = next(iter(matrices.values()))
+        return Product(name, event.module, given, event.outputs, turned=(event.name == "linear") == (turns % 2 == 1))
+
+    def _matrix(self, number: int) -> tuple[str, int] | None:
+        """The parameter of two or more dims that a value is, or is cut from, and how often it was transposed."""
+        turns = 0
+        while number not in self.run.parameters:
+            event = self.producers.get(number)
+            if event is None or event.kind not in ("op", "read"):
+                return None
+            sources = [i for i in event.inputs if self.run.requires_grad[i]]
+            if len(sources) != 1:
+                return None
+            number = sources[0]
+            turns += event.name in TURNS
+        return (self.run.parameters[number], turns) if self.run.values[number].ndim > 1 else None
+
+    def feeding(self, product: Product) -> tuple[frozenset[Product], bool]:
+        """The multiplications that a product's operands come from with nothing but other operations between, and whether
+        all of them do: a value that comes from nowhere else (the model's inputs apart)."""
+        found: set[Product] = set()
+        complete = True
+        seen, queue = set(product.inputs), list(product.inputs)
+        for number in queue:
+            if not self.run.requires_grad[number] or number in self.run.parameters:
+                continue
+            if number in self.products:
+                found.add(self.products[number])
+                continue
+            event = self.producers.get(number)
+            if event is None:
+                complete = False
+                continue
+            for other in event.inputs:
+                if other not in seen:
+                    seen.add(other)
+                    queue.append(other)
+        return frozenset(found), complete

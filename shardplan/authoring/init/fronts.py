@@ -1,0 +1,81 @@
+"""One door in front of a part in place of several inside it, where less is reduced there."""
+
+from __future__ import annotations
+
+from shardplan.compiler.layout import LayoutReport
+from shardplan.core.layout import I, R
+from shardplan.core.tree import ModuleTree, part
+from shardplan.styles import STYLES
+
+from .draft import DOOR, PARTIAL, Board, Draft
+from .flow import Flow
+from .parts import features
+
+
+def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
+    """The draft with a door in front of each part that reduces the gradients of several values inside, which together are
+    wider than what the part reads: of whole matrices in between the gradients are partial sums then.
+
+    So latent attention keeps its doors behind the latents, unless something else reads the hidden state too, or they are
+    wider than it.
+
+    Args:
+        flow: the unsharded run.
+        tree: the model's own, for the widths.
+    """
+    report = board.report(draft)
+    for pattern, moved in ({} if report is None else _moved(board, tree, draft, report)).items():
+        width = _width(board, flow, tree, pattern)
+        if len(moved) < 2 or width is None or sum(moved.values()) <= width:
+            continue
+        rules = {
+            p: o for p, o in draft.tensor_parallel.items() if not STYLES[o["style"]].features.tail or p not in moved
+        }
+        draft = _summed(board, Draft(rules).with_rules({pattern: {"style": DOOR}})) or draft
+    return draft
+
+
+def _summed(board: Board, draft: Draft) -> Draft | None:
+    """The draft with the gradients summed of those whole parameters whose gradients are partial sums; None where it is not
+    right then."""
+    proof = board.proof(draft)
+    found = () if proof is None else (f.subject for f in proof.findings if f.kind == "partial")
+    owners = (board.tree.parameters[name][0].name for name in found if name in board.tree.parameters)
+    more = draft.with_rules({board.tree.pattern(name): PARTIAL for name in owners})
+    report = board.report(more)
+    return more if report is not None and report.ok else None
+
+
+def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -> dict[str, dict[str, int]]:
+    """Parts of blocks without a door of their own -> what is reduced inside: the matrix that reads it -> its width."""
+    found: dict[str, dict[str, int]] = {}
+    for name in board.tree.modules:
+        around, pattern = part(name), board.tree.pattern(name)
+        rule = draft.tensor_parallel.get(pattern)
+        if rule is None or around in (None, name) or (outer := board.tree.pattern(around)) in draft.tensor_parallel:
+            continue
+        style = STYLES[rule["style"]]
+        if style.features.tail is not None:
+            found.setdefault(outer, {})[pattern] = int(tree.numbers[style.features.tail])
+        elif R in style.takes and report.arrivals.get(name) == I and (width := _features(tree, pattern)) is not None:
+            found.setdefault(outer, {})[pattern] = width
+    return found
+
+
+def _width(board: Board, flow: Flow, tree: ModuleTree, pattern: str) -> int | None:
+    """The width of what a part reads; None where no matrix in it reads the same."""
+    for event in flow.run.events:
+        if event.kind == "enter" and board.tree.pattern(event.module) == pattern:
+            for product in flow.products.values():
+                if event.inputs[0] in product.inputs and product.name.startswith(f"{event.module}."):
+                    return _features(tree, board.tree.pattern(product.name))
+    return None
+
+
+def _features(tree: ModuleTree, pattern: str) -> int | None:
+    """The input features of a matrix of the model's own."""
+    module = next((m for name, m in tree.modules.items() if tree.pattern(name) == pattern), None)
+    if module is None:
+        return None
+    weight = module.parameter("weight")
+    return features(module, weight, "in") if weight is not None and len(weight.shape) == 2 else None

@@ -1,0 +1,49 @@
+"""Partial sums that a block adds up: `sum_outputs` at the block, so that they are reduced together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.compiler.layout.mergeable_sums import SharedSum, in_every_block
+from shardplan.core.tree import block, element
+
+from .draft import Board, Draft, Options
+
+
+def with_sums(board: Board, draft: Draft) -> Draft:
+    """The draft with the sums that the layout check sees, where it has no objection to them."""
+    whole = _declared(board, draft, overlay=False)
+    if not draft.tensor_parallel:
+        return draft
+    sliced = _declared(board, draft, overlay=True) if draft.sequence_parallel else whole
+    changed = {pattern: sliced.get(pattern, {"sum_outputs": []}) for pattern in {**whole, **sliced}}
+    sums = {
+        "tensor_parallel": whole,
+        "sequence_parallel": {pattern: said for pattern, said in changed.items() if said != whole.get(pattern)},
+    }
+    more = replace(draft, sums={section: rules for section, rules in sums.items() if rules})
+    overlays = (False, True) if draft.sequence_parallel else (False,)
+    reports = [board.report(more, overlay=overlay) for overlay in overlays]
+    return more if more.sums and all(report is not None and report.ok for report in reports) else draft
+
+
+def _declared(board: Board, draft: Draft, *, overlay: bool) -> Mapping[str, Options]:
+    """Block -> what its rule says. One sum of a block, and only where all blocks of its kind have it."""
+    report, tree = board.report(draft, overlay=overlay), board.tree
+    found: dict[str, Options] = {}
+    if report is None:
+        return found
+    for one in report.sums:
+        pattern = tree.pattern(block(one.closer))
+        blocks = [name for name in tree.modules if element(name) and tree.pattern(name) == pattern]
+        if pattern not in found and in_every_block(report.sums, blocks) and _only_dropouts(board, one):
+            inside = f"{block(one.closer)}."
+            found[pattern] = {"sum_outputs": [name.removeprefix(inside) for name in one.members]}
+            if one.through:  # in a model whose dropouts drop something they are kept apart
+                found[pattern] = {**found[pattern], "optional": True}
+    return found
+
+
+def _only_dropouts(board: Board, one: SharedSum) -> bool:
+    return all(board.tree.modules[name].kind == "dropout" for name in one.through)

@@ -1,0 +1,139 @@
+"""A new plan file for a model."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
+from shardplan.core.tree import element
+from shardplan.model import FoundModel
+
+from .derive import Derived, Whole, derive
+from .init_codes import NO_OVERLAY, NOTHING, WHOLE
+from .write import WIDTH, Heading, document, folded, plan_text
+
+
+@dataclass(frozen=True, slots=True)
+class NewPlan:
+    """A plan that was found for a model.
+
+    Args:
+        text: the file, YAML.
+        document: the same as data.
+        diagnostics: what stays whole (SP532).
+    """
+
+    text: str
+    document: Mapping[str, Any]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def new_plan(
+    found: FoundModel,
+    *,
+    tp: int = 2,
+    sequence_parallel: bool = False,
+    name: str | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> NewPlan:
+    """Find a plan and write it down.
+
+    Args:
+        found: the model.
+        tp: the size for which it is tried.
+        sequence_parallel: with an overlay.
+        name: of the plan; without it the model's type.
+        progress: is told what is being done.
+
+    Raises:
+        PlanError: there is no small copy, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
+            is wanted and none is found (SP531).
+    """
+    derived = derive(found, tp, sequence_parallel=sequence_parallel, progress=progress)
+    if not derived.draft.tensor_parallel:
+        reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept_whole(found, derived))
+        raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))
+    if derived.no_overlay is not None:
+        message = f"no sequence-parallel overlay is found for {found.name}"
+        raise PlanError((_error(NO_OVERLAY, message, f"on the small copy: {derived.no_overlay}"),))
+    return written(found, derived, name)
+
+
+def written(found: FoundModel, derived: Derived, name: str | None = None) -> NewPlan:
+    """What was found as a plan file."""
+    kept = kept_whole(found, derived)
+    model = found.tree.model_type or found.tree.class_names[0]
+    notes = [f"{d.message}; {d.notes[0]}." for d in kept]
+    if derived.no_overlay is not None:
+        notes.append(f"No sequence parallelism; on the small copy: {derived.no_overlay}.")
+    heading = Heading(
+        name=name or model,
+        description=_description(derived),
+        models=(model,),
+        notes=tuple(line for note in notes for line in textwrap.wrap(note, WIDTH)),
+    )
+    units = tuple(
+        dict.fromkeys(
+            found.tree.pattern(u)
+            for u in found.tree.modules
+            if element(u) and _has_rules(found.tree.pattern(u), derived)
+        )
+    )
+    return NewPlan(
+        text=plan_text(heading, derived.draft, derived.tree, units),
+        document=document(heading, derived.draft, units),
+        diagnostics=kept,
+    )
+
+
+def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
+    """What stays whole on every rank, as findings."""
+    return tuple(_kept(found, whole) for whole in derived.whole)
+
+
+def _has_rules(unit: str, derived: Derived) -> bool:
+    return any(rule == unit or rule.startswith(f"{unit}.") for rule in _rules(derived))
+
+
+def _rules(derived: Derived) -> tuple[str, ...]:
+    return tuple(derived.draft.tensor_parallel)
+
+
+def _description(derived: Derived) -> str:
+    """Which parts of its blocks are split."""
+    parts = dict.fromkeys(rule.split("*.", 1)[1].split(".")[0] for rule in _rules(derived) if "*." in rule)
+    outside = [rule for rule in _rules(derived) if "*" not in rule]
+    words = [f"{_listed(list(parts))} of each layer"] if parts else []
+    words += [f"{_listed(outside)} over the vocabulary"] if outside else []
+    return f"Splits {', and '.join(words)}."
+
+
+def _listed(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
+
+
+def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
+    patterns = dict.fromkeys((*whole.group.columns, *whole.group.rows))
+    names = {f"{p}{end}" for p in patterns for end in ("", ".weight", ".bias")}
+    size, everything = (
+        sum(
+            p.numel
+            for full, (_, p) in found.tree.parameters.items()
+            if wanted is None or found.tree.pattern(full) in wanted
+        )
+        for wanted in (names, None)
+    )
+    listed = ", ".join(folded({pattern: {"style": "replicate"} for pattern in patterns}))
+    return Diagnostic(
+        code=WHOLE.code,
+        severity=Severity.WARNING,
+        message=f"{listed} stay whole on every rank ({size / everything:.1%} of all parameters)",
+        notes=(f"on the small copy: {whole.reason}",),
+    )
+
+
+def _error(code: Code, message: str, *notes: str) -> Diagnostic:
+    return Diagnostic(code=code.code, severity=Severity.ERROR, message=message, notes=notes)

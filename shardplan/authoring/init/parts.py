@@ -1,0 +1,111 @@
+"""Packed matrices: the parts that the model's code cuts a result into, and expressions for their lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations_with_replacement, product
+
+import torch
+
+from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
+from shardplan.styles import feature_dim
+from shardplan.styles.style_record import Features
+
+from .flow import Flow, Product
+
+COEFFICIENTS = (1, 2, 3, 4)
+MOST_PARTS = 5  # of different lengths
+# The words for a length, the likeliest first; any other number of the configuration comes after them.
+KNOWN = (
+    ("num_attention_heads", "head_dim"),
+    ("num_key_value_heads", "head_dim"),
+    ("hidden_size",),
+    ("intermediate_size",),
+)
+
+
+def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
+    """How many input or output features a matrix of a module has."""
+    dim = feature_dim(module.kind, matrix.name, side, len(matrix.shape))
+    assert dim is not None, (module.name, matrix.name, side)
+    return matrix.shape[dim]
+
+
+def cut(flow: Flow, made: Product) -> tuple[int, ...]:
+    """The lengths of the slices that a result is cut into along its last dim; empty where it is not.
+
+    The code may do something with all of it before: clamp it, or give its features more dims.
+    """
+    value = flow.run.values[made.outputs[0]]
+    lead = value.ndim - 1
+    places: set[tuple[int, int]] = set()
+    wholes = [made.outputs[0]]
+    for number in wholes:
+        for event, output in ((e, n) for e in flow.readers.get(number, ()) for n in e.outputs if n not in wholes):
+            part = flow.run.values[output]
+            if part.shape[:lead] != value.shape[:lead] or part.ndim == lead:
+                continue
+            if part.numel() < value.numel():
+                places.update(_places(flow.run.values[number].flatten(lead), part.flatten(lead)))
+            elif part.numel() == value.numel() and sum(flow.run.requires_grad[n] for n in event.inputs) == 1:
+                wholes.append(output)
+    ends = dict(sorted(places))
+    lengths, at = [], 0
+    while at in ends:
+        lengths.append(ends[at] - at)
+        at = ends[at]
+    return tuple(lengths) if at == value.shape[-1] and len(lengths) > 1 else ()
+
+
+def _places(whole: torch.Tensor, part: torch.Tensor) -> Iterator[tuple[int, int]]:
+    width = part.shape[-1]
+    for start in range(whole.shape[-1] - width + 1):
+        if torch.equal(whole[..., start : start + width], part):
+            yield start, start + width
+            return
+
+
+def packed(lengths: tuple[int, ...], small: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
+    """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
+    for the small copy and for the model itself.
+
+    Args:
+        lengths: in the small copy.
+        small: its picture.
+        tree: the model's.
+        size: the length of the whole in the model.
+    """
+    if len(set(lengths)) == 1:
+        return len(lengths)
+    if len(lengths) > MOST_PARTS:
+        return None
+    choices = [list(_expressions(length, small)) for length in lengths]
+    for chosen in product(*choices):
+        if sum(_value(words, tree) for words in chosen) == size:
+            return [" * ".join(map(str, words)) for words in chosen]
+    return None
+
+
+Words = tuple[int | str, ...]
+
+
+def _expressions(length: int, tree: ModuleTree) -> Iterator[Words]:
+    numbers = {n: v for n, v in tree.numbers.items() if type(v) is int and v > 1 and "." not in n}
+    words = [*KNOWN, *((n,) for n in numbers), *combinations_with_replacement(numbers, 2)]
+    seen = 0
+    for factor in COEFFICIENTS:
+        for names in words:
+            if all(name in numbers for name in names):
+                given: Words = names if factor == 1 else (factor, *names)
+                if _value(given, tree) == length:
+                    yield given
+                    seen += 1
+                    if seen == 6:
+                        return
+
+
+def _value(words: Words, tree: ModuleTree) -> int:
+    result = 1
+    for word in words:
+        result *= word if isinstance(word, int) else int(tree.numbers.get(word, 0))
+    return result

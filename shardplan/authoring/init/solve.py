@@ -1,0 +1,279 @@
+"""The rules of one group of regions: the styles of its matrices, and what its code needs said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice, product
+from typing import NamedTuple
+
+from shardplan.compiler.check.stored_by_rules import HEAD_SIZES
+from shardplan.compiler.layout.finding import Kind
+from shardplan.compiler.layout.typing_result import Proof
+from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
+
+from .draft import DOOR, MENDABLE, Board, Draft, Options, Rules
+from .flow import Flow, Product
+from .parts import cut, features, packed
+from .regions import Group
+
+MOST_DIVIDED = 5  # attributes in one group
+# Of the parameters of its blocks: a smaller group is not gathered. That costs a step four collectives in each block, which
+# last as long for an indexer or a router's matrices as for wide ones, and saves a rank no more memory than this.
+LEAST_GATHERED = 0.005
+MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
+
+
+class Score(NamedTuple):
+    """How far a draft gets; the larger the better.
+
+    Attributes:
+        fits: nothing is wrong but gradients of whole values.
+        further: how many operations are right before the first that is wrong.
+        fewer: the number of things that are wrong, negative.
+    """
+
+    fits: bool
+    further: int
+    fewer: int
+
+
+# The style for a matrix that is stored [in, out], by the one for [out, in].
+TURNED = {
+    "colwise": "rowwise",
+    "rowwise": "colwise",
+    "packed_colwise": "packed_rowwise",
+    "packed_rowwise": "packed_colwise",
+}
+NOWHERE = Score(False, 0, 0)
+
+
+class Solver:
+    """Finds the rules of regions.
+
+    Args:
+        board: where drafts are tried.
+        flow: the unsharded run.
+        tree: the model's own picture.
+    """
+
+    def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
+        self.board, self.flow, self.tree = board, flow, tree
+
+    def solve(self, group: Group) -> Draft | str:
+        """Rules that split a group, and are right for it alone; where none are found, what is said against the best."""
+        draft, objection = self._split_through(group)
+        if draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
+            draft = self.board.mended(self._gathered(group))
+        return draft if draft is not None else objection
+
+    def _split_through(self, group: Group) -> tuple[Draft | None, str]:
+        """With nothing gathered between the first matrices and the last."""
+        best: tuple[Score, Draft] | None = None
+        for draft in self._drafts(group):
+            score = self._score(draft)
+            if score is not None and (best is None or score > best[0]):
+                best = score, draft
+            if best is not None and best[0].fits:
+                break
+        if best is None:
+            return None, self.board.objection(next(self._drafts(group)))
+        score, draft = best
+        if not score.fits:
+            draft = self._divided(group, draft, score)
+        mended = self.board.mended(draft) if (self._score(draft) or NOWHERE).fits else None
+        return mended, "" if mended is not None else self.board.objection(draft)
+
+    def _gathered(self, group: Group) -> Draft:
+        """The matrices split, what is between them computed whole by every rank."""
+        gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
+        split = self._split(group, gathered, names=self._itself)
+        return Draft({**split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
+
+    def _share(self, group: Group) -> float:
+        """How much of the model's own blocks a group is, those in which it stands together."""
+        patterns = {*group.columns, *group.rows}
+        sizes = {name: parameter.numel for name, (_, parameter) in self.tree.parameters.items()}
+        own = {name for name in sizes if {self.tree.pattern(name), self.tree.pattern(parent(name))} & patterns}
+        blocks = {block(name) for name in own}
+        return sum(sizes[name] for name in own) / sum(sizes[name] for name in sizes if block(name) in blocks)
+
+    def _score(self, draft: Draft) -> Score | None:
+        proof = self.board.proof(draft)
+        return None if proof is None else _score(proof)
+
+    def _drafts(self, group: Group) -> Iterator[Draft]:
+        """What may be said of the matrices, the likeliest first."""
+        choices = [list(self._column(group, column)) for column in group.columns]
+        halves: list[Options] = [{"style": "packed_colwise"}] * len(group.columns)  # that meet: differential attention
+        apart = () if group.latent or group.container is not None else (halves,)
+        for styles in chain(islice(product(*choices), MOST_DRAFTS), apart):
+            if group.container is not None:
+                door = {group.container: {"style": DOOR, "output": "all_reduce"}}
+                yield Draft({**door, **self._split(group, styles, names=self._named)})
+            yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
+
+    def _split(
+        self, group: Group, styles: Sequence[Options | None], names: Callable[[str], tuple[str, ...]]
+    ) -> dict[str, Options]:
+        rules: dict[str, Options] = {}
+        for column, options in zip(group.columns, styles, strict=True):
+            if options is not None:
+                rules.update(dict.fromkeys(names(column), self._as_stored(column, options)))
+        for row in group.rows:
+            rules.update(dict.fromkeys(names(row), self._as_stored(row, {"style": "rowwise"})))
+        return rules
+
+    def _as_stored(self, pattern: str, options: Options) -> Options:
+        """The rule for a matrix that is stored [in, out]."""
+        if not self._product(pattern).turned:
+            return options
+        return {**options, "style": TURNED.get(options["style"], options["style"])}
+
+    def _product(self, pattern: str) -> Product:
+        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
+
+    def _itself(self, pattern: str) -> tuple[str, ...]:
+        return (pattern,)
+
+    def _named(self, pattern: str) -> tuple[str, ...]:
+        """In a container rules name parameters: it moves the values for all."""
+        modules = [
+            module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
+        ]
+        return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
+
+    def _experts(self, group: Group) -> Rules:
+        """The modules that own matrices as parameters move values for themselves alone."""
+        parameters = {
+            self.board.tree.pattern(name): self.board.tree.pattern(owner.name)
+            for name, (owner, _) in self.board.tree.parameters.items()
+        }
+        owners = dict.fromkeys(
+            parameters[pattern] for pattern in (*group.columns, *group.rows) if pattern in parameters
+        )
+        return {owner: {"style": "moe_tp_experts"} for owner in owners}
+
+    def _column(self, group: Group, column: str) -> Iterator[Options | None]:
+        if column in group.latent:
+            yield {"style": "mla_kv_a_proj"}
+            yield None
+            return
+        lengths = cut(self.flow, self._product(column))
+        if lengths:
+            said = packed(lengths, self.board.tree, self.tree, self._out_features(column))
+            if said is not None:
+                yield {"style": "packed_colwise"} if said == 2 else {"style": "packed_colwise", "packed": said}
+        yield {"style": "colwise"}
+
+    def _out_features(self, pattern: str) -> int:
+        """Of the model's own matrix."""
+        name = next(n for n in (*self.tree.modules, *self.tree.parameters) if self.tree.pattern(n) == pattern)
+        if name in self.tree.parameters:
+            return features(*self.tree.parameters[name], "out")
+        weight = self.tree.modules[name].parameter("weight")
+        assert weight is not None, name  # it made a product
+        return features(self.tree.modules[name], weight, "out")
+
+    def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
+        """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes
+        both."""
+        for _ in range(MOST_DIVIDED):
+            found = self._best(self._further(group, draft), score) or self._best(self._pairs(draft), score)
+            if found is None:
+                return draft
+            score, draft = found
+            if score.fits:
+                break
+        return draft
+
+    def _best(self, drafts: Iterable[Draft], score: Score) -> tuple[Score, Draft] | None:
+        """The one that gets furthest, if further than a score; the first that fits ends the search."""
+        best = None
+        for draft in drafts:
+            reached = self._score(draft)
+            if reached is not None and reached > (score if best is None else best[0]):
+                best = reached, draft
+                if reached.fits:
+                    break
+        return best
+
+    def _further(self, group: Group, draft: Draft) -> Iterator[Draft]:
+        wrong = self._wrong(draft)
+        for divided in self._attributes({**self._modules(group), **wrong}):
+            yield from _dividing(draft, divided)
+        for pattern, owner in self._vectors(group, wrong).items():
+            if pattern not in draft.tensor_parallel:
+                for style in ("colwise", "rowwise", "replicated_divided"):
+                    yield self._holding(draft, owner).with_rules({pattern: {"style": style}})
+
+    def _pairs(self, draft: Draft) -> Iterator[Draft]:
+        """With two attributes divided of the module that raises."""
+        own = [found for found in self._attributes(self._wrong(draft, "crash")) if not found[1].startswith("config.")]
+        for one, other in combinations(own, 2):
+            yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
+
+    def _wrong(self, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
+        """The module within a block in whose code the first thing that is wrong happens, or the first of a kind."""
+        proof = self.board.proof(draft)
+        hard = (f for f in (() if proof is None else proof.findings) if f.kind not in MENDABLE)
+        found = next((f.module for f in hard if kind in (None, f.kind)), "")
+        return {} if not found or element(found) else {found: None}
+
+    def _holding(self, draft: Draft, module: str) -> Draft:
+        """The draft where rules may hold a module's parameters in another way than its own does."""
+        rule = draft.tensor_parallel.get(module, {})
+        return draft.with_rules({module: {"style": "local_params"}}) if rule.get("style") == "replicate" else draft
+
+    def _vectors(self, group: Group, wrong: Mapping[str, None]) -> Mapping[str, str]:
+        """Parameters that the group's modules own themselves, and that are no matrices of it -> their modules, both as
+        patterns: one number per head, biases of experts; the weights of a norm only of that which is wrong."""
+        pattern, modules = self.board.tree.pattern, self._modules(group)
+        found = {
+            pattern(full): pattern(owner.name)
+            for full, (owner, p) in self.board.tree.parameters.items()
+            if (owner.name in wrong or (owner.name in modules and owner.kind == "other"))
+            and owner.kind in ("other", "norm")
+            and any(n % self.board.tp == 0 for n in p.shape)
+        }
+        return {name: owner for name, owner in found.items() if name not in (*group.columns, *group.rows)}
+
+    def _modules(self, group: Group) -> Mapping[str, None]:
+        """The modules of the group's matrices, and those around them within the block; the block itself where they are its
+        own (XLM's lists of attentions)."""
+        tree = self.board.tree
+        own = {self.board.tree.pattern(full): owner.name for full, (owner, _) in tree.parameters.items()}
+        return dict.fromkeys(
+            other
+            for pattern in (*group.rows, *group.columns)
+            for name in (*tree.modules, own.get(pattern, ""))
+            if name and (self.board.tree.pattern(name) == pattern or name == own.get(pattern))
+            for other in (name, *ancestors(name))
+            if other and (other != block(name) or other == parent(name)) and other not in ancestors(block(name))
+        )
+
+    def _attributes(self, modules: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """Numbers of modules that may count what is split: (pattern of the module, attribute)."""
+        seen: set[tuple[str, str]] = set()
+        for name in modules:
+            module = self.board.tree.modules[name]
+            config = {f"config.{n}": value for n, value in (module.config or {}).items()}
+            for attribute, value in {**module.numbers, **config}.items():
+                key = (self.board.tree.pattern(name), attribute)
+                if attribute.removeprefix("config.") in HEAD_SIZES:
+                    continue  # heads are split, not their features
+                if type(value) is int and value > 1 and value % self.board.tp == 0 and key not in seen:
+                    seen.add(key)
+                    yield key
+
+
+def _dividing(draft: Draft, divided: tuple[str, str]) -> Iterator[Draft]:
+    """The draft with one more attribute of a module divided, if it is not yet."""
+    pattern, attribute = divided
+    rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
+    if attribute not in rule.get("divide", ()):
+        yield draft.with_rules({pattern: {**rule, "divide": [*rule.get("divide", ()), attribute]}})
+
+
+def _score(proof: Proof) -> Score:
+    hard = [finding for finding in proof.findings if finding.kind not in MENDABLE]
+    return Score(not hard, min((finding.at for finding in hard), default=0), -len(hard))

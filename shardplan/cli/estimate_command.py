@@ -1,0 +1,83 @@
+"""`shardplan estimate`: what a plan costs on a mesh, or on every mesh for a number of devices."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from contextlib import redirect_stdout
+
+from shardplan import api
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.estimates import Estimate, Sweep
+from shardplan.core.report import Report
+from shardplan.report import json_text, to_json, wants_color
+
+from .arguments import model_of
+from .exits import CLEAN, UsageError
+from .output import columns, finish, progress
+
+CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selective": {"mode": "selective"}}
+
+
+def run(args: argparse.Namespace) -> int:
+    if (args.mesh is None) == (args.sweep is None):
+        raise UsageError("give --mesh or --sweep, one of both")
+    if args.sweep is not None and args.device is None:
+        raise UsageError("--sweep compares with a device's memory and speed: name one with --device")
+    if args.plot is not None and args.sweep is None:
+        raise UsageError("--plot is for --sweep")
+    gc.freeze()  # what was imported stays; what the traces leave behind is collected
+    gc.enable()
+    try:
+        with redirect_stdout(sys.stderr):  # what the model's own code prints
+            made = _made(args)
+    except PlanError as error:
+        return finish(Report(plans=(args.plan,), model=args.model, diagnostics=error.diagnostics), args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        progress("")
+    if args.plot is not None and isinstance(made, Sweep):
+        _plot(made, args.plot)
+    if args.json:
+        print(json_text(to_json(made)))
+        return CLEAN
+    from shardplan.report.estimate_text import estimate_text, sweep_text
+
+    color, width = wants_color(sys.stdout), columns(sys.stdout)
+    if isinstance(made, Sweep):
+        print(sweep_text(made, color=color, width=width))
+    else:
+        print(estimate_text(made, color=color, width=width))
+    return CLEAN
+
+
+def _made(args: argparse.Namespace) -> Estimate | Sweep:
+    options = {
+        "seq_len": args.seq_len,
+        "micro_batch": args.micro_batch,
+        "precision": args.precision,
+        "optimizer": args.optimizer,
+        "device": args.device,
+        "sequence_parallel": bool(args.sequence_parallel),
+        "logits": args.logits,
+        "activation_checkpointing": CHECKPOINTING[args.activation_checkpointing],
+        "regather": args.regather or None,
+        "progress": progress,
+    }
+    if args.sweep is not None:
+        return api.sweep(model_of(args), args.plan, args.sweep, **options)
+    return api.estimate(model_of(args), args.plan, dict(args.mesh), **options)
+
+
+def _plot(made: Sweep, file: str) -> None:
+    from shardplan.report.plot import plot_sweep
+
+    try:
+        plot_sweep(made, file)
+    except ImportError:
+        raise UsageError("--plot needs matplotlib: pip install 'shardplan[plot]'") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot write {file}: {error}") from None
+    print(f"{file}: written", file=sys.stderr)

@@ -1,0 +1,22 @@
+"""`shardplan explain CODE`: the page of a diagnostic code."""
+
+from __future__ import annotations
+
+import argparse
+from difflib import get_close_matches
+
+from shardplan.report.catalog import catalog, page
+
+from .exits import CLEAN, UsageError
+
+
+def run(args: argparse.Namespace) -> int:
+    pages, word = catalog(), args.code.upper()
+    code = pages.get(word)
+    if code is None:
+        near = [known for known in pages if known.startswith(word)][:3]
+        near = near or get_close_matches(word, pages, cutoff=0.5)
+        hint = f"; the nearest are {', '.join(near)}" if near else "; codes look like SP301"
+        raise UsageError(f"there is no code {args.code}{hint}")
+    print(page(code))
+    return CLEAN

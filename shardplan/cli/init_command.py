@@ -1,0 +1,47 @@
+"""`shardplan init`: a plan for a model."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from shardplan import api
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.report import Report
+from shardplan.core.sources import SourceMap
+from shardplan.report import text, wants_color
+
+from .arguments import model_of
+from .exits import CLEAN, UsageError
+from .output import finish, progress, write_file
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.output is not None and Path(args.output).exists() and not args.force:
+        raise UsageError(f"{args.output} exists; --force overwrites it")
+    gc.freeze()  # what was imported stays; what the trials leave behind is collected
+    gc.enable()
+    try:
+        with redirect_stdout(sys.stderr):
+            made = api.init_plan(
+                model_of(args),
+                tp=args.tp,
+                sequence_parallel=args.sequence_parallel,
+                name=args.name,
+                progress=progress,
+            )
+    except PlanError as error:
+        return finish(Report(plans=("init",), model=args.model, diagnostics=error.diagnostics), args)
+    finally:
+        progress("")
+    if made.diagnostics:
+        print(text(made.diagnostics, SourceMap(), color=wants_color(sys.stderr)) + "\n", file=sys.stderr)
+    if args.output is None:
+        print(made.text, end="")
+    else:
+        write_file(args.output, made.text)
+        print(f"{args.output}: proven at tp={args.tp}", file=sys.stderr)
+    return CLEAN

@@ -1,0 +1,73 @@
+"""`shardplan list`: the model types and the built-in plan for each; for one model, what its plan splits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+
+from shardplan import api
+from shardplan.core.coverage import Coverage
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.report import Report
+from shardplan.language import builtin_plans, parse_plan
+from shardplan.report import json_text
+from shardplan.report.table import table
+
+from .exits import CLEAN, UsageError
+from .output import columns, finish
+
+BY_NAME = "(by name)"  # a plan that `auto` does not choose
+HEADER = ("model", "plan", "sequence parallel", "description")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.model is None:
+        if args.settings or args.trust_remote_code:
+            raise UsageError("--set and --trust-remote-code are for a MODEL")
+        return _collection(args)
+    try:
+        with redirect_stdout(sys.stderr):  # what transformers prints while it builds the model
+            found = api.coverage(args.model, settings=dict(args.settings), trust_remote_code=args.trust_remote_code)
+    except PlanError as error:
+        return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
+    if args.json:
+        print(json_text(found.data))
+    else:
+        _print(_about(found))
+    return CLEAN
+
+
+def _collection(args: argparse.Namespace) -> int:
+    rows = sorted(row for name in builtin_plans() for row in _rows(name))
+    if args.json:
+        names = ("model", "plan", "sequence_parallel", "description")
+        print(json_text([dict(zip(names, (*row[:2], row[2] == "yes", row[3]), strict=True)) for row in rows]))
+    else:
+        _print([HEADER, *rows])
+    return CLEAN
+
+
+def _rows(name: str) -> list[tuple[str, ...]]:
+    plan = parse_plan(name).plan
+    assert plan is not None, name  # tests hold every built-in plan to having no findings
+    overlay = "yes" if plan.has_overlay else "no"
+    return [(model, name, overlay, " ".join(plan.description.split())) for model in plan.models or (BY_NAME,)]
+
+
+def _about(found: Coverage) -> Iterator[tuple[str, str]]:
+    yield "model", found.model
+    yield "plan", found.plan
+    for variant, sizes in found.allowed_tp.items():
+        yield f"tp sizes, {variant.replace('_', ' ')}", ", ".join(map(str, sizes))
+    if "sequence_parallel" not in found.allowed_tp:
+        yield "tp sizes, sequence parallel", "none: the plan has no sequence_parallel section"
+    yield "split inside the layers", f"{found.split:.1%} of the parameters"
+    for part, share in found.whole.items():
+        yield "whole on every rank", f"{part}, {f'{share:.1%}' if share >= 0.001 else 'under 0.1%'}"
+
+
+def _print(rows: Iterable[tuple[str, ...]]) -> None:
+    """A line for each row, unless a terminal is narrower."""
+    print("\n".join(table(rows, width=columns(sys.stdout))))

@@ -1,0 +1,50 @@
+"""`shardplan show`: what a plan does to each module of a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import redirect_stdout
+from dataclasses import asdict, replace
+
+from shardplan import api
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import MeshSizes
+from shardplan.report import json_text, wants_color
+
+from .arguments import model_of
+from .exits import CLEAN
+from .output import columns, finish, warn
+from .validate_command import report_of
+
+
+def run(args: argparse.Namespace) -> int:
+    args.sequence_parallel = bool(args.sequence_parallel)  # one variant is shown, so one is checked
+    findings = report_of(args, layouts=False)  # compiling checks those
+    if not findings.ok:
+        return finish(findings, args)
+    warn(findings)
+    tp = args.tp or findings.checked_tp or 1
+    try:
+        with redirect_stdout(sys.stderr):
+            program = api.compile_plan(
+                model_of(args),
+                MeshSizes(tp=tp),
+                args.plan,
+                sequence_parallel=args.sequence_parallel,
+                allow_unproven=True,  # it is shown, not applied
+            )
+    except PlanError as error:
+        return finish(replace(findings, diagnostics=error.diagnostics), args)
+    if args.json:
+        from shardplan.report.program_json import program_record
+
+        print(json_text(asdict(program_record(program, findings.sources, args.model))))
+        return CLEAN
+    from shardplan.report.program_text import WIDTH, program_text
+
+    if args.tp is None:
+        print(f"shown at tp {tp}, the smallest size that splits the model; --tp says another", file=sys.stderr)
+    width = columns(sys.stdout) or WIDTH
+    print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
+    return CLEAN

@@ -1,0 +1,52 @@
+"""`shardplan verify`: the numeric proof of a plan."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from contextlib import redirect_stdout
+from dataclasses import replace
+
+from shardplan import api
+from shardplan.core.diagnostics import PlanError
+from shardplan.report import json_text, to_json, wants_color
+from shardplan.report.proof_text import proof_text
+
+from .arguments import model_of
+from .exits import CLEAN, FINDINGS, UsageError
+from .output import columns, finish, progress, warn
+from .validate_command import report_of
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.dp_shard > 1 and not args.processes:
+        raise UsageError("FSDP2 does not run in the simulation: --dp-shard above 1 needs --processes")
+    findings = report_of(args, layouts=False)  # the proof decides about those
+    if not findings.ok:
+        return finish(findings, args)
+    warn(findings)
+    gc.freeze()  # what was imported stays; what the proof leaves behind is collected
+    gc.enable()
+    try:
+        with redirect_stdout(sys.stderr):
+            report = api.verify(
+                model_of(args),
+                args.plan,
+                tp=args.tp,
+                dp_shard=args.dp_shard,
+                sequence_parallel=args.sequence_parallel,
+                processes=args.processes,
+                allow_unproven=args.allow_unproven,
+                progress=progress,
+            )
+    except PlanError as error:  # there is no small copy, or it does not run
+        return finish(replace(findings, diagnostics=error.diagnostics), args)
+    finally:
+        progress("")
+    if args.json:
+        print(json_text(to_json(report)))
+    else:
+        width = columns(sys.stdout)
+        print(proof_text(report, color=wants_color(sys.stdout), all_rows=args.all, width=width))
+    return CLEAN if report.ok else FINDINGS

@@ -1,0 +1,52 @@
+"""NeMo-RL's norms of gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardplan.runtime.training import gradients
+from shardplan.runtime.training.gradients import Parameters
+
+
+def get_grad_norm(
+    parameters: Parameters,
+    dp_cp_group: ProcessGroup | None = None,
+    tp_group: ProcessGroup | None = None,
+    norm_type: float = 2,
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """`shardplan.get_grad_norm` as a number.
+
+    Args:
+        dp_cp_group, tp_group: not needed: the parameters' placements tell what is where, and each element counts once.
+        dtype: float32, in which it is computed; gradients in float64 stay so.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    _check_dtype(dtype)
+    return gradients.get_grad_norm(parameters, norm_type=norm_type).item()
+
+
+def clip_grad_by_total_norm_(
+    parameters: Parameters, max_grad_norm: float, total_norm: Tensor | float, dtype: torch.dtype = torch.float32
+) -> None:
+    """`shardplan.clip_grad_by_total_norm_`.
+
+    Args:
+        dtype: float32; gradients are scaled in their own dtype, in place.
+
+    Raises:
+        ValueError: another dtype.
+    """
+    _check_dtype(dtype)
+    gradients.clip_grad_by_total_norm_(parameters, max_grad_norm, total_norm)
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype is not torch.float32:
+        raise ValueError(
+            f"dtype must be torch.float32, not {dtype}: norms are computed in it, or in float64 of such gradients"
+        )

@@ -1,0 +1,72 @@
+"""A plan meets a model: globs become assignments, one for each module or parameter that a rule reaches."""
+
+from __future__ import annotations
+
+from shardplan.core.diagnostics import Code, Diagnostic
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
+from shardplan.core.tree import ModuleTree
+from shardplan.language.inherit import effective_sections
+
+from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
+from .combine import CONTRADICTION, contradictions
+from .dead import DEAD
+from .matching import Names
+from .models import OTHER_MODEL, other_model
+from .section_globs import PARAMETERS, expand, wrapped
+from .summed_blocks import SUMMED, declared_sums
+from .units import ignored, units_and_parts
+
+CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS, SUMMED)
+
+
+def bind(
+    plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, overlays: Overlays = NO_OVERLAYS
+) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
+    """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
+
+    Args:
+        plan: the plan, with what it extends.
+        tree: the picture of the model.
+        sizes: of the mesh.
+        overlays: the sections that are laid over the tensor-parallel rules.
+    """
+    names = Names(tree)
+    stack = layers(plan, names, overlays)
+    sections = effective_sections(plan)
+    units, about_units = expand(sections.data_parallel, "units", names)
+    left_out, about_left_out = ignored(sections.data_parallel, names)
+    units, parts = units_and_parts(sections.data_parallel, units, left_out, tree)
+    recomputed = sections.activation_checkpointing
+    checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
+    compiled, about_compiled = wrapped(sections.compile, names, units)
+    sums, about_sums = declared_sums(plan, tree, names, overlays)
+    resolved = ResolvedPlan(
+        plan=plan,
+        tree=tree,
+        sizes=sizes,
+        overlays=overlays,
+        assignments=assign(stack, names),
+        data_parallel=sections.data_parallel,
+        activation_checkpointing=recomputed,
+        compile=sections.compile,
+        dp_units=units,
+        dp_parts=parts,
+        dp_ignored=left_out,
+        ac_modules=checkpointed,
+        compile_modules=compiled,
+        sums=sums,
+    )
+    return resolved, (
+        *other_model(plan, tree),
+        *findings(plan, stack, names),
+        *contradictions(resolved),
+        *about_sums,
+        *about_units,
+        *about_left_out,
+        *about_checkpointed,
+        *about_compiled,
+    )
+
+
+__all__ = ["CODES", "bind"]

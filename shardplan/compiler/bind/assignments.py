@@ -1,0 +1,232 @@
+"""Rules -> assignments: expanded, compared within a section, laid over each other across sections and
+plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import OVERLAYS, Assignment, Overlays, PlanFile, Rule, Section
+from shardplan.core.tree import ModuleTree, full_name, named
+from shardplan.language.globs import parse_glob
+from shardplan.styles import NONE
+
+from .dead import dead
+from .matching import Names, Reached
+
+BOTH = Code(
+    code="SP202",
+    title="a key that matches modules and parameters",
+    text="""A rule says what happens around a module, or how one parameter is stored; a key that reaches both
+is almost always one `*` too far. Name either the modules or the parameters.""",
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts.*: replicate
+""",
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts.{gate_up,down}_proj: replicate
+""",
+)
+
+CONFLICT = Code(
+    code="SP203",
+    title="two rules of one section for one module",
+    text="""No key is more specific than another, and the order of a plan's lines means nothing: where two
+rules of one section reach one module with different styles or options, the plan does not say what is to
+happen. Make the keys disjoint, or say `override: true` in the later rule, which then wins where both match.
+Rules of a child plan need no such word against their parent's, nor do those of `sequence_parallel` against
+`tensor_parallel`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.*_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.*_proj: colwise
+  model.layers.*.mlp.down_proj: {style: rowwise, override: true}
+""",
+)
+
+TWICE = Code(
+    code="SP204",
+    title="the same rule twice for one module",
+    text="""Two rules of one section say the same for one module. Nothing is wrong with the result, but one of
+the keys probably reaches further than was meant.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.up_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One section of one plan; later layers win. `reached` says what each rule matches."""
+
+    plan: PlanFile
+    section: Section
+    rules: tuple[Rule, ...]
+    reached: tuple[Reached, ...] = field(repr=False)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        return frozenset(rule.pattern for rule in self.rules)
+
+
+def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...]:
+    """The sections that hold, the first to be covered first: tensor_parallel of the oldest ancestor to the
+    plan's own, then each of the overlays in the same order."""
+    sections: list[tuple[PlanFile, Section, tuple[Rule, ...]]] = [
+        (file, "tensor_parallel", file.tensor_parallel) for file in plan.lineage
+    ]
+    for overlay in OVERLAYS:
+        if overlay in overlays:
+            sections += [(file, overlay, file.rules(overlay)) for file in plan.lineage]
+    return tuple(
+        Layer(file, section, rules, tuple(names.reach(parse_glob(rule.pattern)) for rule in rules))
+        for file, section, rules in sections
+        if rules
+    )
+
+
+def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
+    """What holds for each module and parameter, in the tree's order."""
+    held: dict[str, Assignment] = {}
+    for layer in stack:
+        for name, (rule, is_parameter) in _winners(layer).items():
+            held[name] = Assignment(name, is_parameter, rule, layer.section)
+    kept = {name: assignment for name, assignment in held.items() if assignment.rule.style != NONE}
+    return {name: kept[name] for name in _in_order(kept, names.tree)}
+
+
+def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[str]:
+    """The names as they stand in the tree, parameters behind their modules."""
+    owners = {tree.owner(name) for name, assignment in assignments.items() if assignment.is_parameter}
+    for module in tree.modules.values():
+        if module.name in assignments:
+            yield module.name
+        if module.name in owners:
+            names = (full_name(module.name, p.name) for p in module.parameters)
+            yield from (name for name in names if name in assignments)
+
+
+def _winners(layer: Layer) -> dict[str, tuple[Rule, bool]]:
+    """The rule of one layer for each name: the later one, where both may stand."""
+    winners: dict[str, tuple[Rule, bool]] = {}
+    for rule, reached in zip(layer.rules, layer.reached, strict=True):
+        winners.update(dict.fromkeys(reached.modules, (rule, False)))
+        if not reached.modules:  # a key that matches both is refused; its modules are the likelier meaning
+            winners.update(dict.fromkeys(reached.parameters, (rule, True)))
+    return winners
+
+
+def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator[Diagnostic]:
+    """What is wrong with the rules of each layer of a plan."""
+    for i, layer in enumerate(stack):
+        before = frozenset[str]().union(*(other.keys for other in stack[:i]))
+        after = frozenset[str]().union(*(other.keys for other in stack[i + 1 :]))
+        for rule, reached in zip(layer.rules, layer.reached, strict=True):
+            # A key that a later layer states again, letter for letter, is answered for there; `none` removes
+            # the inherited rule of that key, whether or not it would have matched.
+            restated = rule.pattern in after or (rule.style == NONE and rule.pattern in before)
+            if not reached and not rule.optional and not restated:
+                lenient = layer.plan.lenient_dead_rules
+                inherited = layer.plan is not plan
+                yield dead(names, parse_glob(rule.pattern), rule.location, lenient=lenient, inherited=inherited)
+            if reached.modules and reached.parameters:
+                yield _both(rule, reached)
+        yield from _clashes(layer)
+
+
+def _both(rule: Rule, reached: Reached) -> Diagnostic:
+    return Diagnostic(
+        code=BOTH.code,
+        severity=Severity.ERROR,
+        message=f"`{rule.pattern}` matches modules and parameters, such as {reached.modules[0]} and "
+        f"{reached.parameters[0]}",
+        primary=Label(
+            rule.location, f"matches {len(reached.modules)} modules and {len(reached.parameters)} parameters"
+        ),
+        help="write keys that match either the modules or the parameters",
+        modules=(*reached.modules, *reached.parameters),
+    )
+
+
+def _clashes(layer: Layer) -> Iterator[Diagnostic]:
+    """One finding for each two rules that meet."""
+    said: dict[str, Rule] = {}
+    meetings: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
+    for number, (rule, reached) in enumerate(zip(layer.rules, layer.reached, strict=True)):
+        for name in reached.modules or reached.parameters:
+            earlier = said.get(name)
+            if earlier is not None and not rule.override:
+                key = (id(earlier), number)
+                meetings.setdefault(key, (earlier, rule, []))[2].append(name)
+            said[name] = rule
+    for earlier, later, names in meetings.values():
+        yield _clash(earlier, later, tuple(names))
+
+
+def _clash(earlier: Rule, later: Rule, names: tuple[str, ...]) -> Diagnostic:
+    if later.style == earlier.style and later.options == earlier.options:
+        return Diagnostic(
+            code=TWICE.code,
+            severity=Severity.WARNING,
+            message=f"two rules say the same for {named(names)}: `{earlier.pattern}` and `{later.pattern}`",
+            primary=Label(later.location, f"says `{later.style}` again"),
+            related=(Label(earlier.location, f"says `{earlier.style}`"),),
+            help="remove one of them, or make the keys disjoint",
+            modules=names,
+        )
+    return Diagnostic(
+        code=CONFLICT.code,
+        severity=Severity.ERROR,
+        message=f"two rules differ about {named(names)}: {_difference(earlier, later)}",
+        primary=Label(later.location, _says(later, earlier)),
+        related=(Label(earlier.location, _says(earlier, later)),),
+        help="make the keys disjoint, or say `override: true` in the later rule",
+        modules=names,
+    )
+
+
+def _difference(earlier: Rule, later: Rule) -> str:
+    if earlier.style != later.style:
+        return f"`{earlier.style}` and `{later.style}`"
+    return f"`{later.style}` with other options ({', '.join(_other_options(earlier, later))})"
+
+
+def _other_options(one: Rule, other: Rule) -> Iterator[str]:
+    return (name for name, value in one.options.items() if value != other.options[name])
+
+
+def _says(rule: Rule, other: Rule) -> str:
+    if rule.style != other.style:
+        return f"says `{rule.style}`"
+    return "says " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
+
+
+def _written(value: object) -> str:
+    """An option's value as plans write it."""
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()

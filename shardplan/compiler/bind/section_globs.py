@@ -1,0 +1,99 @@
+"""The globs of the sections that wrap modules: data-parallel units, checkpointed and compiled modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel
+from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree
+from shardplan.language.globs import parse_glob
+
+from .dead import dead
+from .matching import Names
+
+PARAMETERS = Code(
+    code="SP207",
+    title="parameters where modules are wanted",
+    text="""`units` and `modules` list modules: what is gathered, recomputed or compiled together is a
+module's forward. A parameter cannot be wrapped; name the module that owns it.""",
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*.mlp.experts.gate_up_proj]
+""",
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*.mlp.experts]
+""",
+)
+
+
+def expand(
+    section: DataParallel | ActivationCheckpointing | Compile | None, field: str, names: Names, *, every: int = 1
+) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
+    """The modules that the globs of a section's field match, in the tree's order, and what is wrong with the
+    globs. A list of modules, which has no forward of its own, stands for its elements.
+
+    Args:
+        every: of what each glob matches, each n-th alone.
+    """
+    if section is None:
+        return (), ()
+    found: set[str] = set()
+    wrong: list[Diagnostic] = []
+    for i, pattern in enumerate(getattr(section, field)):
+        glob = parse_glob(pattern)
+        reached = names.reach(glob)
+        found.update(_each(every, tuple(_elements(reached.modules, names.tree)), names))
+        if not reached.modules:
+            place = section.given.get(field) or section.location or Location("<arguments>", (field,))
+            location = replace(place, path=(*place.path, i), part="value")
+            wrong.append(
+                _parameters(pattern, location, reached.parameters)
+                if reached.parameters
+                else dead(names, glob, location, modules_only=True)
+            )
+    return tuple(name for name in names.tree.modules if name in found), tuple(wrong)
+
+
+def wrapped(
+    section: ActivationCheckpointing | Compile | None, names: Names, units: tuple[str, ...], *, every: int = 1
+) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
+    """The modules of a section that wraps some: as `expand`, and the data-parallel units where it does not say which."""
+    if section is not None and "modules" not in section.given:
+        return _each(every, units, names), ()
+    return expand(section, "modules", names, every=every)
+
+
+def _elements(modules: tuple[str, ...], tree: ModuleTree) -> Iterator[str]:
+    """The modules, lists among them (also lists of lists) replaced by their elements."""
+    for name in modules:
+        if tree.modules[name].class_name in WITHOUT_FORWARD:
+            yield from _elements(tree.children[name], tree)
+        else:
+            yield name
+
+
+def _each(n: int, modules: tuple[str, ...], names: Names) -> tuple[str, ...]:
+    """Each n-th of the modules, in the tree's order."""
+    if n == 1:
+        return modules
+    matched = frozenset(modules)
+    return tuple(name for name in names.tree.modules if name in matched)[n - 1 :: n]
+
+
+def _parameters(pattern: str, location: Location, names: tuple[str, ...]) -> Diagnostic:
+    owners = pattern.rpartition(".")[0]
+    return Diagnostic(
+        code=PARAMETERS.code,
+        severity=Severity.ERROR,
+        message=f"`{pattern}` matches parameters, such as {names[0]}, where modules are wanted",
+        primary=Label(location, f"matches {len(names)} parameters"),
+        help=f"name the module that owns them: `{owners}`",
+        modules=names,
+    )

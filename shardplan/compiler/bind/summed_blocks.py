@@ -1,0 +1,117 @@
+"""`sum_outputs`: the blocks that it stands at, and the modules that it names in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import SECTIONS, Overlays, PlanFile
+from shardplan.core.suggest import closest
+from shardplan.core.sum_outputs import SummedOutputs, SumRule
+from shardplan.core.tree import ModuleTree, named, starred
+from shardplan.language.globs import parse_glob
+
+from .dead import dead
+from .matching import Names
+
+SUMMED = Code(
+    code="SP208",
+    title="`sum_outputs` that names no two modules of a block",
+    text="""`sum_outputs` stands at a block and lists the modules below it whose partial sums the block's code adds up: their
+names from the block on, in the order in which they run. Each name or pattern must match a module of some block, a block needs
+two modules at least, and no module is in two sums.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*: {sum_outputs: [self_attn.out_proj, mlp.down_proj]}
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
+""",
+)
+
+
+def declared_sums(
+    plan: PlanFile, tree: ModuleTree, names: Names, overlays: Overlays
+) -> tuple[tuple[SummedOutputs, ...], tuple[Diagnostic, ...]]:
+    """The sums of each block, in the tree's order, and what is wrong with them.
+
+    The lists of a child plan and of the overlays replace those that stand for the same block before; a rule without
+    a list leaves them as they are.
+    """
+    sections = [section for section in SECTIONS if section == "tensor_parallel" or section in overlays]
+    rules = [(file, rule) for section in sections for file in plan.lineage for rule in file.sums.get(section, ())]
+    holds: dict[str, SumRule] = {}
+    wrong: list[Diagnostic] = []
+    for file, rule in rules:
+        reached = names.reach(parse_glob(rule.pattern))
+        if not reached.modules and not rule.styled and not rule.optional:
+            wrong.append(
+                dead(names, parse_glob(rule.pattern), rule.location, inherited=file is not plan, modules_only=True)
+            )
+        holds.update(dict.fromkeys(reached.modules, rule))
+    found: list[SummedOutputs] = []
+    used: set[str] = set()
+    matched: dict[SumRule, list[tuple[str, tuple[tuple[str, ...], ...]]]] = {}
+    for name in (name for name in tree.modules if name in holds and holds[name].outputs):
+        matched.setdefault(holds[name], []).append((name, _members(tree, name, holds[name])))
+    for rule, blocks in matched.items():
+        wrong += [] if rule.optional else _unmatched(tree, rule, dict(blocks))
+        for name, lists in blocks:
+            members = tuple(dict.fromkeys(member for each in lists for member in each))
+            if len(members) < 2:
+                continue
+            if twice := used.intersection(members):
+                wrong.append(
+                    _finding(rule, f"{named(sorted(twice))} is in two sums", "name it in one of them", members)
+                )
+                continue
+            used.update(members)
+            found.append(SummedOutputs(name, members, rule))
+    order = {name: i for i, name in enumerate(tree.modules)}
+    return tuple(sorted(found, key=lambda one: order[one.block])), tuple(wrong)
+
+
+def _members(tree: ModuleTree, block: str, rule: SumRule) -> tuple[tuple[str, ...], ...]:
+    """What each of a rule's patterns matches below a block."""
+    prefix = f"{block}." if block else ""
+    below = [name for name in tree.modules if name and name.startswith(prefix) and name != block]
+    globs = [parse_glob(pattern) for pattern in rule.outputs]
+    return tuple(tuple(name for name in below if glob.matches(name.removeprefix(prefix))) for glob in globs)
+
+
+def _unmatched(tree: ModuleTree, rule: SumRule, blocks: Mapping[str, tuple[tuple[str, ...], ...]]) -> list[Diagnostic]:
+    """Patterns that match in no block, else a rule that no block has two modules for."""
+    missing = [p for i, p in enumerate(rule.outputs) if not any(lists[i] for lists in blocks.values())]
+    if not missing:
+        if any(len({name for each in lists for name in each}) > 1 for lists in blocks.values()):
+            return []
+        only = next(name for lists in blocks.values() for each in lists for name in each)
+        message = f"`{rule.text}` matches {starred(only)} alone: nothing is added to it"
+        return [_finding(rule, message, "name all modules whose outputs the block adds up", tuple(blocks))]
+    first = next(iter(blocks))
+    prefix = f"{first}." if first else ""
+    below = [name.removeprefix(prefix) for name in tree.modules if name.startswith(prefix) and name not in ("", first)]
+    found = []
+    for pattern in missing:
+        near = closest(pattern, below, cutoff=0.6)
+        help = f"write `{near}`" if near else "name modules from the block on, as in `self_attn.o_proj`"
+        found.append(_finding(rule, f"`{pattern}` in `sum_outputs` matches no module of {starred(first)}", help, ()))
+    return found
+
+
+def _finding(rule: SumRule, message: str, help: str, modules: tuple[str, ...]) -> Diagnostic:
+    return Diagnostic(
+        code=SUMMED.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=Label(rule.location, "declares a sum"),
+        help=help,
+        modules=modules,
+    )

@@ -1,0 +1,127 @@
+"""FSDP units that follow from the model: frozen modules, modules of a dtype of their own; and what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+
+from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.sections import DataParallel
+from shardplan.core.tree import WITHOUT_FORWARD, ModuleTree, ParameterInfo, ancestors, parent
+from shardplan.language.globs import parse_glob
+from shardplan.styles.backends import BACKENDS
+
+from .dead import dead
+from .matching import Names
+
+
+def ignored(section: DataParallel | None, names: Names) -> tuple[frozenset[str], tuple[Diagnostic, ...]]:
+    """The parameters that data parallelism leaves alone, by full name, and the globs that match nothing."""
+    if section is None:
+        return frozenset(), ()
+    tree = names.tree
+    found = {n for n, (_, p) in tree.parameters.items() if section.frozen == "replicated" and not p.requires_grad}
+    wrong: list[Diagnostic] = []
+    for i, pattern in enumerate(section.ignored):
+        glob = parse_glob(pattern)
+        reached = names.reach(glob)
+        modules = frozenset(reached.modules)
+        found.update(reached.parameters)
+        found.update(n for n, (m, _) in tree.parameters.items() if modules & {m.name, *ancestors(m.name)})
+        if not (reached.modules or reached.parameters):
+            place = section.given.get("ignored") or section.location or Location("<arguments>", ("ignored",))
+            wrong.append(dead(names, glob, Location(place.file, (*place.path, i), "value"), modules_only=True))
+    return frozenset(found), tuple(wrong)
+
+
+def units_and_parts(
+    section: DataParallel | None, units: tuple[str, ...], left_out: frozenset[str], tree: ModuleTree
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The plan's units, and the modules that are units beside them, both in the tree's order.
+
+    Args:
+        units: as the plan names them.
+        left_out: parameters that belong to no unit.
+    """
+    if section is None or not BACKENDS[section.backend].parts:
+        return units, ()
+    frozen = _wholly_frozen(tree) if section.frozen in ("own", "root") else {}
+    if section.frozen == "root":
+        units = tuple(name for name in units if name not in frozen)
+    parts: tuple[str, ...] = ()
+    if section.frozen == "own":
+        holding = {above for unit in units for above in ancestors(unit)}
+        parts = tuple(
+            name
+            for name in frozen
+            if name and name not in holding and not {name, *ancestors(name)} & set(units) and parent(name) not in frozen
+        )
+    parts += _of_own_dtype(tree, frozenset(units) | frozenset(parts), left_out)
+    return units, tuple(name for name in tree.modules if name in frozenset(parts))
+
+
+def unit_of(tree: ModuleTree, units: frozenset[str]) -> dict[str, str]:
+    """The innermost unit that each module belongs to; "" is the root's."""
+    found: dict[str, str] = {"": ""}
+    for name in tree.modules:
+        found[name] = name if name in units else found[parent(name)]
+    return found
+
+
+def _inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterInfo]]]:
+    """The parameters of each module and of those inside it, with their full names."""
+    found: dict[str, list[tuple[str, ParameterInfo]]] = defaultdict(list)
+    for name, (module, parameter) in tree.parameters.items():
+        for above in (module.name, *ancestors(module.name)):
+            found[above].append((name, parameter))
+    return found
+
+
+def _wholly_frozen(tree: ModuleTree) -> Mapping[str, None]:
+    """The modules that have parameters, none of which is trained, in the tree's order; lists are not among them."""
+    inside = _inside(tree)
+    return {
+        name: None
+        for name, module in tree.modules.items()
+        if name in inside
+        and not any(p.requires_grad for _, p in inside[name])
+        and module.class_name not in WITHOUT_FORWARD
+        and not any(tied in {n for n, _ in inside[name]} for group in tree.tied for tied in group)
+    }
+
+
+def _of_own_dtype(tree: ModuleTree, units: frozenset[str], left_out: frozenset[str]) -> tuple[str, ...]:
+    """In units whose trained parameters are of several dtypes: the outermost modules that have alone those that fewer
+    parameters are of.
+
+    Modules that mix dtypes themselves, and those whose parameters are tied, stay (`check.fsdp` refuses their unit).
+    """
+    trained = {n: p for n, (_, p) in tree.parameters.items() if p.requires_grad and n not in left_out}
+    if len({p.dtype for p in trained.values()}) < 2:
+        return ()
+    of, inside = unit_of(tree, units), _inside(tree)
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for name, p in trained.items():
+        counts[of[tree.owner(name)]][p.dtype] += 1
+    usual = {unit: count.most_common(1)[0][0] for unit, count in counts.items() if len(count) > 1}
+    tied = {name for group in tree.tied for name in group}
+
+    def apart(name: str) -> bool:
+        own = [(n, p) for n, p in inside.get(name, ()) if n in trained]
+        unit, module = of[name], tree.modules[name]
+        return (
+            unit in usual
+            and name != unit
+            and bool(own)
+            and {p.dtype for _, p in own} != {usual[unit]}
+            and len({p.dtype for _, p in own}) == 1
+            and all(of[tree.owner(n)] == unit and n not in tied for n, _ in own)
+            and module.class_name not in WITHOUT_FORWARD
+            and name not in tree.inside
+        )
+
+    found: list[str] = []
+    for name in tree.modules:
+        if name and apart(name) and not any(above in found for above in ancestors(name)):
+            found.append(name)
+    return tuple(found)

@@ -1,0 +1,76 @@
+"""The structural checks: what can be said of a bound plan without running the model. One rule per file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic
+from shardplan.core.plan import ResolvedPlan
+
+from . import (
+    adapter_splits,
+    async_tp_needs,
+    backend,
+    block_input_sources,
+    checkpointed_modules,
+    declared,
+    divisibility,
+    dropout,
+    fsdp,
+    half_covered,
+    kinds,
+    mesh_axes,
+    parameter_hooks,
+    sequence,
+    summed_outputs,
+    tied_parameters,
+    vocabulary_size,
+)
+from .facts import Facts
+
+_RULES = (
+    kinds,
+    divisibility,
+    declared,
+    vocabulary_size,
+    tied_parameters,
+    half_covered,
+    sequence,
+    block_input_sources,
+    summed_outputs,
+    dropout,
+    fsdp,
+    adapter_splits,
+    backend,
+    checkpointed_modules,
+    async_tp_needs,
+    mesh_axes,
+    parameter_hooks,
+)
+
+CHECKS: tuple[Callable[[Facts], Iterator[Diagnostic]], ...] = tuple(rule.check for rule in _RULES)
+CODES: tuple[Code, ...] = tuple(code for rule in _RULES for code in rule.CODES)
+
+
+def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagnostic, ...]:
+    """All structural findings of a bound plan.
+
+    Args:
+        resolved: the plan, the model's tree and the mesh_axes sizes. With `sizes.tp` None the checks that depend
+            on the size run at the smallest size above 1 that the model allows.
+        seq_len: the sequence length in tokens, if it is known.
+    """
+    facts = Facts(resolved, seq_len)
+    return tuple(finding for rule in CHECKS for finding in rule(facts))
+
+
+def allowed_tp(resolved: ResolvedPlan) -> tuple[int, ...]:
+    """The tp sizes that the model allows with this plan, ascending.
+
+    1 is always among them. Where the plan splits nothing it is the only one; where nothing but a vocabulary_size
+    limits the size, powers of two are listed.
+    """
+    return Facts(resolved).allowed
+
+
+__all__ = ["CHECKS", "CODES", "allowed_tp", "check"]

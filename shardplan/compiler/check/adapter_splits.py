@@ -1,0 +1,90 @@
+"""Adapters of split layers: they are split with their layer, or there is no right way to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Rule
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, named
+from shardplan.styles.adapter_styles import adapter_style
+
+from .facts import Facts
+
+ADAPTER = Code(
+    code="SP390",
+    title="an adapter that cannot be split with its layer",
+    text="""A LoRA adapter of a split layer is split as the layer is: B with the output features, A with the input
+features. DoRA needs the norm of each row of the whole weight, which no rank has where the input features or the rows of a
+vocabulary are split. Adapters of single parameters (`target_parameters`: the weights of experts) are added to the
+parameter by exchanging it while the module runs, which a sharded parameter does not survive. Other kinds of adapters are
+not known: what they compute on a part of the layer is not what they compute on the whole.""",
+    bad="""# shardplan validate my_models:llama_with_dora mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+    good="""# shardplan validate my_models:llama_with_lora mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: colwise
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+)
+
+CODES = (ADAPTER,)
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule and reason."""
+    if facts.tp in (None, 1):
+        return
+    groups: dict[tuple[int, str, str], tuple[Rule | None, list[str]]] = {}
+    for module in facts.resolved.tree.modules.values():
+        for parameter in module.parameters:
+            if parameter.adapter is None:
+                continue
+            rule, what, help = _reason(facts, module, parameter)
+            if what:
+                groups.setdefault((id(rule), what, help), (rule, []))[1].append(module.name)
+    for (_, what, help), (rule, names) in groups.items():
+        adapted = tuple(dict.fromkeys(names))
+        yield Diagnostic(
+            code=ADAPTER.code,
+            severity=Severity.ERROR,
+            message=f"{what} of {named(map(facts.resolved.tree.address, adapted))}",
+            primary=Label(rule.location, f"`{rule.style}` splits the layer") if rule is not None else None,
+            help=help,
+            modules=adapted,
+        )
+
+
+def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple[Rule | None, str, str]:
+    """The rule that splits the layer, what is wrong and what to do; no words where nothing is."""
+    whole = "leave these layers out of the adapter"
+    if parameter.adapter == "parameter":
+        return (
+            None,
+            "an adapter exchanges single parameters (`target_parameters`), which cannot be sharded:",
+            "adapt Linear modules (`target_modules`)",
+        )
+    resolved = facts.resolved
+    for own in module.parameters:
+        assignment = resolved.parameters.get(full_name(module.name, own.name))
+        if assignment is not None and facts.style(assignment).shards_parameters:
+            return (
+                assignment.rule,
+                "a rule for the single parameter splits the adapted layer:",
+                "write the rule for the module",
+            )
+    assignment = resolved.modules.get(module.name)
+    if assignment is None or facts.style(assignment).is_door:
+        return None, "", ""
+    if adapter_style(facts.style(assignment), parameter) is not None:
+        return None, "", ""
+    if parameter.adapter == "magnitude":
+        return assignment.rule, "DoRA needs the norm of whole rows of the weight", f"{whole}, or say `use_dora=False`"
+    return assignment.rule, f"the adapter's {parameter.name} cannot be split with the weight", whole

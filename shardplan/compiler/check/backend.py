@@ -1,0 +1,251 @@
+"""The data-parallel backend is there, and can do what the mesh asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.mesh import APPLIED, DATA_PARALLEL
+from shardplan.core.sections import DataParallel, MegatronFSDP
+from shardplan.core.tree import named
+from shardplan.styles.backends import BACKENDS, Backend
+
+from .check_words import join
+from .facts import Facts
+from .field_places import field_label
+
+MISSING = Code(
+    code="SP551",
+    title="a data-parallel backend that is not installed",
+    text="""`backend: megatron_fsdp` needs the package of that name, which is not required by this one.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  backend: megatron_fsdp
+  units: [model.layers.*]
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  backend: fsdp2
+  units: [model.layers.*]
+""",
+)
+
+REPLICATES = Code(
+    code="SP552",
+    title="ddp with an axis that splits the model",
+    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients: it cannot shard
+(`dp_shard` above 1), and its buckets do not take the DTensor parameters of tensor parallelism. Use `fsdp2`,
+which replicates over `dp_replicate` and shards over `dp_shard`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+""",
+)
+
+UNSAID = Code(
+    code="SP553",
+    title="data-parallel ranks without a data_parallel section",
+    text="""The mesh has ranks that see other batches (`dp_replicate`, `dp_shard`, `cp`), and the plan does not say how
+their gradients come together: they would train apart. Say it in the plan, or apply the plan on the mesh's tp axis alone
+(`mesh["tp"]`) and wrap the model yourself.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+)
+
+FIELD = Code(
+    code="SP554",
+    title="a field that the data-parallel backend does not have",
+    text="""Each backend carries out some of the fields of `data_parallel`. One that would be skipped, and that changes
+what is computed or where it is kept, is an error. How FSDP2 gathers (`reshard_after_forward`, `prefetch`) may stand there:
+other backends gather in their own way.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+  mixed_precision: {param: bfloat16}
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
+version: "1"
+name: mine
+data_parallel:
+  backend: ddp
+""",
+)
+
+COMBINED = Code(
+    code="SP555",
+    title="a data-parallel backend with a plan that it would train wrongly",
+    text="""Megatron-FSDP hands modules plain tensors in place of their DTensor parameters. Gradients that are partial sums
+over tp (norms on heads, and all norms under sequence parallelism) would then never be summed. Use `fsdp2`, or the plan
+without what needs it.""",
+)
+
+CLASSES = Code(
+    code="SP556",
+    title="units of Megatron-FSDP that are not all modules of their class",
+    text="""Megatron-FSDP finds its units by their class. A plan whose `units` name some modules of a class, and leave out
+others, would get them all.""",
+)
+
+STRATEGY = Code(
+    code="SP557",
+    title="sharding strategies that Megatron-FSDP does not combine",
+    text="""Optimizer state is sharded over `dp_replicate` (`outer_dp_sharding_strategy: optim`) only where all is sharded
+over `dp_shard` (`zero_dp_strategy: optim_grads_params`), and a model on the meta device cannot stay unsharded
+(`init_model_with_meta_device` with `no_shard`).""",
+)
+
+CODES = (MISSING, REPLICATES, UNSAID, FIELD, COMBINED, CLASSES, STRATEGY)
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """A data_parallel section that the mesh needs, of a backend that is there and can do what the plan and the mesh ask
+    for."""
+    section = facts.resolved.data_parallel
+    if section is None:
+        yield from _unsaid(facts)
+        return
+    backend = BACKENDS[section.backend]
+    if backend.module and find_spec(backend.module) is None:
+        yield Diagnostic(
+            code=MISSING.code,
+            severity=Severity.ERROR,
+            message=f"the backend {backend.name} ({backend.package}) is not installed",
+            primary=field_label(section, "backend"),
+            help=f"`pip install {backend.package}`, or use `backend: fsdp2`",
+        )
+    sizes = facts.resolved.sizes
+    axes = [axis for axis in APPLIED if axis not in backend.splits]
+    splitting = {axis: size for axis in axes if (size := sizes.of(axis)) > 1}
+    if splitting:
+        said = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
+        yield Diagnostic(
+            code=REPLICATES.code,
+            severity=Severity.ERROR,
+            message=f"the backend {backend.name} {_limits(backend)}, but the mesh has {said}",
+            primary=field_label(section, "backend"),
+            help=f"use `backend: fsdp2`, or a mesh with {_known(backend)} alone",
+        )
+    yield from _fields(section, backend)
+    yield from _combined(facts, section, backend)
+    if backend.units_by_class:
+        yield from _classes(facts)
+    if "megatron_fsdp" in backend.fields:
+        yield from _strategy(section)
+
+
+def _limits(backend: Backend) -> str:
+    return f"works with {_known(backend)}" if backend.shards else "keeps the whole model on every rank"
+
+
+def _known(backend: Backend) -> str:
+    return join([axis for axis in APPLIED if axis in backend.splits], "and")
+
+
+def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
+    default, known = DataParallel().values, {"backend", *backend.fields, *backend.idle}
+    for name, value in section.values.items():
+        if name not in known and value != default[name]:
+            yield Diagnostic(
+                code=FIELD.code,
+                severity=Severity.ERROR,
+                message=f"the backend {backend.name} has no {name}",
+                primary=field_label(section, name),
+                help=f"remove `{name}`, or use a backend that has it",
+            )
+
+
+def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
+    if (facts.tp or 1) == 1:
+        return
+    partial = tuple(name for group in facts.groups if group.how.computed == "R" for name in group.names)
+    if facts.resolved.sequence_parallel and not backend.sequence_parallel:
+        message, help = f"the backend {backend.name} does not work with sequence parallelism", "switch it off"
+    elif partial and not backend.partial_gradients:
+        message = f"the backend {backend.name} would not sum the gradient of {named(partial)} over tp"
+        help = "use a mesh without tp"
+    else:
+        return
+    yield Diagnostic(
+        code=COMBINED.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=field_label(section, "backend"),
+        help=f"use `backend: fsdp2`, or {help}",
+        modules=partial,
+    )
+
+
+def _classes(facts: Facts) -> Iterator[Diagnostic]:
+    resolved, section = facts.resolved, facts.resolved.data_parallel
+    assert section is not None
+    units = frozenset(resolved.dp_units)
+    classes = {resolved.tree.modules[name].class_name for name in units}
+    others = tuple(n for n, m in resolved.tree.modules.items() if m.class_name in classes and n not in units)
+    if others:
+        yield Diagnostic(
+            code=CLASSES.code,
+            severity=Severity.ERROR,
+            message=f"{section.backend} finds units by their class, and {named(others)} is of the class of a unit",
+            primary=field_label(section, "units"),
+            help="name all modules of a class in `units`, or none",
+            modules=others,
+        )
+
+
+def _strategy(section: DataParallel) -> Iterator[Diagnostic]:
+    options = section.megatron_fsdp or MegatronFSDP()
+    if options.outer_dp_sharding_strategy in (1, "optim") and options.zero_dp_strategy not in (3, "optim_grads_params"):
+        message, help = (
+            "`outer_dp_sharding_strategy: optim` needs `zero_dp_strategy: optim_grads_params`",
+            "change one of the two",
+        )
+    elif options.init_model_with_meta_device and options.zero_dp_strategy in (0, "no_shard"):
+        message, help = (
+            "a model on the meta device cannot be initialised with `zero_dp_strategy: no_shard`",
+            "change one of the two",
+        )
+    else:
+        return
+    yield Diagnostic(
+        code=STRATEGY.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=field_label(section, "megatron_fsdp"),
+        help=help,
+    )
+
+
+def _unsaid(facts: Facts) -> Iterator[Diagnostic]:
+    sizes = facts.resolved.sizes
+    ranks = {axis: size for axis in DATA_PARALLEL if (size := sizes.of(axis)) > 1}
+    if ranks:
+        axes = " and ".join(f"{axis}={size}" for axis, size in ranks.items())
+        yield Diagnostic(
+            code=UNSAID.code,
+            severity=Severity.ERROR,
+            message=f"the mesh has {axes}, but the plan has no data_parallel section",
+            help="add `data_parallel: {backend: fsdp2, units: [...]}`",
+        )

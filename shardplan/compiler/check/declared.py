@@ -1,0 +1,192 @@
+"""What rules declare about numbers is true of the model, and tp divides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Rule
+from shardplan.core.tree import named
+
+from .check_words import sizes
+from .declared_numbers import attribute, declared, packed_parts
+from .facts import Facts
+
+PARTS = Code(
+    code="SP304",
+    title="packed parts that are not what the dimension holds",
+    text="""`packed` says how several matrices are stored as one: the number of equal parts, or the length of
+each part as an expression over the numbers of the configuration, in the order in which they are stored. The
+parts must make up the whole dimension; otherwise a rank's shard would mix q with k.""",
+    bad="""# shardplan validate phi-3-mini-4k.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn:
+    style: input_with_grad_allreduce
+    divide: [config.num_attention_heads, num_key_value_heads]
+  model.layers.*.self_attn.qkv_proj:
+    style: packed_colwise
+    packed: [hidden_size, num_key_value_heads, num_key_value_heads]
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+    good="""# shardplan validate phi-3-mini-4k.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn:
+    style: input_with_grad_allreduce
+    divide: [config.num_attention_heads, num_key_value_heads]
+  model.layers.*.self_attn.qkv_proj:
+    style: packed_colwise
+    packed:
+      - hidden_size
+      - num_key_value_heads * (hidden_size // num_attention_heads)
+      - num_key_value_heads * (hidden_size // num_attention_heads)
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+)
+
+DIVIDES = Code(
+    code="SP305",
+    title="tp does not divide what the plan says it must divide",
+    text="""`divides` names a number of the configuration (or an expression over such numbers) that tp must
+divide, for what cannot be seen in the shapes: the number of groups of a state-space model, say. The number
+must exist.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: {style: colwise, divides: num_groups}
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.{q,k,v}_proj: {style: colwise, divides: num_key_value_heads}
+  model.layers.*.self_attn.o_proj: rowwise
+""",
+)
+
+DIVIDE = Code(
+    code="SP306",
+    title="an attribute that cannot be divided by tp",
+    text="""`divide` lists numbers of the module instance, or of its configuration
+(`config.num_attention_heads`), that become their tp-th part, because the model's code reshapes with them.
+Each must exist on every module that the rule reaches, and tp must divide it.""",
+    bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.h.*.attn: {style: input_with_grad_allreduce, divide: [split_size, n_heads]}
+  transformer.h.*.attn.c_attn: {style: packed_colwise, packed: 3, divide: [nf]}
+  transformer.h.*.attn.c_proj: rowwise
+""",
+    good="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.h.*.attn: {style: input_with_grad_allreduce, divide: [split_size, num_heads]}
+  transformer.h.*.attn.c_attn: {style: packed_colwise, packed: 3, divide: [nf]}
+  transformer.h.*.attn.c_proj: rowwise
+""",
+)
+
+NUMBER = Code(
+    code="SP308",
+    title="a style that needs a number which the configuration lacks",
+    text="""`mla_kv_a_proj` needs to know how many trailing output features are the rotary part that every
+rank's heads read: the configuration's `qk_rope_head_dim`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.self_attn.k_proj: mla_kv_a_proj
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+
+CODES = (PARTS, DIVIDES, DIVIDE, NUMBER)
+
+DECLARED = ("declared", "attribute")
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule and reason."""
+    problems: dict[tuple[int, str, str], tuple[Rule, list[str]]] = {}
+    for code, reason, rule, name in _problems(facts):
+        problems.setdefault((id(rule), code.code, reason), (rule, []))[1].append(name)
+    by_code = {code.code: code for code in CODES}
+    for (_, number, reason), (rule, names) in problems.items():
+        yield _problem(by_code[number], reason, rule, tuple(dict.fromkeys(names)))
+    if facts.tp is not None:
+        yield from _indivisible(facts, facts.tp)
+
+
+def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
+    """(code, reason, rule, module or parameter) of everything that does not exist or does not add up."""
+    resolved = facts.resolved
+    for held in facts.splits:
+        parts = packed_parts(resolved, held) if held.how.packed else ()
+        if isinstance(parts, str):
+            yield from ((PARTS, parts, held.rule, name) for name in held.assigned)
+    for assignment in resolved.assignments.values():
+        rule, style = assignment.rule, facts.style(assignment)
+        for expression in rule.divides:
+            value: int | str | None = declared(expression, resolved.tree.numbers)
+            if isinstance(value, str):
+                yield DIVIDES, value, rule, assignment.name
+        for path in rule.divide:
+            value = attribute(resolved, assignment, path)
+            if isinstance(value, str):
+                yield DIVIDE, value, rule, assignment.name
+        if style.features.tail is not None and not isinstance(resolved.tree.numbers.get(style.features.tail), int):
+            yield NUMBER, f"the configuration has no number {style.features.tail}", rule, assignment.name
+
+
+def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Diagnostic:
+    says = {
+        PARTS.code: (
+            "`packed` does not fit",
+            "say the length of each part, in the order in which they are stored",
+        ),
+        DIVIDES.code: ("`divides` has no value", "name a number of the model's configuration"),
+        DIVIDE.code: (
+            "`divide` names nothing to divide",
+            "name a number that the module's instance or its config has",
+        ),
+        NUMBER.code: (f"`{rule.style}` needs a number", "use this style for models with that number only"),
+    }
+    what, help = says[code.code]
+    return Diagnostic(
+        code=code.code,
+        severity=Severity.ERROR,
+        message=f"{what} for {named(names)}: {reason}",
+        primary=Label(rule.location),
+        help=help,
+        modules=names,
+    )
+
+
+def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
+    seen = {r.count for r in facts.requirements if r.kind not in DECLARED}  # these counts are reported with the splits
+    for requirement in facts.requirements:
+        if requirement.kind in DECLARED and requirement.count % tp and requirement.count not in seen:
+            code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")
+            yield Diagnostic(
+                code=code.code,
+                severity=Severity.ERROR,
+                message=f"{requirement.what} is {requirement.count}, which tp={tp} does not divide",
+                primary=Label(requirement.rule.location, f"declares `{field}`"),
+                help=sizes(facts.allowed),
+                modules=requirement.modules,
+            )

@@ -1,0 +1,80 @@
+"""What several checks read: how each parameter is held, what tp has to divide, which modules rules claim. Computed once
+per bound plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.compiler.bind.units import unit_of
+from shardplan.core.tree import parent
+from shardplan.styles import Style
+from shardplan.styles.boundary import Boundary, boundary
+from shardplan.styles.style_record import WHOLE
+
+from .requirements import Requirement, allowed_sizes, requirements
+from .stored_by_rules import HeldParameters
+
+
+@dataclass(frozen=True)
+class Facts(HeldParameters):
+    """A bound plan and what the checks derive from it.
+
+    Args:
+        resolved: the bound plan.
+        seq_len: the sequence length that will be trained with, in tokens, if it is known.
+    """
+
+    seq_len: int | None = None
+
+    @cached_property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """Every count that tp has to divide."""
+        return tuple(requirements(self))
+
+    @cached_property
+    def allowed(self) -> tuple[int, ...]:
+        """The tp sizes that the model allows with this plan, ascending, 1 included."""
+        return allowed_sizes(self, self.requirements)
+
+    @cached_property
+    def tp(self) -> int | None:
+        """The tp size to check: the one that was asked for, else the smallest allowed one above 1, if there
+        is any; 1 for a plan that splits nothing."""
+        if self.resolved.sizes.tp is not None or not self.splits:
+            return self.resolved.sizes.tp or 1
+        return next((size for size in self.allowed if size > 1), None)
+
+    @cached_property
+    def boundaries(self) -> Mapping[str, Boundary]:
+        """What each module's rule means for what crosses its boundary; a slice of the sequence is V(SEQ)."""
+        return {name: boundary(assignment.rule) for name, assignment in self.resolved.modules.items()}
+
+    @cached_property
+    def unit_of(self) -> Mapping[str, str]:
+        """The innermost FSDP unit that each module belongs to; "" is the root's."""
+        return unit_of(self.resolved.tree, frozenset(self.resolved.fsdp_units))
+
+    def claimed(self, module: str) -> bool:
+        """Whether a rule names the module, one of its parameters, or, as a whole copy, a module around it."""
+        return module in self._claimed or module in self.whole
+
+    @cached_property
+    def _claimed(self) -> frozenset[str]:
+        owners = (name for name, a in self.resolved.modules.items() if not self.style(a).is_door)
+        return frozenset(owners) | {self.resolved.tree.owner(name) for name in self.resolved.parameters}
+
+    @cached_property
+    def whole(self) -> frozenset[str]:
+        """The modules inside one that a rule keeps whole."""
+        keeps = {name for name, a in self.resolved.modules.items() if _keeps_whole(self.style(a))}
+        inside: set[str] = set()
+        for name in self.resolved.tree.modules if keeps else ():
+            if name and (parent(name) in keeps or parent(name) in inside):
+                inside.add(name)
+        return frozenset(inside)
+
+
+def _keeps_whole(style: Style) -> bool:
+    return style.owns_parameters and style.weight == WHOLE and not style.takes and style.features.tail is None

@@ -1,0 +1,239 @@
+"""What FSDP2 refuses, said before it is called.
+
+Read in torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py: dim 0
+is padded, also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is
+refused. What is refused: parameters without dimensions (`_verify_managed_param`), trainable parameters of several
+dtypes in one unit (`_fsdp_param_group.py`, `_init_mp_dtypes`) where they cannot be units of their own, a number of ranks to
+reshard to that does not divide (`_get_post_forward_mesh_info`), or any such number for parameters that tp has split
+(`_fsdp_param.py`, `to_sharded_post_forward`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.sections import DataParallel
+from shardplan.core.tree import named, parent
+from shardplan.styles.backends import BACKENDS
+
+from .check_words import join
+from .facts import Facts
+from .field_places import field_label
+
+SCALAR = Code(
+    code="SP331",
+    title="a parameter without dimensions under FSDP2",
+    text="""FSDP2 splits dim 0 of every parameter, and a scalar has none. Give it the shape [1].""",
+    bad="""# shardplan validate mixtral-scalar-gate.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+)
+
+DTYPES = Code(
+    code="SP332",
+    title="parameters of several dtypes in one FSDP unit",
+    text="""The gradients of a unit are reduced in one buffer, so its trainable parameters must have one
+dtype. Modules of another dtype inside a unit become units of their own by themselves. That cannot be where one module has
+parameters of several dtypes, or where they are tied: convert the model to one dtype, and say the compute dtype in
+`mixed_precision`.""",
+    bad="""# shardplan validate mixtral-float64-bias.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+    good="""# shardplan validate mixtral-float64-router.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+)
+
+RESHARD = Code(
+    code="SP333",
+    title="reshard_after_forward is no divisor of the FSDP size",
+    text="""As a number, `reshard_after_forward` says over how many ranks a unit is split again between
+forward and backward; the FSDP ranks (`dp_shard` times `cp`) are divided into groups of that size. FSDP2 cannot do it for
+parameters that are split over tp (torch 2.13).""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 8
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+  reshard_after_forward: 3
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 8
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+  reshard_after_forward: 4
+""",
+)
+
+TRAINED = Code(
+    code="SP334",
+    title="a trained parameter that data parallelism ignores",
+    text="""The gradients of ignored parameters are not reduced over the data-parallel ranks, which would train
+apart from each other. Freeze what is ignored before the plan is applied.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+  ignored: [model.norm]
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+""",
+)
+
+UNCAST = Code(
+    code="SP335",
+    title="an ignored parameter of another dtype than the one that is computed in",
+    text="""FSDP2 casts the parameters that it gathers to `mixed_precision.param`, and the inputs of their modules
+with them. What it ignores (`ignored`, `frozen: replicated`) keeps its dtype, and would meet inputs of another: convert it
+before the plan is applied.""",
+    bad="""# shardplan validate llama-frozen-embedding.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+  frozen: replicated
+  mixed_precision: {param: bfloat16}
+""",
+    good="""# shardplan validate llama-frozen-embedding.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+data_parallel:
+  units: [model.layers.*]
+  frozen: root
+  mixed_precision: {param: bfloat16}
+""",
+)
+
+CODES = (SCALAR, DTYPES, RESHARD, TRAINED, UNCAST)
+
+
+def fully_shards(resolved: ResolvedPlan) -> bool:
+    """Whether torch's `fully_shard` shards the units of the plan's backend; without a section, of the default one."""
+    section = resolved.data_parallel or DataParallel()
+    return BACKENDS[section.backend].fully_shard
+
+
+def severity(resolved: ResolvedPlan) -> Severity:
+    """An error where FSDP2 takes part; a warning where the sizes leave it out but the plan would not work
+    with it."""
+    sizes = resolved.sizes
+    return Severity.ERROR if sizes.dp_shard * sizes.dp_replicate * sizes.cp > 1 else Severity.WARNING
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """At most one finding for each reason."""
+    resolved = facts.resolved
+    if not fully_shards(resolved):
+        return
+    scalars = tuple(
+        name for name, (_, p) in resolved.tree.parameters.items() if not p.shape and name not in resolved.dp_ignored
+    )
+    if scalars:
+        message = f"{named(scalars)} has no dimension that FSDP2 could split"
+        yield _finding(facts, SCALAR, message, "give the parameter the shape [1] in the model", scalars)
+    yield from _dtypes(facts)
+    yield from _reshard(facts)
+    yield from _ignored(facts)
+
+
+def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
+    if len({parameter.dtype for _, parameter in facts.resolved.tree.parameters.values()}) < 2:
+        return
+    by_unit: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, (module, parameter) in facts.resolved.tree.parameters.items():
+        if parameter.requires_grad and name not in facts.resolved.dp_ignored:
+            by_unit[facts.unit_of[module.name]][parameter.dtype].append(name)
+    mixed = {unit: dtypes for unit, dtypes in by_unit.items() if len(dtypes) > 1}
+    if not mixed:
+        return
+    rare = {name for dtypes in mixed.values() for name in min(dtypes.values(), key=len)}
+    kinds = sorted({dtype for dtypes in mixed.values() for dtype in dtypes})
+    inner = [unit for unit in mixed if unit]
+    units = f"the FSDP unit {named(inner)}" if inner else "the root's FSDP unit"
+    owners = tuple(dict.fromkeys(parent(name) for name in facts.resolved.tree.parameters if name in rare))
+    yield _finding(
+        facts,
+        DTYPES,
+        f"{units} has parameters of dtypes {join(kinds, 'and')}, and may have only one",
+        f"convert {named(owners)} to the dtype of the others",
+        tuple(name for name in facts.resolved.tree.parameters if name in rare),
+    )
+
+
+def _reshard(facts: Facts) -> Iterator[Diagnostic]:
+    section, sizes = facts.resolved.data_parallel, facts.resolved.sizes
+    ranks = sizes.dp_shard * sizes.cp
+    to = section.reshard_after_forward if section else True
+    if isinstance(to, bool) or not isinstance(to, int) or ranks == 1:
+        return
+    if to < 1 or ranks % to:
+        divisors = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
+        message = f"reshard_after_forward is {to}, which does not divide the {ranks} FSDP ranks"
+        yield _finding(facts, RESHARD, message, f"use {join(divisors, 'or')}", (), "reshard_after_forward")
+    elif (sizes.tp or 1) > 1 and to not in (1, ranks):
+        message = f"reshard_after_forward is {to}, which FSDP2 cannot do for parameters that are split over tp"
+        yield _finding(facts, RESHARD, message, "use true, false or `all_but_last`", (), "reshard_after_forward")
+
+
+def _ignored(facts: Facts) -> Iterator[Diagnostic]:
+    resolved, section = facts.resolved, facts.resolved.data_parallel
+    if section is None:
+        return
+    left_out = {name: p for name, (_, p) in resolved.tree.parameters.items() if name in resolved.dp_ignored}
+    trained = tuple(name for name, p in left_out.items() if p.requires_grad)
+    if trained:
+        message = f"{named(trained)} is trained, but its gradient would not be reduced over the data-parallel ranks"
+        yield _finding(facts, TRAINED, message, "freeze it, or remove it from `ignored`", trained, "ignored")
+    compute = section.mixed_precision.param if section.mixed_precision else None
+    other = tuple(n for n, p in left_out.items() if compute and p.dtype != compute and _is_float(p.dtype))
+    if other:
+        dtypes = join(sorted({left_out[name].dtype for name in other}), "and")
+        yield _finding(
+            facts,
+            UNCAST,
+            f"{named(other)} stays {dtypes}, but mixed_precision.param is {compute}",
+            f"convert it to {compute} before the plan is applied, or let FSDP2 hold it",
+            other,
+            "frozen" if section.frozen == "replicated" else "ignored",
+        )
+
+
+def _is_float(dtype: str) -> bool:
+    return "float" in dtype
+
+
+def _finding(
+    facts: Facts, code: Code, message: str, help: str, names: tuple[str, ...], key: str = "units"
+) -> Diagnostic:
+    return Diagnostic(
+        code=code.code,
+        severity=severity(facts.resolved),
+        message=message,
+        primary=field_label(facts.resolved.data_parallel, key),
+        help=help,
+        modules=names,
+    )

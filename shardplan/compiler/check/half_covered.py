@@ -1,0 +1,156 @@
+"""What is left whole beside something split: it may be meant, so these are warnings."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Rule
+from shardplan.core.tree import ModuleInfo, full_name, named, parent
+from shardplan.styles import feature_dim
+
+from .check_words import join
+from .facts import Facts
+from .requirements import stays_split
+
+SIBLING = Code(
+    code="SP350",
+    title="a matrix left whole beside split siblings",
+    text="""Linear modules of one parent work on the same heads or features. Where some of them are split over
+tp and one is not named at all, that one computes on a value of another width, or its gradient is incomplete.
+If a whole copy is meant, say so with `replicate`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.gate_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.{gate,up}_proj: colwise
+  model.layers.*.mlp.down_proj: rowwise
+""",
+)
+
+PARAMETER = Code(
+    code="SP351",
+    title="a parameter that no rule names, beside split ones",
+    text="""A parameter of the module itself (attention sinks, a bias, a stack of expert biases) is whole
+unless a rule splits it. Beside parameters that are split it then has another width than they, or a gradient
+of which each rank computes a part. If a whole copy is meant, say so with `replicate` or
+`replicated_with_grad_allreduce`.""",
+    bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts: moe_tp_experts
+  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
+""",
+    good="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.layers.*.mlp.experts: moe_tp_experts
+  model.layers.*.mlp.experts.gate_up_proj: packed_colwise
+  model.layers.*.mlp.experts.down_proj: rowwise
+""",
+)
+
+CODES = (SIBLING, PARAMETER)
+
+MATMUL = ("linear", "conv1d")
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for all that stands beside what the same rules split."""
+    tree = facts.resolved.tree
+    own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
+    split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
+    for held in facts.splits:
+        if stays_split(held):
+            for name in held.names:
+                owner = tree.owner(name)
+                own[owner][name] = held.rule
+                if held.module.kind in MATMUL:
+                    split[parent(owner)].setdefault(owner, held.rule)
+    whole: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
+    for around, siblings in split.items():
+        for name in tree.children[around]:
+            if name not in own and _is_forgotten(facts, tree.modules[name], siblings):
+                whole.setdefault(_ids(siblings), ([], siblings))[0].append(name)
+    bare: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
+    for owner in dict.fromkeys((*split, *own)):
+        beside = split.get(owner, {}) | own.get(owner, {})
+        for name in _unclaimed(facts, tree.modules[owner]):
+            bare.setdefault(_ids(beside), ([], beside))[0].append(name)
+    yield from (_finding(SIBLING, names, beside) for names, beside in whole.values())
+    yield from (_finding(PARAMETER, names, beside) for names, beside in bare.values())
+
+
+def _is_forgotten(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
+    """Whether a module beside split matrices is one that no rule names."""
+    return module.kind in MATMUL and not facts.claimed(module.name) and not _feeds(facts, module, siblings)
+
+
+def _ids(rules: Mapping[str, Rule]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(id, rules.values())))
+
+
+def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
+    """Whether the matrix comes before a split one that reads it whole: the first half of a low-rank projection.
+
+    Its output is as wide as a sibling's input and it reads something else than that sibling does; nor does it
+    read what a sibling splits.
+    """
+    modules = facts.resolved.tree.modules
+    weights = {name: facts.held.get(weight) for name in siblings if (weight := _weight(modules[name]))}
+    split = [
+        _widths(modules[name])
+        for name, held in weights.items()
+        if held is not None and held.how.shard == "out" and held.how.computed == "V"
+    ]
+    own = _widths(module)
+    if own is None:
+        return False
+    out, into = own
+    read = [widths for widths in split if widths is not None]
+    return any(i == out and i != into for _, i in read) and all(o != into for o, _ in read)
+
+
+def _weight(module: ModuleInfo) -> str | None:
+    weight = module.parameter("weight")
+    return full_name(module.name, weight.name) if weight is not None else None
+
+
+def _widths(module: ModuleInfo) -> tuple[int, int] | None:
+    """The output and input features of a matrix; None where its weight is stored in another form."""
+    weight = module.parameter("weight")
+    out, into = feature_dim(module.kind, "weight", "out", 2), feature_dim(module.kind, "weight", "in", 2)
+    if weight is None or len(weight.shape) != 2 or out is None or into is None:
+        return None
+    return weight.shape[out], weight.shape[into]
+
+
+def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
+    for parameter in module.parameters:
+        name = full_name(module.name, parameter.name)
+        if parameter.adapter is None and name not in facts.held and module.name not in facts.whole:
+            yield name
+
+
+def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
+    what = named(names)
+    beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
+    replicate = "replicate" if " and " in what else f"{what}: replicate"
+    return Diagnostic(
+        code=code.code,
+        severity=Severity.WARNING,
+        message=f"no rule names {what}, which stays whole beside the split {beside}",
+        primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
+        help=f"add a rule; if a whole copy is meant, `{replicate}` says so",
+        modules=tuple(names),
+    )

@@ -1,0 +1,161 @@
+"""What tp has to divide: heads, features, packed parts, declared numbers and attributes, collected once.
+
+A dimension that is split into whole heads needs its number of heads divided, any other its number of
+features. The rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv
+1909.08053, section 3).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
+
+from shardplan.core.layout import V
+from shardplan.core.plan import Rule
+from shardplan.core.tree import named, parent
+from shardplan.styles.boundary import boundary
+
+from .check_words import feature_words, head_words, is_count
+from .declared_numbers import attribute, declared, packed_parts
+from .stored_by_rules import HEAD_SIZES, WHOLE_HEAD, Held, HeldParameters
+from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
+
+Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
+
+LARGEST_LISTED = 4096  # tp sizes above this are not listed: no machine has that many ranks on one tp axis
+WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing limits tp
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One count that tp must divide.
+
+    Args:
+        count: the number itself.
+        what: words for it: a config number ("num_key_value_heads") or a phrase.
+        kind: where it comes from.
+        modules: what the rule names: modules, or single parameters.
+        rule: the rule that splits or declares.
+        from_output: whether the output side of a matrix is split.
+    """
+
+    count: int
+    what: str
+    kind: Kind
+    modules: tuple[str, ...]
+    rule: Rule
+    from_output: bool = False
+
+
+def requirements(facts: HeldParameters) -> Iterator[Requirement]:
+    """All requirements, in the tree's order: those of the splits, then the declared ones."""
+    numbers = facts.resolved.tree.numbers
+    pieces = [
+        (held, piece) for held in facts.splits if not vocabulary_rows(facts, held) for piece in _pieces(facts, held)
+    ]
+    heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
+    most_heads: dict[str, int] = defaultdict(int)
+    for held, _, heads in heads_of:
+        if heads is None:
+            continue
+        for name in held.names:
+            around = parent(facts.resolved.tree.owner(name))
+            most_heads[around] = max(most_heads[around], heads)
+    for held, piece, heads in heads_of:
+        from_output = held.how.shard == "out"
+        if heads is None:
+            yield Requirement(piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output)
+            continue
+        fewer = heads < most_heads[held.around.name]
+        what = head_words(heads, fewer, numbers) or f"the number of heads of {named(held.assigned)}"
+        kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
+        yield Requirement(heads, what, kind, held.assigned, held.rule, from_output)
+    yield from _declared(facts)
+
+
+def _declared(facts: HeldParameters) -> Iterator[Requirement]:
+    resolved = facts.resolved
+    groups: dict[tuple[int, str, int, Kind], tuple[Rule, list[str]]] = {}
+    for assignment in resolved.assignments.values():
+        rule = assignment.rule
+        for expression in rule.divides:
+            count: int | str | None = declared(expression, resolved.tree.numbers)
+            if isinstance(count, int):
+                groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
+        for path in rule.divide:
+            count = attribute(resolved, assignment, path)
+            if isinstance(count, int):
+                groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
+    for (_, path, count, kind), (rule, names) in groups.items():
+        what = path if kind == "declared" else f"{path} of {named(names)}"
+        yield Requirement(count, what, kind, tuple(names), rule)
+
+
+def _pieces(facts: HeldParameters, held: Held) -> tuple[int, ...]:
+    """The lengths that are split each on its own: the packed parts, or the dim."""
+    if not held.how.packed:
+        return (held.size,)
+    parts = packed_parts(facts.resolved, held)
+    return parts if isinstance(parts, tuple) else ()
+
+
+def head_count(facts: HeldParameters, held: Held, size: int) -> int | None:
+    """How many heads a length splits into, or None where its shards need not be whole heads.
+
+    By structure: the module around knows the size of a head, and the value stays split between this matrix
+    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
+    and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
+    itself such a number has one feature for each head (a gate).
+    """
+    if not stays_split(held):
+        return None
+    numbers, own = facts.resolved.tree.numbers, held.around.numbers
+    head_sizes = {name: width for name in HEAD_SIZES if is_count(width := own.get(name))}
+    counts = [size // width for width in head_sizes.values() if size % width == 0]
+    said = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
+    agreed = [count for count in counts if count in said]
+    if agreed:
+        return max(agreed)
+    if size in said:
+        return size
+    sure = len(head_sizes) == 1 and head_sizes.keys() <= set(WHOLE_HEAD)
+    return counts[0] if counts and sure else None
+
+
+def stays_split(held: Held) -> bool:
+    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already
+    is."""
+    if held.how.computed != "V":  # gathered where it is read
+        return False
+    if held.how.shard == "out":
+        output = boundary(held.rule).output
+        return output is not None and output.computed == output.destination == V(-1)
+    return any(V(-1) in move.accepts for move in boundary(held.rule).inputs)
+
+
+def _features(facts: HeldParameters, held: Held, size: int) -> str:
+    near = (held.module, held.around) if held.module.kind == "other" else (held.around,)
+    found = feature_words(size, near, facts.resolved.tree.numbers)
+    if found:
+        return found
+    side = "output" if held.how.shard == "out" else "input"
+    part = "the length of a part of the" if held.how.packed else "the number of"
+    return f"{part} {side} features of {named(held.assigned)}"
+
+
+def allowed_sizes(facts: HeldParameters, required: Iterable[Requirement]) -> tuple[int, ...]:
+    """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where
+    the plan splits nothing."""
+    if not facts.splits:
+        return (1,)
+    common = gcd(*(requirement.count for requirement in required))
+    sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
+    rows = {held.size for held in facts.splits if vocabulary_rows(facts, held)}
+    return tuple(
+        size
+        for size in sizes
+        if (common == 0 or common % size == 0) and not any(leaves_rank_empty(n, size) for n in rows)
+    )

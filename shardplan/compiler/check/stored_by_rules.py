@@ -1,0 +1,153 @@
+"""How each parameter of a bound plan is held: by which rule, split or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardplan.core.plan import Assignment, ResolvedPlan, Rule
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
+from shardplan.styles import STYLES, ParameterStyle, Style
+from shardplan.styles.stored_parameters import parameter_style, split_dim
+
+from .check_words import is_count
+
+# What modules call the features of one head,
+WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
+HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Parameters that are held alike on the tp axis: by one rule, of one shape, in repeated layers.
+
+    Args:
+        names: their full names.
+        assigned: what the rule names: the parameters themselves, or their modules.
+        module, around: the owner of the first, and the module that holds that owner.
+        parameter: the first one's short name, shape and dtype.
+        assignment: the first one's.
+        style: the rule's style.
+        how: what the style does with this parameter.
+        dim: the dim (from 0) that is split, None for a whole copy.
+    """
+
+    names: tuple[str, ...]
+    assigned: tuple[str, ...]
+    module: ModuleInfo
+    around: ModuleInfo
+    parameter: ParameterInfo
+    assignment: Assignment
+    style: Style
+    how: ParameterStyle
+    dim: int | None
+
+    @property
+    def rule(self) -> Rule:
+        return self.assignment.rule
+
+    @property
+    def size(self) -> int:
+        """The length of the split dim."""
+        assert self.dim is not None
+        return self.parameter.shape[self.dim]
+
+
+@dataclass(frozen=True)
+class HeldParameters:
+    """A bound plan and how it holds its parameters.
+
+    Args:
+        resolved: the bound plan.
+    """
+
+    resolved: ResolvedPlan
+
+    def style(self, assignment: Assignment) -> Style:
+        return STYLES[assignment.rule.style]
+
+    @cached_property
+    def misfits(self) -> Mapping[str, Assignment]:
+        """The assignments whose style cannot work on what they name; `compiler/check/kinds.py` reports them."""
+        return {name: a for name, a in self.resolved.assignments.items() if not self._fits(a)}
+
+    def _fits(self, assignment: Assignment) -> bool:
+        style = self.style(assignment)
+        if assignment.is_parameter:
+            module, parameter = self.resolved.tree.parameters[assignment.name]
+            whole = style.weight.shard is None
+            return style.on_parameters and (whole or split_dim(module, parameter, style.weight) is not None)
+        module = self.resolved.tree.modules[assignment.name]
+        if style.kinds is not None and module.kind not in style.kinds:
+            return False
+        return style.weight.shard is None or module.parameter("weight") is not None
+
+    @cached_property
+    def groups(self) -> tuple[Held, ...]:
+        """Every parameter that a fitting rule claims, itself or through its module, those held alike together; in the
+        order in which the first of each stands in the tree."""
+        members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
+        for name, module, parameter, assignment in self._claims():
+            around = self._around(module)
+            likeness = (
+                id(assignment.rule), assignment.is_parameter, module.kind, module.class_name, parameter.name,
+                parameter.shape, around.class_name, *(around.numbers.get(n) for n in HEAD_SIZES),
+            )  # fmt: skip
+            members.setdefault(likeness, []).append((name, module, parameter, assignment))
+        return tuple(map(self._group, members.values()))
+
+    def _claims(self) -> Iterator[tuple[str, ModuleInfo, ParameterInfo, Assignment]]:
+        tree, misfits = self.resolved.tree, self.misfits
+        own = {n: a for n, a in self.resolved.parameters.items() if n not in misfits}
+        owners = {tree.owner(name) for name in own}
+        for module in tree.modules.values():
+            above = self.resolved.modules.get(module.name)
+            if above is not None and (module.name in misfits or self.style(above).is_door):
+                above = None
+            if above is None and module.name not in owners:
+                continue
+            for parameter in module.parameters:
+                if parameter.adapter is not None:  # held as its layer is: compiler/check/adapter_splits.py
+                    continue
+                name = full_name(module.name, parameter.name)
+                assignment = own.get(name, above)
+                if assignment is not None:
+                    yield name, module, parameter, assignment
+
+    def _around(self, module: ModuleInfo) -> ModuleInfo:
+        return self.resolved.tree.modules[parent(module.name)]
+
+    def _group(self, members: list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]) -> Held:
+        names, modules, parameters, assignments = zip(*members, strict=True)
+        module, parameter, assignment = modules[0], parameters[0], assignments[0]
+        style = self.style(assignment)
+        how = parameter_style(assignment, parameter)
+        return Held(
+            names=names,
+            assigned=tuple(a.name for a in assignments),
+            module=module,
+            around=self._around(module),
+            parameter=parameter,
+            assignment=assignment,
+            style=style,
+            how=how,
+            dim=split_dim(module, parameter, how),
+        )
+
+    @cached_property
+    def held(self) -> Mapping[str, Held]:
+        """How each parameter is held that a fitting rule claims."""
+        return {name: group for group in self.groups for name in group.names}
+
+    @cached_property
+    def splits(self) -> tuple[Held, ...]:
+        """The parameters that are split over tp."""
+        return tuple(group for group in self.groups if group.dim is not None)
+
+    @cached_property
+    def vocabularies(self) -> frozenset[int]:
+        """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
+        looked_up = {held.size for held in self.splits if held.style.splits_rows}
+        said = self.resolved.tree.numbers.get("vocab_size")
+        return frozenset(looked_up | ({said} if is_count(said) else set()))

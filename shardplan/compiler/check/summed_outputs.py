@@ -1,0 +1,75 @@
+"""`sum_outputs` of modules that hand on partial sums, all to the same layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.layout import Layout, P
+from shardplan.core.sum_outputs import SumRule
+from shardplan.core.tree import named
+
+from .facts import Facts
+
+NO_SUM = Code(
+    code="SP365",
+    title="`sum_outputs` of a module whose output is no partial sum",
+    text="""What `sum_outputs` names is reduced together, so each of these modules must hand on a partial sum that is reduced
+at it: by a style (`rowwise`, `rowwise_seq`, `all_reduce`, `reduce_scatter`) or by `output: all_reduce`, and all of
+them in the same way. Where sequence parallelism splits a block in another way, its section takes the list back with
+`sum_outputs: []`.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*: {sum_outputs: [self_attn.q_proj, mlp.down_proj]}
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*: {sum_outputs: [self_attn.o_proj, mlp.down_proj]}
+""",
+)
+
+CODES = (NO_SUM,)
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule and reason."""
+    without: dict[SumRule, list[str]] = {}
+    apart: dict[SumRule, list[str]] = {}
+    for one in facts.resolved.sums:
+        found = {name: _reduced_to(facts, name) for name in one.members}
+        if missing := [name for name, layout in found.items() if layout is None]:
+            without.setdefault(one.rule, []).extend(missing)
+        elif len(set(found.values())) > 1:
+            apart.setdefault(one.rule, []).extend(one.members)
+    for rule, names in without.items():
+        yield _finding(rule, f"{named(tuple(names))} hands on no partial sum that is reduced there", names)
+    for rule, names in apart.items():
+        yield _finding(rule, f"{named(tuple(names))} are reduced to different layouts", names)
+
+
+def _reduced_to(facts: Facts, name: str) -> Layout | None:
+    """What a module's partial sum is reduced to at it; None where it hands on none."""
+    assignment = facts.resolved.modules.get(name)
+    if assignment is None or facts.style(assignment).lookup is not None:
+        return None
+    output = facts.boundaries[name].at(assignment.rule.seq_dim).output
+    reduced = output is not None and output.computed == P and output.destination.kind in "IV"
+    return output.destination if output is not None and reduced else None
+
+
+def _finding(rule: SumRule, message: str, names: list[str]) -> Diagnostic:
+    return Diagnostic(
+        code=NO_SUM.code,
+        severity=Severity.ERROR,
+        message=message,
+        primary=Label(rule.location, "declares their sum"),
+        help="give each a style that reduces a partial sum, or leave it out of `sum_outputs`; `sum_outputs: []` under "
+        "`sequence_parallel` takes the list back there",
+        modules=tuple(names),
+    )

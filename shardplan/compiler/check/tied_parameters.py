@@ -1,0 +1,155 @@
+"""Names of one parameter are held alike, and gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.layout import LayoutKind
+from shardplan.core.plan import Rule
+from shardplan.core.tree import parent
+
+from .declared_numbers import packed_parts
+from .facts import Facts
+from .field_places import field_label
+from .fsdp import fully_shards, severity
+
+HELD = Code(
+    code="SP340",
+    title="tied parameters held in two ways",
+    text="""An embedding and an output head that share their weight are one parameter, so both rules must hold
+it in the same way: the rows of the embedding are the output features of the head, and `embedding_rowwise`
+with a `colwise` style for the head splits both along dim 0. Held in two ways, the parameter would fall apart
+into two, the embedding's gradient would miss the head's part, and the loss would not show it.""",
+    bad="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.embed_tokens: embedding_rowwise
+""",
+    good="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.embed_tokens: embedding_rowwise
+  lm_head: colwise_gather_output
+""",
+)
+
+UNITS = Code(
+    code="SP341",
+    title="tied parameters in two FSDP units",
+    text="""FSDP2 gathers the parameters of a unit together and frees them together. A parameter that is used
+under two names must belong to one unit, or the second use finds it freed; torch refuses it when the model
+first runs. Leave both modules out of `units` (they then belong to the root), or name one module around both.""",
+    bad="""# shardplan validate llama-3.2-1b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.embed_tokens: embedding_rowwise
+  lm_head: colwise_gather_output
+data_parallel:
+  units: [model.layers.*, lm_head]
+""",
+    good="""# shardplan validate llama-3.2-1b.json mine.yaml --dp-shard 2
+version: "1"
+name: mine
+tensor_parallel:
+  model.embed_tokens: embedding_rowwise
+  lm_head: colwise_gather_output
+data_parallel:
+  units: [model.layers.*]
+""",
+)
+
+CODES = (HELD, UNITS)
+
+BY_ROWS = {
+    "embedding": "embedding_rowwise",
+    "linear": "colwise_gather_output",
+}  # the usual styles that split dim 0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How a name's parameter is held, as far as a tied partner must agree."""
+
+    dim: int | None
+    parts: tuple[int, ...]
+    computed: LayoutKind
+
+    def __str__(self) -> str:
+        if self.dim is not None:
+            return f"split along dim {self.dim}" + (" in packed parts" if self.parts else "")
+        return "whole" if self.computed == "I" else "whole with a partial gradient"
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each group of tied names and reason."""
+    for group in facts.resolved.tree.tied:
+        places = {name: _place(facts, name) for name in group}
+        if len(set(places.values())) > 1:
+            yield _held(facts, places)
+        if fully_shards(facts.resolved):
+            units = {name: facts.unit_of[parent(name)] for name in group}
+            if len(set(units.values())) > 1:
+                yield _units(facts, units)
+
+
+def _place(facts: Facts, name: str) -> Place:
+    held = facts.held.get(name)
+    if held is None:
+        return Place(None, (), "I")
+    if held.dim is None:
+        return Place(None, (), held.how.computed)
+    parts = packed_parts(facts.resolved, held) if held.how.packed else ()
+    return Place(held.dim, parts if isinstance(parts, tuple) else (), held.how.computed)
+
+
+def _held(facts: Facts, places: dict[str, Place]) -> Diagnostic:
+    rules = {name: facts.held[name].rule for name in places if name in facts.held}
+    first = next(name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules)
+    return Diagnostic(
+        code=HELD.code,
+        severity=Severity.ERROR,
+        message=f"{' and '.join(places)} are one parameter, but are held in different ways: "
+        + ", ".join(f"{place}" for place in places.values()),
+        primary=Label(rules[first].location, f"{first} is {places[first]}"),
+        related=tuple(
+            Label(rule.location, f"{name} is {places[name]}")
+            for name, rule in rules.items()
+            if name != first and rule is not rules[first]
+        ),
+        notes=tuple(f"{name}: no rule, so it is whole" for name in places if name not in rules),
+        help=_remedy(facts, places, rules),
+        modules=tuple(places),
+    )
+
+
+def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> str:
+    """The line that splits the partner as the embedding is split; where there is no such line, both whole."""
+    tree = facts.resolved.tree
+    owners = {name: tree.parameters[name][0] for name in places if name in tree.parameters}
+    lines = [
+        f"`{tree.address(owner.name)}: {BY_ROWS[owner.kind]}`"
+        for name, owner in owners.items()
+        if owner.kind in BY_ROWS and places[name].dim != 0
+    ]
+    rows = any(place.dim == 0 for place in places.values())
+    return (
+        f"add or change {' and '.join(lines)}" if rows and lines else "keep all of them whole, or split all along dim 0"
+    )
+
+
+def _units(facts: Facts, units: dict[str, str]) -> Diagnostic:
+    where = ", ".join(f"{name} to {unit or 'the root'}" for name, unit in units.items())
+    return Diagnostic(
+        code=UNITS.code,
+        severity=severity(facts.resolved),
+        message=f"{' and '.join(units)} are one parameter, but belong to different FSDP units",
+        primary=field_label(facts.resolved.data_parallel, "units"),
+        notes=(f"by `units`: {where}",),
+        help="leave both modules out of `units`: they then belong to the root's unit",
+        modules=tuple(units),
+    )

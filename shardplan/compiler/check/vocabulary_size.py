@@ -1,0 +1,94 @@
+"""A vocabulary that tp does not divide works, in ceil-chunks, unless a rank gets nothing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+
+from .check_words import join
+from .facts import Facts
+from .stored_by_rules import Held
+from .vocabulary_rows import chunks, leaves_rank_empty, vocabulary_rows
+
+UNEVEN = Code(
+    code="SP320",
+    title="a vocabulary that tp does not divide",
+    text="""The rows of a vocabulary need not divide: embedding, head and loss deal them in chunks of
+`ceil(rows / tp)`, and the last rank has fewer. That is right; it costs a little balance, and a vocabulary
+padded to a multiple of the tp size (64 or 128 is usual) costs nothing.""",
+    bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 4
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.wte: embedding_rowwise
+  lm_head: colwise_gather_output
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
+version: "1"
+name: mine
+tensor_parallel:
+  model.embed_tokens: embedding_rowwise
+  lm_head: colwise_gather_output
+""",
+)
+
+EMPTY = Code(
+    code="SP321",
+    title="a vocabulary with too few rows for every rank",
+    text="""With chunks of `ceil(rows / tp)` rows the last rank would get none. FSDP2 cannot reduce the
+gradient of an empty shard (torch 2.13: "_chunk_cat expects non-empty tensor").""",
+    bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 513
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.wpe: embedding_rowwise
+""",
+    good="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 512
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.wpe: embedding_rowwise
+""",
+)
+
+CODES = (UNEVEN, EMPTY)
+
+MOST_LISTED = 8  # ranks whose rows are listed one by one
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each number of rows."""
+    tables: dict[int, list[Held]] = defaultdict(list)
+    for held in facts.splits:
+        if vocabulary_rows(facts, held):
+            tables[held.size].append(held)
+    for rows, helds in tables.items():
+        if facts.tp is not None and rows % facts.tp:
+            yield _finding(rows, facts.tp, helds)
+
+
+def _finding(rows: int, tp: int, helds: list[Held]) -> Diagnostic:
+    empty = leaves_rank_empty(rows, tp)
+    dealt = chunks(rows, tp)
+    # The head's rule is the same with and without the sequence-parallel overlay; the embedding's is not.
+    location = helds[-1].rule.location
+    return Diagnostic(
+        code=EMPTY.code if empty else UNEVEN.code,
+        severity=Severity.ERROR if empty else Severity.WARNING,
+        message=f"a vocabulary of {rows} rows leaves rank {dealt.index(0)} of tp={tp} without a row"
+        if empty
+        else f"a vocabulary of {rows} rows does not divide by tp={tp}: {_fill(dealt)}",
+        primary=Label(location, "splits the vocabulary"),
+        help="use a smaller tp size, or leave it whole with `replicate`"
+        if empty
+        else f"nothing has to be changed; a vocabulary of {-(-rows // tp) * tp} rows would be even",
+        modules=tuple(dict.fromkeys(name for held in helds for name in held.assigned)),
+    )
+
+
+def _fill(dealt: tuple[int, ...]) -> str:
+    if len(dealt) <= MOST_LISTED:
+        return f"the ranks get {join([str(n) for n in dealt], 'and')} rows"
+    return f"{sum(n == dealt[0] for n in dealt)} ranks get {dealt[0]} rows, the last {dealt[-1]}"

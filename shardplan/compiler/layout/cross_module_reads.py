@@ -1,0 +1,41 @@
+"""Parameters that the code of one module reads of another one, below it (`self.conv.weight`, not `self.conv(x)`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from shardplan.core.tree import ModuleTree, full_name, parent
+from shardplan.model.reduced.trace import Trace
+
+
+def read_elsewhere(run: Trace) -> Mapping[str, tuple[str, ...]]:
+    """Each module that ran -> the parameters of modules below it that its own code reads, by full name."""
+    found: dict[str, dict[str, None]] = {event.module: {} for event in run.events}
+    for event in run.events:
+        if event.kind != "op":
+            continue
+        for number in event.inputs:
+            name = run.parameters.get(number)
+            if name is not None and below(parent(name), event.module):
+                found[event.module][name] = None
+    return {module: tuple(names) for module, names in found.items()}
+
+
+def below(name: str, other: str) -> bool:
+    """Whether a module is inside another one."""
+    return name != other and name.startswith(full_name(other, ""))
+
+
+def elsewhere_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
+    """The same in all layers of a model, from its small copy's."""
+    known: dict[str, dict[str, None]] = {}
+    for module, names in reads.items():
+        suffixes = (name.removeprefix(full_name(module, "")) for name in names)
+        known.setdefault(tree.pattern(module), {}).update(dict.fromkeys(suffixes))
+    return {
+        module: tuple(
+            n for suffix in known[tree.pattern(module)] if (n := full_name(module, suffix)) in tree.parameters
+        )
+        for module in tree.modules
+        if tree.pattern(module) in known
+    }

@@ -1,0 +1,172 @@
+"""What arrives at a module and what it hands on, held against its boundary in the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shardplan.core.layout import I, Layout, P, R
+from shardplan.model.reduced.recorder import argument_names
+from shardplan.model.reduced.trace import Event
+from shardplan.styles.bound import BoundModule
+from shardplan.styles.boundary import InputBoundary, OutputBoundary
+
+from .operation_types import Operations
+from .spread import Spread
+from .spreads import Spreads
+from .types import Type, declared, packed_indices, same_order
+from .typing_state import Known
+
+
+class Crossings:
+    """Types what crosses the boundaries of modules.
+
+    Args:
+        known: of the values so far; types of what was moved and findings are added.
+        operations: types what was not compared before it arrives at a boundary.
+        model: the unsharded model.
+        plan: each module and its boundary.
+        spreads: of the run of every rank.
+        gathers: what modules with an open gradient hand on; R where not said.
+
+    Attributes:
+        arrivals, entering, reduced: as in `Proof`.
+        running: the modules whose forwards run, outermost first.
+    """
+
+    def __init__(
+        self,
+        known: Known,
+        operations: Operations,
+        model: nn.Module,
+        plan: Mapping[str, BoundModule],
+        spreads: Spreads,
+        gathers: Mapping[str, Layout],
+    ):
+        self.known, self.operations, self.model = known, operations, model
+        self.plan, self.spreads, self.gathers = plan, spreads, gathers
+        self.arrivals: dict[str, Layout] = {}
+        self.running: list[str] = []
+        self.entering: list[tuple[int, str]] = []
+        self.reduced: list[tuple[int, str]] = []
+
+    def enter(self, event: Event) -> None:
+        """A module is called: what arrives has to be what its boundary takes."""
+        self.running.append(event.module)
+        bound, module = self.plan[event.module], self.model.get_submodule(event.module)
+        for one in bound.boundary.inputs:
+            for position, name in enumerate(event.names):
+                if one.argument == "*":
+                    chosen = self.known.run.values[event.inputs[position]].is_floating_point()
+                else:
+                    chosen = name == (one.argument or argument_names(module)[0])
+                if chosen:
+                    self._arrive(event, bound, one, position)
+
+    def _arrive(self, event: Event, bound: BoundModule, one: InputBoundary, position: int) -> None:
+        number, inside = event.inputs[position], event.outputs[position]
+        if inside != number and inside not in self.known.origins.read:
+            return
+        ndim = self.known.run.values[number].ndim
+        arrived = self._resolved(event, number, position)
+        if not any(self._fits(arrived, layout, ndim, bound) for layout in one.accepts):
+            wanted = " or ".join(str(layout) for layout in one.accepts)
+            self.known.find("arrival", event, bound.name, (number,), arrived=arrived.describe(ndim), wanted=wanted)
+        if arrived.kind == "I" and one.destination == R:
+            self.entering.append((number, bound.name))
+        if I in one.accepts and R in one.accepts and arrived.kind in ("I", "R"):
+            before = self.arrivals.setdefault(bound.name, I if arrived.kind == "I" else R)
+            if before.kind != arrived.kind:
+                self.known.find(
+                    "arrival", event, bound.name, (number,), arrived=arrived.kind, wanted=f"{before}, as before"
+                )
+        self.known.maker.setdefault(inside, bound.name)
+        if inside != number or inside not in self.known.types:
+            self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
+
+    def _resolved(self, event: Event, number: int, position: int) -> Type:
+        """The type of what stands at a boundary; what was not compared before is compared there."""
+        found = self.known.type_of(number)
+        if found.kind != "?":
+            return found
+        spread = self.spreads.of(event, position, inputs=True)
+        if not isinstance(spread, Spread):
+            self.known.find("untyped", event, event.module, (number,))
+            self.known.doubtful.add(number)
+            return found
+        resolved = self.operations.combine(event, self.known.sources([number]), spread, number)
+        self.known.types[number] = resolved
+        return resolved
+
+    def _fits(self, found: Type, layout: Layout, ndim: int, bound: BoundModule | None) -> bool:
+        if found.spread.empty or found.kind == "?":
+            return True
+        if found.kind == "whole":
+            return layout.kind in "IR" and found.spread.kind == "whole"
+        if found.kind != layout.kind:
+            return False
+        if found.kind != "V":
+            return True
+        if found.spread.dim != layout.split_dim(ndim):
+            return False
+        expected = self._read_order(bound) if bound is not None and layout.dim == -1 else None
+        return same_order(found.spread.order, expected, len(self.spreads.runs))
+
+    def _read_order(self, bound: BoundModule) -> tuple[tuple[int, ...], ...] | None:
+        """The order in which the split input features of a module's weight lie on the ranks."""
+        parts = next((p.parts for p in bound.parameters if p.name.rpartition(".")[2] == "weight"), ())
+        return packed_indices(parts, len(self.spreads.runs)) if parts else None
+
+    def leave(self, event: Event) -> None:
+        """A module returns: its results get the types that its boundary hands on."""
+        bound = self.plan[event.module]
+        output = bound.boundary.output
+        for position, number in enumerate(event.inputs):
+            if self.known.run.requires_grad[number]:
+                self._resolved(event, number, position)
+        if output is not None and output.moves and event.inputs:
+            self._hand_on(event, bound, output)
+        if bound.tail and event.outputs:
+            self.known.types[event.outputs[0]] = Type("tail", tail=bound.tail)
+        for position in bound.boundary.outside:
+            if position < len(event.inputs):
+                self._hand_outside(event, position)
+        if not event.module:
+            self._hand_over(event)
+        self.running.pop()
+
+    def _hand_on(self, event: Event, bound: BoundModule, output: OutputBoundary) -> None:
+        number, handed, hands = event.inputs[0], event.outputs[0], output.destination
+        computed, ndim = self.known.type_of(number), self.known.run.values[number].ndim
+        if not self._fits(computed, output.computed, ndim, None):
+            wanted = str(output.computed)
+            self.known.find("result", event, bound.name, (number,), arrived=computed.describe(ndim), wanted=wanted)
+        if output.open_gradient:
+            hands = self.arrivals[bound.name] = self.gathers.get(bound.name, R)
+        if bound.scope in self.running:
+            hands = P
+        if output.computed == P and hands.kind in "IV" and not bound.vocabulary:
+            self.reduced.append((handed, bound.name))
+        if handed != number:
+            self.known.types[handed] = declared(hands, self.known.run.values[handed].ndim)
+            self.known.maker[handed] = bound.name
+
+    def _hand_outside(self, event: Event, position: int) -> None:
+        found = self.known.type_of(event.inputs[position])
+        if found.kind not in ("R", "whole"):
+            ndim = self.known.run.values[event.inputs[position]].ndim
+            arrived = found.describe(ndim)
+            self.known.find(
+                "result", event, event.module, event.inputs[position : position + 1], arrived=arrived, wanted="R"
+            )
+        self.known.types[event.outputs[position]] = Type("I")
+        self.known.maker[event.outputs[position]] = event.module
+
+    def _hand_over(self, event: Event) -> None:
+        """The model's results: callers get each on every rank whole, with a complete gradient."""
+        for name, number in zip(event.names, event.outputs, strict=True):
+            found = self.known.type_of(number)
+            if self.known.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
+                ndim = self.known.run.values[number].ndim
+                self.known.find("output", event, name, (number,), arrived=found.describe(ndim), wanted="I")

@@ -1,0 +1,80 @@
+"""What the proof finds, before it is put into words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shardplan.model.reduced.trace import SourceLine
+
+Kind = Literal[
+    "partial",  # the gradient of a whole value is a partial sum, but taken as complete
+    "complete",  # the gradient of a whole parameter is complete, but declared a partial sum
+    "meeting",  # a value with a complete gradient meets one with a partial gradient
+    "arrival",  # what arrives at a module does not fit its style
+    "result",  # what a module computes does not fit its style
+    "sum",  # an operation on a partial sum whose results do not add up
+    "slices",  # an operation on slices whose results are no slices of the whole result
+    "output",  # what the model hands to its caller is not whole with a complete gradient
+    "untyped",  # a value that could not be compared
+    "outside",  # a parameter is read by another module than its own, where it is a DTensor
+    "crash",  # the sharded model raises
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A value that an operation reads.
+
+    Args:
+        number: of the value in the run of the first rank.
+        parameter: its full name, if it is one.
+        maker: the module whose result it is, or in whose forward it was made.
+        shape: on this rank.
+        layout: I, R, V(d), P, or "whole" (no gradient), "?" (unknown).
+        differentiable: whether it requires a gradient.
+        origins: the modules with parameters or a boundary that it comes from, the nearest first.
+    """
+
+    number: int
+    parameter: str | None
+    maker: str
+    shape: tuple[int, ...]
+    layout: str
+    differentiable: bool
+    origins: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"{self.parameter or (self.origins or (self.maker,))[0] or 'the model'}: {self.layout} {list(self.shape)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that the proof found.
+
+    Args:
+        kind: what.
+        module: where: the module in whose forward it happens, or at whose boundary.
+        subject: what it is about: a parameter's full name or a module's name.
+        operation: the torch function, if it is one.
+        source: the line of the model's code.
+        operands: what it reads.
+        arrived, wanted: the layouts at a boundary, in words.
+        message: of an exception.
+        follows: it has to do with a value about which something was found before.
+        at: how many operations were typed before it.
+    """
+
+    kind: Kind
+    module: str
+    subject: str
+    operation: str = ""
+    source: SourceLine | None = None
+    operands: tuple[Operand, ...] = ()
+    arrived: str = ""
+    wanted: str = ""
+    message: str = ""
+    follows: bool = False
+    at: int = 0

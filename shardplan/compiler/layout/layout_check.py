@@ -1,0 +1,327 @@
+"""The layout check of a bound plan: what is wrong, one finding for each mistake, and the change that mends it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from shardplan.compiler.check import check as check_structure
+from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.layout import Layout
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.sum_outputs import SummedOutputs
+from shardplan.core.tree import ancestors, full_name, starred
+from shardplan.model.reduced import Twin
+
+from .finding import Finding
+from .fused import advice, fused_repairs
+from .layout_diagnostics import diagnostic
+from .mergeable_sums import SeenSum, SharedSum
+from .reads import SharedRead, agreed
+from .repairs import OURS, Repair, repairs, together
+from .run import Workbench, prove
+from .typing_result import Proof
+from .unsummed import holding, undeclared
+
+TRIALS = 40  # changes that are tried for one mistake
+AFTER = 4  # more that are tried when one mends the finding, but leaves others
+
+
+@dataclass(slots=True)
+class Search:
+    """How much the search for changes may still do for one plan, in all its variants and kinds of input. What is found once
+    it may do no more is reported without a change.
+
+    Args:
+        tries: how many changes may still be tried. This is the bound that plans meet: the same on every machine.
+        seconds: of processor time that they may take: the outer bound, for models that are slow.
+    """
+
+    tries: int = 120
+    seconds: float = 10.0
+
+    @property
+    def over(self) -> bool:
+        return self.tries <= 0 or self.seconds <= 0
+
+    def attempt(self, plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool]) -> Proof:
+        """Prove a plan that was changed, up to a finding that says that the change is of no use."""
+        start = time.process_time()
+        proof = prove(plan, bench, stop)
+        self.tries -= 1
+        self.seconds -= time.process_time() - start
+        return proof
+
+
+Key = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """The result of a layout check.
+
+    Args:
+        diagnostics: one for each mistake.
+        secondary: what follows from these mistakes.
+        arrivals: what arrives (I or R) at each module that takes both, and what a module that gathers its output hands
+            on: `ResolvedPlan.arrivals`, for the lowering.
+        elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
+        reads: values that several modules move I -> R, each on its own, where one door would do.
+        lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
+        sums: partial sums that are added to each other once each is reduced on its own.
+        repairs: for each of `diagnostics` the change that mends it, where one was found.
+        shared_reads: `ResolvedPlan.shared_reads`, for counting.
+        through: (sum that the plan declares, dropout that its values pass on the way).
+        summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
+    """
+
+    diagnostics: tuple[Diagnostic, ...] = ()
+    secondary: tuple[Diagnostic, ...] = ()
+    arrivals: Mapping[str, Layout] = field(default_factory=dict)
+    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    repairs: tuple[Repair | None, ...] = ()
+    reads: tuple[SharedRead, ...] = ()
+    sums: tuple[SharedSum, ...] = ()
+    shared_reads: Mapping[str, str] = field(default_factory=dict)
+    through: tuple[tuple[SummedOutputs, str], ...] = ()
+    summed: frozenset[Location] = frozenset()
+    lengths: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return not self.diagnostics
+
+    def onto(self, resolved: ResolvedPlan) -> ResolvedPlan:
+        """The plan with what the lowering takes from here, without the optional sums that were not seen to hold."""
+        sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
+        return replace(
+            resolved, arrivals=self.arrivals, elsewhere=self.elsewhere, shared_reads=self.shared_reads, sums=sums
+        )
+
+
+def check_layout(
+    resolved: ResolvedPlan,
+    twin: Twin | Workbench | Sequence[Workbench],
+    *,
+    help: bool = True,
+    search: Search | None = None,
+) -> LayoutReport:
+    """Prove that every activation and every gradient of a plan has the layout that its readers assume.
+
+    Args:
+        resolved: the plan bound to the small model's tree, with a tp size, free of structural errors.
+        twin: the small model, or workbenches with its unsharded runs (they serve many plans).
+        help: look for the changes that fix what is wrong; each costs a run.
+        search: how much that may do; None: as much as for a plan of its own.
+    """
+    if resolved.sizes.tp is None:
+        raise ValueError("the layout check needs a tp size")
+    benches = _benches(resolved, twin)
+    if resolved.sizes.tp == 1:
+        return LayoutReport()
+    search = (search or Search()) if help else Search(tries=0)
+    diagnostics: list[Diagnostic] = []
+    secondary: list[Diagnostic] = []
+    changes: list[Repair | None] = []
+    arrivals: dict[str, Layout] = {}
+    reads: list[SharedRead] | None = None
+    sums: list[SharedSum] | None = None
+    shared: list[Mapping[str, str | None]] = []
+    through: dict[tuple[SummedOutputs, str], None] = {}
+    summed: list[SeenSum] = []
+    for bench in benches:
+        proof = prove(resolved, bench)
+        first, mended, following = _explain(resolved, bench, proof, search, help)
+        for one, change in zip(first, mended, strict=True):
+            if one not in diagnostics:
+                diagnostics.append(one)
+                changes.append(change)
+        secondary += [one for one in following if one not in secondary]
+        arrivals = {**proof.arrivals, **arrivals}
+        reads = [read for read in proof.reads if reads is None or read in reads]
+        sums = [one for one in proof.sums if sums is None or one in sums]
+        shared.append(proof.shared_reads)
+        through.update(((seen.sum, name), None) for seen in proof.declared for name in seen.through)
+        summed.extend(proof.declared)
+        if not proof.findings:
+            unsummed = [one for one in undeclared(proof.declared) if one not in diagnostics]
+            diagnostics += unsummed
+            changes += [None] * len(unsummed)
+    return LayoutReport(
+        diagnostics=tuple(diagnostics),
+        secondary=tuple(secondary),
+        arrivals=arrivals,
+        elsewhere=_joined(bench.elsewhere for bench in benches),
+        repairs=tuple(changes),
+        reads=tuple(reads or ()),
+        sums=tuple(sums or ()),
+        shared_reads=agreed(shared),
+        through=tuple(through),
+        summed=holding(summed),
+    )
+
+
+def _joined(reads: Iterable[Mapping[str, tuple[str, ...]]]) -> Mapping[str, tuple[str, ...]]:
+    joined: dict[str, dict[str, None]] = {}
+    for one in reads:
+        for module, names in one.items():
+            joined.setdefault(module, {}).update(dict.fromkeys(names))
+    return {module: tuple(names) for module, names in joined.items()}
+
+
+def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench]) -> Sequence[Workbench]:
+    if isinstance(twin, Workbench):
+        return [twin]
+    if isinstance(twin, Twin):
+        return [Workbench(twin.build(), twin.inputs(kind=kind), resolved.tree) for kind in twin.kinds]
+    return twin
+
+
+def _explain(
+    resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search, help: bool
+) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
+    """What was found as diagnostics: one for each mistake, what mends each, and what follows from them."""
+    groups = grouped(proof.findings)
+    primary: list[Diagnostic] = []
+    secondary: list[Diagnostic] = []
+    changes: list[Repair | None] = []
+    reported: set[Key] = set()
+    plan = resolved
+    while groups:
+        key, group = next(iter(groups.items()))
+        repair, left = _mend(plan, bench, groups, search)
+        found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
+        if repair is None and help:
+            found = replace(found, help=advice(plan, group[0]))
+        revised = _revised(changes, repair)
+        if revised is not None:
+            at, again = revised
+            changes[at], primary[at] = again, replace(primary[at], help=again.help)
+            secondary.append(found)
+        elif key in reported or (group[0].follows and primary):
+            secondary.append(found)
+        else:
+            primary.append(found)
+            changes.append(repair)
+        reported.add(key)
+        if repair is None:
+            left = {k: g for k, g in groups.items() if k != key}
+        else:
+            gone = [g for k, g in groups.items() if k not in left and k != key]
+            secondary += [diagnostic(plan, g, None, _blamed(plan, g[0], None)) for g in gone]
+            plan = repair.apply(plan)
+        groups = left
+    return *merged(primary, changes), secondary
+
+
+def _revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair] | None:
+    """Which earlier change a later one of the same rule replaces, and both as one."""
+    if repair is None:
+        return None
+    same = ((i, one) for i, one in enumerate(changes) if one is not None and one.names == repair.names)
+    return next(((i, replace(repair, old=one.old)) for i, one in same), None)
+
+
+def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple[list[Diagnostic], list[Repair | None]]:
+    """One diagnostic for the same mistake at modules side by side (`{q,k}_norm`)."""
+    kept: list[Diagnostic] = []
+    changes: list[Repair | None] = []
+    for one, repair in zip(diagnostics, repairs, strict=True):
+        for i, (other, before) in enumerate(zip(kept, changes, strict=True)):
+            both = together(before, repair) if before and repair else None
+            if before is not None and both is not None and one.code == other.code and one.primary == other.primary:
+                kept[i] = replace(
+                    other,
+                    message=other.message.replace(before.pattern, both.pattern),
+                    help=both.help,
+                    modules=(*other.modules, *one.modules),
+                )
+                changes[i] = both
+                break
+        else:
+            kept.append(one)
+            changes.append(repair)
+    return kept, changes
+
+
+def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:
+    """Equal findings over layers together, in the order of the run."""
+    groups: dict[Key, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(_key(finding), []).append(finding)
+    return groups
+
+
+def _key(f: Finding) -> Key:
+    source = f"{f.source.file}:{f.source.line}" if f.source else ""
+    return (f.kind, starred(f.module), starred(f.subject), f.operation, source, f.arrived, f.wanted)
+
+
+def _mend(
+    plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
+) -> tuple[Repair | None, dict[Key, list[Finding]]]:
+    """The change after which the first finding is gone and the fewest are left, and those."""
+    key, group = next(iter(groups.items()))
+    best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
+    last, tried = TRIALS, 0
+    crashed = any(known[0] == "crash" for known in groups)
+
+    def useless(finding: Finding) -> bool:
+        """It is still there, or it is a new one, which only what a crash had hidden may be."""
+        found = _key(finding)
+        return found == key or (not crashed and found not in groups)
+
+    for repair in chain(fused_repairs(plan, group[0]), repairs(plan, group[0])):
+        if tried >= last or search.over:
+            break
+        changed = repair.apply(plan)
+        if any(d.is_error for d in check_structure(changed, seq_len=None)):
+            continue
+        tried += 1
+        proof = search.attempt(changed, bench, useless)
+        if proof.stopped:
+            continue
+        left = grouped(proof.findings)
+        if key not in left and (best is None or len(left) < best[0]) and _better(groups, left):
+            best = (len(left), repair, left)
+            last = min(last, tried + AFTER)
+        if best is not None and not best[0]:
+            break
+    return best[1:] if best is not None else (None, {})
+
+
+def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
+    """Whether a change mends something: what is left was there before, or a crash had hidden it, behind which it is, or which
+    is no more."""
+    new = [group[0] for key, group in after.items() if key not in before]
+    crashes = [_reached(group[0]) for key, group in before.items() if key[0] == "crash"]
+    if not crashes:
+        return not new
+    return all(_reached(finding) > max(crashes) for finding in new) or not any(key[0] == "crash" for key in after)
+
+
+def _reached(finding: Finding) -> tuple[int, bool]:
+    """How far the run got: a crash in an operation is behind one between the same operations."""
+    return (finding.at, finding.kind == "crash" and bool(finding.operation))
+
+
+def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:
+    """The rule to point at: the one to change, else the nearest that has to do with the finding."""
+    if repair is not None and repair.old is not None:
+        blamed = plan.assignments[next(name for name in repair.names if name in plan.assignments)]
+        if blamed.rule.location != OURS:
+            return blamed
+    names = [*_with_parameters(plan, repair.names if repair else ()), finding.subject]
+    for operand in sorted(finding.operands, key=lambda o: o.layout[0] not in "VP"):
+        names += [operand.parameter or "", *_with_parameters(plan, operand.origins)]
+    names += [finding.module, *ancestors(finding.module)]
+    known = (plan.assignments[name] for name in names if name in plan.assignments)
+    return next((assignment for assignment in known if assignment.rule.location != OURS), None)
+
+
+def _with_parameters(plan: ResolvedPlan, names: Sequence[str]) -> list[str]:
+    tree = plan.tree
+    modules = [tree.modules[name] for name in names if name in tree.modules]
+    return [*names, *(full_name(module.name, p.name) for module in modules for p in module.parameters)]

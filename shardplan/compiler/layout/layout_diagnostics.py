@@ -1,0 +1,169 @@
+"""Findings as diagnostics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.tree import starred
+from shardplan.styles import STYLES
+
+from . import layout_codes
+from .finding import Finding, Kind, Operand
+from .repairs import Repair
+
+NAMES = {
+    "I": "whole, with a complete gradient",
+    "R": "whole, with a partial gradient",
+    "P": "a partial sum",
+    "whole": "whole",
+    "?": "of an unknown layout",
+}
+
+
+def layout_words(layout: str) -> str:
+    """`whole, with a complete gradient (I)`; `split in dim 1 (V(1))`."""
+    if layout.startswith("V("):
+        dim, rest = layout[2:].split(")", 1)
+        where = "its last dim" if dim == "-1" else f"dim {dim}"
+        return f"split in {where}{rest} ({layout.split(' ')[0]})"
+    words = NAMES.get(layout)
+    if words is None:
+        return " or ".join(layout_words(part) for part in layout.split(" or ")) if " or " in layout else layout
+    return f"{words} ({layout})" if len(layout) == 1 and layout != "?" else words
+
+
+def _partial(f: Finding) -> str:
+    if f.operands and f.operands[0].parameter:
+        return f"the gradient of {starred(f.subject)} would be a partial sum, and is taken as complete"
+    where = starred(f.module) or "the model"
+    if f.subject == f.module:
+        return f"a gradient inside {where} would be a partial sum, and is taken as complete"
+    handed = f"what {starred(f.subject) or 'the model'} hands to {where}"
+    return f"the gradient of {handed} would be a partial sum, and is taken as complete"
+
+
+def _result(name: str) -> str:
+    """The name of one of the model's results: a key, or where it stands (`result[1]`)."""
+    if not name[0].isdigit():
+        return name
+    return "result" if name == "0" else f"result[{name}]"
+
+
+def _crash(f: Finding) -> str:
+    reason = f.message.split("\n")[0]
+    return f"{starred(f.module) or 'the model'} raises when it is split: {reason[:160].rstrip('. ')}"
+
+
+MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
+    "partial": (layout_codes.PARTIAL, _partial),
+    "complete": (
+        layout_codes.COMPLETE,
+        lambda f: (
+            f"the gradient of {starred(f.subject)} is complete, but declared a partial sum: it would be tp times too large"
+        ),
+    ),
+    "meeting": (
+        layout_codes.MEETING,
+        lambda f: (
+            f"in {starred(f.module) or 'the model'} a value with a complete gradient meets one with a partial gradient"
+        ),
+    ),
+    "arrival": (
+        layout_codes.MISFIT,
+        lambda f: (
+            f"what arrives at {starred(f.subject)} is {layout_words(f.arrived)}; its style takes {layout_words(f.wanted)}"
+        ),
+    ),
+    "result": (
+        layout_codes.MISFIT,
+        lambda f: (
+            f"what {starred(f.subject)} computes is {layout_words(f.arrived)}; its rule says {layout_words(f.wanted)}"
+        ),
+    ),
+    "sum": (
+        layout_codes.SUM,
+        lambda f: (
+            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} acts on a partial sum, "
+            "and its results do not add up"
+        ),
+    ),
+    "slices": (
+        layout_codes.SLICES,
+        lambda f: (
+            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} gives no slice of the whole result"
+        ),
+    ),
+    "output": (
+        layout_codes.OUTPUT,
+        lambda f: (
+            f"the model's {_result(f.subject)} would be {layout_words(f.arrived)}; "
+            f"callers read it {layout_words(f.wanted)}"
+        ),
+    ),
+    "untyped": (
+        layout_codes.UNTYPED,
+        lambda f: f"the layout of what {starred(f.module) or 'the model'} computes cannot be told",
+    ),
+    "outside": (
+        layout_codes.OUTSIDE,
+        lambda f: (
+            f"{starred(f.subject)} is read by the code of {starred(f.module) or 'the model'}, where it is a DTensor"
+        ),
+    ),
+    "crash": (layout_codes.CRASH, _crash),
+}
+
+
+def diagnostic(
+    plan: ResolvedPlan, findings: Sequence[Finding], repair: Repair | None, blamed: Assignment | None
+) -> Diagnostic:
+    """One diagnostic for equal findings over layers.
+
+    Args:
+        plan: the plan that they are about.
+        findings: of one kind at one place, the first layer's first.
+        repair: a change that was tried and mends them.
+        blamed: the rule to point at.
+    """
+    first = findings[0]
+    code, message = MESSAGES[first.kind]
+    primary = None
+    if blamed is not None:
+        primary = Label(blamed.rule.location, _label(first, blamed, repair))
+    return Diagnostic(
+        code=code.code,
+        severity=Severity.ERROR,
+        message=message(first),
+        primary=primary,
+        notes=tuple(_notes(first)),
+        help=repair.help if repair else None,
+        modules=tuple(dict.fromkeys(_place(f) for f in findings)),
+    )
+
+
+def _place(finding: Finding) -> str:
+    return finding.subject
+
+
+def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:
+    if repair is not None and blamed.name in repair.names:
+        return "does not fit"
+    splits = STYLES[blamed.rule.style].shards_parameters
+    if first.kind == "partial" and splits and any(blamed.name in operand.origins for operand in first.operands[1:]):
+        return "splits what it is combined with"
+    return "has to do with it"
+
+
+def _notes(first: Finding) -> list[str]:
+    notes = []
+    if first.source is not None:
+        notes.append(f"{first.module or 'the model'}, {first.source.short}: `{first.source.text}`")
+    notes += [_operand(operand) for operand in first.operands if operand.differentiable or len(first.operands) == 1]
+    return notes[:6]
+
+
+def _operand(operand: Operand) -> str:
+    name = operand.parameter or f"from {', '.join(operand.origins[:2]) or operand.maker or 'the model'}"
+    return f"{name}: {list(operand.shape)} on a rank, {layout_words(operand.layout)}"

@@ -1,0 +1,200 @@
+"""Partial sums that are added to each other once they are reduced: reduced together, they cost one collective.
+
+A plan says so with `sum_outputs`; what a run shows of it is looked at here. Where a plan does not say it, it is found for
+`shardplan init`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from shardplan.core.sum_outputs import SummedOutputs
+from shardplan.core.tree import ModuleTree, block, element
+from shardplan.model.reduced.trace import Event, Trace
+
+ADDITIONS = frozenset(("add", "add_", "__add__", "__radd__", "__iadd__"))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedSum:
+    """Results of one block that its code adds up, and reads nowhere else.
+
+    Args:
+        carriers: the modules whose partial sums can wait.
+        closer: the module whose partial sum is reduced last.
+        through: modules whose code the values pass on the way, unchanged on the small copy (a dropout).
+    """
+
+    carriers: tuple[str, ...]
+    closer: str
+    through: tuple[str, ...] = ()
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return (*self.carriers, self.closer)
+
+
+@dataclass(frozen=True, slots=True)
+class SeenSum:
+    """What a run shows of one sum that a plan declares.
+
+    Args:
+        sum: what is declared.
+        wrong: why it does not hold, or "".
+        module: what that is about.
+        through: dropouts that the values pass on the way, which drop nothing here.
+    """
+
+    sum: SummedOutputs
+    wrong: str = ""
+    module: str = ""
+    through: tuple[str, ...] = ()
+
+
+def seen_sums(
+    tree: ModuleTree, run: Trace, handed: Iterable[tuple[int, str]], declared: Iterable[SummedOutputs]
+) -> tuple[SeenSum, ...]:
+    """Look at the sums that a plan declares, in each call of their blocks; of those whose block does not run, nothing is said.
+
+    Args:
+        tree: of the modules that run.
+        run: of a rank.
+        handed: (value, module) for each partial sum that a module reduces as it hands it on.
+    """
+    by_member = {name: one for one in declared for name in one.members}
+    if not by_member:
+        return ()
+    calls = _calls(run, set(handed), by_member)
+    reading = run.readers()
+    found = []
+    for one in dict.fromkeys(by_member.values()):
+        seen = [_seen(tree, run, reading, one, ran) for ran in calls.get(one.block, ())]
+        wrong = [each for each in seen if each.wrong]
+        through = dict.fromkeys(name for each in seen for name in each.through)
+        found += wrong[:1] or ([SeenSum(one, through=tuple(through))] if seen else [])
+    return tuple(found)
+
+
+# Of a call: (module, the value that it hands on of a partial sum, or None where it hands on none), in the order of the run.
+_Call = list[tuple[str, int | None]]
+
+
+def _calls(
+    run: Trace, handed: set[tuple[int, str]], by_member: Mapping[str, SummedOutputs]
+) -> Mapping[str, list[_Call]]:
+    """Block -> for each of its calls, the members of its sums that ran."""
+    blocks = {one.block for one in by_member.values()}
+    calls: dict[str, list[_Call]] = {name: [] for name in blocks}
+    running: list[str] = []
+    for event in run.events:
+        if event.kind == "enter":
+            running.append(event.module)
+            if event.module in blocks:
+                calls[event.module].append([])
+        elif event.kind == "leave":
+            running.pop()
+            one = by_member.get(event.module)
+            if one is not None and one.block in running:
+                value = event.outputs[0] if event.outputs and (event.outputs[0], event.module) in handed else None
+                calls[one.block][-1].append((event.module, value))
+    return calls
+
+
+def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one: SummedOutputs, ran: _Call) -> SeenSum:
+    """One call of the block."""
+    names = [name for name, _ in ran if name in one.members]
+    if not names:
+        return SeenSum(one)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        return SeenSum(one, "runs more than once in one call of the block", twice)
+    if names[-1] != one.closer:
+        why = "runs before others of them; name it where it runs" if one.closer in names else "does not run"
+        return SeenSum(one, f"is the last that is named, at which the sum is reduced, and {why}", one.closer)
+    values = {name: value for name, value in ran if name in one.members}
+    without = next((name for name, value in values.items() if value is None), None)
+    if without is not None:
+        return SeenSum(one, "hands on no partial sum", without)
+    paths = {name: _path(run, reading, value, one.block) for name, value in values.items() if value is not None}
+    last = set(paths[one.closer][0])
+    for name, (path, _) in paths.items():
+        if last.isdisjoint(path):
+            return SeenSum(one, "is read by something else than the sum with the last of them", name)
+    passed = dict.fromkeys(module for _, modules in paths.values() for module in modules)
+    changed = next((module for module in passed if tree.modules[module].kind != "dropout"), None)
+    if changed is not None:
+        return SeenSum(
+            one, "passes an operation on the way that may change it on other batches (dropout in code)", changed
+        )
+    return SeenSum(one, through=tuple(passed))
+
+
+def shared_sums(run: Trace, handed: Iterable[tuple[int, str]]) -> tuple[SharedSum, ...]:
+    """The sums that a block's code makes of reduced values.
+
+    Args:
+        run: of a rank.
+        handed: (value, module) for each partial sum that a module reduces as it hands it on, in the order of the run.
+    """
+    reading = run.readers()
+    times = dict.fromkeys((module for _, module in handed), 0)
+    for _, module in handed:
+        times[module] += 1
+    once = [(number, module) for number, module in handed if times[module] == 1 and element(block(module))]
+    found = []
+    for home, members in groupby(once, key=lambda one: block(one[1])):
+        paths = [(module, *_path(run, reading, number, home)) for number, module in members]
+        for at, (closer, path, passed) in enumerate(paths):
+            joining = [one for one in paths[:at] if not set(one[1]).isdisjoint(path)]
+            if joining and not any(not set(one[1]).isdisjoint(path) for one in paths[at + 1 :]):
+                through = dict.fromkeys(name for one in (*joining, (closer, path, passed)) for name in one[2])
+                found.append(SharedSum(tuple(one[0] for one in joining), closer, tuple(through)))
+    return tuple(found)
+
+
+def in_every_block(sums: Sequence[SharedSum], blocks: Iterable[str]) -> bool:
+    """Whether each of the blocks has the same sums."""
+    said = [{_relative(one, name) for one in sums if block(one.closer) == name} for name in blocks]
+    return all(one == said[0] for one in said)
+
+
+def _relative(one: SharedSum, home: str) -> SharedSum:
+    carriers, through = (tuple(name.removeprefix(home) for name in names) for names in (one.carriers, one.through))
+    return SharedSum(carriers, one.closer.removeprefix(home), through)
+
+
+def _path(run: Trace, reading: Mapping[int, Sequence[Event]], number: int, home: str) -> tuple[list[int], list[str]]:
+    """The values that a value becomes by additions alone, each read once, within its block; and the modules whose code it
+    passes as it is."""
+    path: list[int] = [number]
+    passed: list[str] = []
+    while True:
+        step = None
+        for event in reading.get(number, ()):
+            if event.kind in ("enter", "leave"):
+                if event.module == home or number not in event.outputs:
+                    return path, passed  # it leaves the block, or is moved
+                continue
+            if event.kind != "op" or step is not None:
+                return path, passed
+            if number in event.outputs and event.name not in ADDITIONS:
+                passed.append(event.module)
+                continue
+            step = event
+        if step is None or not _is_sum(run, step):
+            return path, passed
+        number = step.outputs[0]
+        path.append(number)
+
+
+def _is_sum(run: Trace, event: Event) -> bool:
+    """Whether an operation's result is the plain sum of two values."""
+    if event.name not in ADDITIONS or len(event.inputs) != 2 or len(event.outputs) != 1:
+        return False
+    one, other = (run.values[number] for number in event.inputs)
+    result = run.values[event.outputs[0]]
+    return one.shape == other.shape == result.shape and torch.allclose(one + other, result)

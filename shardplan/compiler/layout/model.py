@@ -1,0 +1,264 @@
+"""The layout check of plans for one model: on its small copy, which is made and run once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check as check_structure
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.layout import Layout
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
+from shardplan.core.tree import ModuleTree, block, element
+from shardplan.model import FoundModel, tree_of
+from shardplan.model.reduced import Twin, make_twin
+from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
+from shardplan.torchlib.modes import outside_modes
+
+from . import randomness
+from .cross_module_reads import elsewhere_of
+from .layout_check import LayoutReport, Search, check_layout
+from .layout_codes import UNTYPED
+from .run import Workbench
+from .split_lengths import misfit, split_lengths
+from .unsummed import acting, dropping
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What is known of a plan: what may still be tried for it, and the report of each variant."""
+
+    plan: PlanFile
+    search: Search
+    reports: dict[Overlays, LayoutReport] = field(default_factory=dict)
+
+
+class ModelLayouts:
+    """Checks plans for a model at one size of the tp axis.
+
+    Args:
+        found: the model.
+        tp: the size of the axis.
+    """
+
+    def __init__(self, found: FoundModel, tp: int):
+        self.found, self.tp = found, tp
+        self._plans: dict[int, _Checked] = {}
+
+    @cached_property
+    def twin(self) -> Twin:
+        """The small copy.
+
+        Raises:
+            PlanError: SP520, SP521, SP522: there is none.
+        """
+        # Experts one by one: grouped multiplications want sizes that a small copy's shards may not have, and no float64.
+        experts = "eager" if self.found.config is not None else None
+        return make_twin(self.found, tp=self.tp, experts_implementation=experts)
+
+    @cached_property
+    def benches(self) -> tuple[Workbench, ...]:
+        """The small copy with each kind of input that it takes.
+
+        Raises:
+            PlanError: there is none, or it does not run (SP523).
+        """
+        model = self.twin.build()
+        tree = tree_of(model)
+        with self.twin.running():
+            benches = tuple(Workbench(model, self.twin.inputs(kind=kind), tree) for kind in self.twin.kinds)
+            for bench in benches:
+                if not bench.reference.finite:
+                    raise ArithmeticError("its result is not finite")
+        return benches
+
+    @property
+    def random(self) -> Diagnostic | None:
+        """SP371: the model's code draws random numbers, with which no plan is right; in the reduced model's names.
+
+        Raises:
+            PlanError: there is no reduced model, or it does not run.
+        """
+        sites = tuple(dict.fromkeys(site for bench in self.benches for site in bench.random))
+        return randomness.finding(self.found.name, sites, self.tp) if sites else None
+
+    @property
+    def tree(self) -> ModuleTree:
+        """The reduced model's."""
+        return self.benches[0].tree
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a reduced model, and it runs unsharded."""
+        try:
+            return bool(self.benches)
+        except PlanError:
+            return False
+
+    @outside_modes()
+    def check(
+        self, plan: PlanFile, overlays: Overlays = NO_OVERLAYS, *, help: bool = True, allow_unproven: bool = False
+    ) -> LayoutReport:
+        """Check a plan that is free of structural errors for the model itself.
+
+        The arrivals and shared reads are those of the model's modules.
+
+        Args:
+            help: look for the changes that fix what is wrong.
+            allow_unproven: what keeps the check from running is a warning, and else an error: what was not proven is not
+                taken for right.
+        """
+        if (too_many := self._too_many(plan)) is not None:
+            return LayoutReport((too_many,))
+        try:
+            benches = self.benches
+        except PlanError as error:
+            return LayoutReport(tuple(_unproven(d, allow_unproven) for d in error.diagnostics))
+        tree = benches[0].tree
+        if self.random is not None:
+            return LayoutReport((self._about_the_model(self.random),))
+        resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), overlays)
+        structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        if structure:
+            return LayoutReport((_not_small(self.found.name, structure, allow_unproven),))
+        report = self.layouts_of(plan, resolved, help=help)
+        return replace(
+            report,
+            arrivals=arrivals_of(self.found.tree, report.arrivals),
+            elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
+            shared_reads=shared_reads_of(self.found.tree, report.shared_reads),
+            summed=report.summed - {one.rule.location for one, name in report.through if acting(self.found.tree, name)},
+            diagnostics=(
+                *map(self._about_the_model, report.diagnostics),
+                *dropping(self.found.tree, report.through),
+                *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
+            ),
+            secondary=tuple(map(self._about_the_model, report.secondary)),
+            lengths=self._lengths(resolved) if report.ok and not overlays else {},
+        )
+
+    def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
+        """What tp must divide in the code of a model without configuration, whose reduced model has its sizes."""
+        return {} if self.found.config is not None else split_lengths(resolved, self.benches[0])
+
+    def _too_many(self, plan: PlanFile) -> Diagnostic | None:
+        """That tp does not divide a dim which the code of a model without configuration splits: seen at the smallest size
+        that divides tp, as the model may not run, or not split, with as many ranks."""
+        least = next((n for n in range(2, self.tp) if self.tp % n == 0), None)
+        if self.found.config is not None or least is None:
+            return None
+        fewer = ModelLayouts(self.found, least)
+        if not fewer.runs:
+            return None
+        return misfit(fewer.check(plan, help=False).lengths, self.tp, least)
+
+    def layouts_of(self, plan: PlanFile, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
+        """The layouts of a variant of a plan on the reduced model, in its names; each is checked once.
+
+        Args:
+            resolved: the variant, bound to the reduced model.
+        """
+        checked = self._plans.setdefault(id(plan), _Checked(plan, Search()))
+        if resolved.overlays not in checked.reports:
+            checked.reports[resolved.overlays] = self.check_copy(resolved, help=help, search=checked.search)
+        return checked.reports[resolved.overlays]
+
+    def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The modules or parameters of the model that those of the reduced one stand for."""
+        return modules_of(self.found.tree, self.tree, self.twin.layers, tuple(names))
+
+    @outside_modes()
+    def check_copy(self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None) -> LayoutReport:
+        """As `check`, for a plan that is bound to the small copy's tree, and in its names.
+
+        Args:
+            help: look for the changes that fix what is wrong.
+            search: how much that may do; None: as much as for a plan of its own.
+
+        Raises:
+            PlanError: there is no small copy, or it does not run.
+        """
+        return check_layout(resolved, self.benches, help=help, search=search)
+
+    def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
+        """The finding with the model's modules in place of its small copy's."""
+        return replace(diagnostic, modules=self.names_in_model(diagnostic.modules))
+
+
+def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """The arrivals at a model's modules, from those at its small copy's, where all layers agree."""
+    known: dict[str, set[Layout]] = {}
+    for name, layout in arrivals.items():
+        known.setdefault(tree.pattern(name), set()).add(layout)
+    return {name: next(iter(found)) for name in tree.modules if len(found := known.get(tree.pattern(name), set())) == 1}
+
+
+def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The modules or parameters of a model that those of its small copy stand for: every layer where all kinds of layers
+    are among them, else the layers that were copied."""
+    here, there = ({*one.modules, *one.parameters} for one in (tree, small))
+    result: dict[str, None] = {}
+    for name in names:
+        pattern = tree.pattern(name)
+        if all(other in names for other in there if tree.pattern(other) == pattern):
+            result.update(
+                (other, None) for other in (*tree.modules, *tree.parameters) if tree.pattern(other) == pattern
+            )
+            continue
+        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
+        moved = name
+        if number is not None and number < len(layers):
+            moved = name.replace(f".{number}.", f".{layers[number]}.", 1)
+        result[moved if moved in here else name] = None
+    return tuple(result)
+
+
+def shared_reads_of(tree: ModuleTree, reads: Mapping[str, str]) -> Mapping[str, str]:
+    """The shared reads of a model's modules, from those of its small copy's, where all layers agree."""
+    known: dict[str, set[str]] = {}
+    for name, first in reads.items():
+        known.setdefault(tree.pattern(name), set()).add(first.removeprefix(_home(name)))
+    found = ((name, known.get(tree.pattern(name), set())) for name in tree.modules)
+    return {name: _home(name) + next(iter(firsts)) for name, firsts in found if len(firsts) == 1}
+
+
+def _home(name: str) -> str:
+    return block(name) if element(block(name)) else ""
+
+
+UNPROVEN_HELP = "give what is missing, or accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"
+
+
+def _unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
+    """What keeps a plan from being proven, as an error or, where that is accepted, a warning. That another model was proven than
+    the one that is there (SP524, SP526) cannot be accepted."""
+    if diagnostic.code in (NOT_CARRIED.code, NOT_REDUCED.code):
+        return diagnostic
+    return replace(
+        diagnostic,
+        severity=Severity.WARNING if allowed else Severity.ERROR,
+        message=f"{diagnostic.message}: this plan is not proven",
+        help=diagnostic.help if allowed else "\n".join(filter(None, (diagnostic.help, UNPROVEN_HELP))),
+    )
+
+
+def _unseen(name: str, why: str) -> Diagnostic:
+    return Diagnostic(
+        code=UNTYPED.code,
+        severity=Severity.WARNING,
+        message=f"{name} takes images that its small copy could not be given: this plan is proven for text alone",
+        notes=(why,),
+    )
+
+
+def _not_small(name: str, findings: list[Diagnostic], allowed: bool) -> Diagnostic:
+    found = Diagnostic(
+        code=UNTYPED.code,
+        severity=Severity.ERROR,
+        message=f"the plan fits {name}, but not the reduced model on which it would be proven",
+        notes=tuple(d.message for d in findings),
+    )
+    return _unproven(found, allowed)

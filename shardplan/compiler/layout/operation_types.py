@@ -1,0 +1,216 @@
+"""The type of what an operation gives, from how it is spread and from the types of what it reads.
+
+How a value is spread over the ranks (whole, split, a sum) is told by comparing what each rank has with what the
+unsharded model has at the same place. Whether the gradient of a whole value is complete (I) or a partial sum (R)
+follows from how it is read, as the chain rule has it, operation by operation:
+
+| result | a whole operand's gradient on this rank |
+|---|---|
+| split | is this rank's slice's share: a partial sum |
+| sum | is this rank's summand's share: a partial sum |
+| whole | is complete where the result's is, and a partial sum where the result's is |
+
+So a result that is split or a sum wants R of its whole operands, and a whole result wants all of one type, which it
+has too. Nothing depends on which operation it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from shardplan.core.tree import ancestors, block
+from shardplan.model.reduced.trace import Event, Place
+from shardplan.styles.bound import BoundModule
+
+from .cross_module_reads import below
+from .spread import SUM, WHOLE, Spread
+from .spreads import Spreads
+from .typed_modules import is_mean
+from .types import FREE, KINDS, Type
+from .typing_state import Known
+
+
+class Operations:
+    """Types the results of operations.
+
+    Args:
+        known: of the values so far; types of results and findings are added.
+        plan: each module and its boundary.
+        spreads: of the run of every rank.
+        units: modules whose parameters are gathered only while they run themselves.
+        parts: operation -> operand -> whether it has a part in the result, where that was found out.
+
+    Attributes:
+        doubts: as in `Proof`.
+    """
+
+    def __init__(
+        self,
+        known: Known,
+        plan: Mapping[str, BoundModule],
+        spreads: Spreads,
+        units: Sequence[str],
+        parts: Mapping[Place, Mapping[int, bool]],
+    ):
+        self.known, self.plan, self.spreads, self.units, self.parts = known, plan, spreads, units, parts
+        self.doubts: dict[Place, tuple[int, ...]] = {}
+
+    def op(self, event: Event) -> None:
+        """A torch call, or a whole look-up or matrix multiplication."""
+        self.known.operations += 1
+        for number in event.inputs:
+            if number in self.known.run.parameters and not self._readable(number, event.module):
+                self.known.find("outside", event, self.known.run.parameters[number], (number,), once=True)
+        sources = self.known.sources(event.inputs)
+        unfilled = event.writes or event.kind == "read" or any(self.known.type_of(i).kind == "?" for i in event.inputs)
+        for index, output in enumerate(event.outputs):
+            if output in event.inputs or output in self.known.types:
+                continue
+            self.known.maker[output] = event.module
+            if any(i in self.known.doubtful for i in event.inputs):
+                self.known.doubtful.add(output)
+            spread = self.spreads.of(event, index)
+            if not self.known.run.requires_grad[output]:
+                self.known.types[output] = Type(KINDS[spread.kind], spread) if isinstance(spread, Spread) else FREE
+            elif spread == "?" or (spread is None and unfilled):
+                self.known.types[output] = Type("?", sources=frozenset(sources))
+            elif spread is None:
+                self._mismatch(event, sources, output)
+            elif spread.kind == "whole" and self._is_mean(event, sources):
+                self.known.types[output] = Type("R")
+            else:
+                self.known.types[output] = self.combine(event, sources, spread, output)
+
+    def read(self, event: Event) -> None:
+        """A tensor that is seen for the first time, or was changed in place."""
+        if not event.inputs and self.known.run.requires_grad[event.outputs[0]]:
+            spread = self.spreads.of(event, 0)
+            self.known.find("untyped", event, event.module, event.outputs)
+            self.known.types[event.outputs[0]] = Type("I", spread if isinstance(spread, Spread) else WHOLE)
+            return
+        self.op(event)
+
+    def _is_mean(self, event: Event, sources: list[int]) -> bool:
+        """Whether it is over split features, and summed over the ranks (P -> R)."""
+        return is_mean(self.plan, event.module, event.name) and all(self.known.type_of(n).kind == "V" for n in sources)
+
+    def _readable(self, number: int, reader: str) -> bool:
+        """Whether a parameter is a local tensor while a module's code runs: in its owner's, in that of the block which
+        sums its partial gradient, and in that of the module around it which reads it, if it is not in a unit of its
+        own."""
+        owner = self.known.maker[number]
+        running = (reader, *ancestors(reader)) if reader else ("",)
+        if owner in running:
+            return True
+        if self.known.type_of(number).kind == "R" and block(owner) in running:
+            return True
+        apart = any(below(unit, reader) and (owner == unit or below(owner, unit)) for unit in self.units)
+        return below(owner, reader) and not apart
+
+    def combine(self, event: Event, sources: list[int], spread: Spread, output: int) -> Type:
+        """The type of a value with a gradient, by the table above.
+
+        Args:
+            sources: the differentiable values that it is made of.
+            spread: how it is spread.
+        """
+        kinds = {number: self.known.type_of(number).kind for number in sources}
+        tails = [n for n, kind in kinds.items() if kind == "tail"]
+        if tails:
+            return self._untangle(event, sources, tails[0], spread, output)
+        if spread.empty and not self.known.run.values[output].numel():
+            return Type("whole", spread)
+        acting = self._acting(event, spread)
+        if acting and (not spread.empty or spread.kind != "whole"):
+            return self._hidden(event, acting, output)
+        if spread.kind != "whole":
+            for number, kind in kinds.items():
+                if kind == "I":
+                    self._found_partial(event, number)
+            return Type(KINDS[spread.kind], spread)
+        if spread.empty and (acting or (acting is None and "P" in kinds.values())):
+            return Type("P", SUM)
+        if spread.empty and acting is None and "V" in kinds.values():
+            return FREE
+        complete = [n for n, kind in kinds.items() if kind == "I"]
+        partial = [n for n, kind in kinds.items() if kind == "R"]
+        if complete and partial:
+            return self._meeting(event, complete, partial, output)
+        return Type("I") if complete else Type("R") if partial else FREE
+
+    def _acting(self, event: Event, spread: Spread) -> list[int] | None:
+        """The partial sums and slices that have a part in a result that seems whole, and the partial sums that have one in
+        a result that seems split: nothing but a tolerance, or a gate that is shut, hides them. None where it is not known."""
+        if event.kind != "op":
+            return None
+        hiding = {"whole": ("P", "V"), "split": ("P",), "sum": ()}[spread.kind]
+        found = {
+            position: number
+            for position, number in enumerate(event.inputs)
+            if (kind := self.known.type_of(number).kind) in hiding
+            and (self.known.run.requires_grad[number] or kind == "P")
+            and self.known.run.values[number].is_floating_point()
+        }
+        known = self.parts.get(event.place, {})
+        unknown = tuple(position for position in found if position not in known)
+        if unknown:
+            self.doubts[event.place] = tuple(found)
+            return None
+        return [number for position, number in found.items() if known[position]]
+
+    def _hidden(self, event: Event, acting: list[int], output: int) -> Type:
+        partial = any(self.known.type_of(number).kind == "P" for number in acting)
+        self.known.find("sum" if partial else "slices", event, event.module, event.inputs)
+        self.known.doubtful.add(output)
+        return Type("P", SUM) if partial else FREE
+
+    def _meeting(self, event: Event, complete: list[int], partial: list[int], output: int) -> Type:
+        """A whole result of operands of both types: if one side is parameters only, these are wrong."""
+        if all(n in self.known.run.parameters for n in complete):
+            for number in complete:
+                self._found_partial(event, number)
+            return Type("R")
+        if all(n in self.known.run.parameters for n in partial):
+            for number in partial:
+                self.known.find("complete", event, self.known.run.parameters[number], event.inputs, once=True)
+            return Type("I")
+        self.known.find("meeting", event, event.module, event.inputs)
+        self.known.doubtful.add(output)
+        return Type("R")
+
+    def _found_partial(self, event: Event, number: int) -> None:
+        others = tuple(i for i in event.inputs if i != number)
+        parameters = self.known.origins.parameters(number)
+        for parameter in parameters:
+            self.known.find("partial", event, self.known.run.parameters[parameter], (parameter, *others), once=True)
+        if not parameters:
+            self.known.find("partial", event, self.known.maker.get(number, event.module), (number, *others), once=True)
+
+    def _untangle(self, event: Event, sources: list[int], tangled: int, spread: Spread, output: int) -> Type:
+        """Which features of a value with an R tail an operation takes."""
+        whole, tail = self.known.run.values[tangled], self.known.type_of(tangled).tail
+        value = self.known.run.values[output]
+        head, rest = whole[..., :-tail], whole[..., -tail:]
+        if value.shape == rest.shape and torch.equal(value, rest):
+            return Type("R")
+        if value.shape == head.shape and torch.equal(value, head):
+            return Type("I")
+        if value.shape[-1:] == whole.shape[-1:] and spread.kind == "whole":
+            return Type("tail", tail=tail)
+        self.known.find("untyped", event, event.module, event.inputs)
+        return Type("I")
+
+    def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
+        kinds = {self.known.type_of(number).kind for number in sources}
+        split = [n for n in sources if self.known.type_of(n).kind == "V"]
+        if not event.module and split:  # the model's last step with its logits, before callers get them
+            arrived = self.known.type_of(split[0]).describe(self.known.run.values[split[0]].ndim)
+            self.known.find("output", event, "logits", split[:1], arrived=arrived, wanted="I")
+            self.known.doubtful.add(output)
+            self.known.types[output] = FREE
+            return
+        self.known.find("sum" if "P" in kinds else "slices", event, event.module, event.inputs)
+        self.known.doubtful.add(output)
+        self.known.types[output] = Type("P", SUM) if "P" in kinds else FREE

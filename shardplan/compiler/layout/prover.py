@@ -1,0 +1,112 @@
+"""The walk over the events of a run, which types all its values and finds where they do not fit.
+
+What an operation gives is typed in `operations`, what stands at the boundary of a module in `crossings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from torch import nn
+
+from shardplan.core.layout import Layout
+from shardplan.core.tree import full_name
+from shardplan.model.reduced.trace import Event, Place
+from shardplan.styles.bound import BoundModule
+
+from .crossings import Crossings
+from .finding import Finding
+from .mergeable_sums import shared_sums
+from .operation_types import Operations
+from .origins import Origins
+from .reads import shared_reads
+from .spread import SUM, Spread
+from .spreads import Spreads
+from .types import Type, packed_indices
+from .typing_result import Proof
+from .typing_state import Known, Stopped
+
+# The type of a parameter that every rank reads whole, or as a part of a sum.
+READ = {"I": Type("I"), "R": Type("R"), "P": Type("P", SUM)}
+
+
+class Prover:
+    """Types one run.
+
+    Args:
+        model: the unsharded model.
+        plan: each module and its boundary.
+        spreads: of the run of every rank.
+        origins: of the first rank's run.
+        gathers: what modules with an open gradient hand on; R where not said.
+        units: modules whose parameters are gathered only while they run themselves.
+        parts: operation -> operand -> whether it has a part in the result, where that was found out.
+        stop: whether nothing behind a finding matters.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Mapping[str, BoundModule],
+        spreads: Spreads,
+        origins: Origins,
+        gathers: Mapping[str, Layout],
+        units: Sequence[str] = (),
+        parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
+        stop: Callable[[Finding], bool] = lambda finding: False,
+    ):
+        self.plan, self.runs, self.run = plan, spreads.runs, origins.run
+        self.known = Known(origins, stop)
+        self.operations = Operations(self.known, plan, spreads, units, parts)
+        self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers)
+
+    def prove(self) -> Proof:
+        known, crossings = self.known, self.crossings
+        try:
+            self._parameters()
+            self._walk()
+        except Stopped:
+            return Proof(tuple(known.findings), crossings.arrivals, (), (), known.operations, stopped=True)
+        taken = (name for name, one in self.plan.items() if one.boundary.inputs or one.boundary.output is not None)
+        return Proof(
+            tuple(known.findings),
+            crossings.arrivals,
+            shared_reads(self.run, crossings.entering, taken),
+            shared_sums(self.run, crossings.reduced),
+            known.operations,
+            entering=tuple(crossings.entering),
+            reduced=tuple(crossings.reduced),
+            doubts=self.operations.doubts,
+        )
+
+    def _parameters(self) -> None:
+        held = {full_name(b.name, p.name): (b.name, p) for b in self.plan.values() for p in b.parameters}
+        for number, name in self.run.parameters.items():
+            self.known.maker[number], parameter = held[name]
+            dim = parameter.computed.dim
+            if isinstance(dim, int):
+                order = packed_indices(parameter.parts, len(self.runs)) if parameter.parts else None
+                self.known.types[number] = Type("V", Spread("split", dim, order))
+            else:
+                self.known.types[number] = READ[parameter.computed.kind]
+
+    def _walk(self) -> None:
+        for event in self.run.events:
+            match event.kind:
+                case "op":
+                    self.operations.op(event)
+                case "read":
+                    self.operations.read(event)
+                case "enter":
+                    self.crossings.enter(event)
+                case "leave":
+                    self.crossings.leave(event)
+                case "crash":
+                    self._crash(event, event.inputs)
+        for run in self.runs[1:]:
+            if run.crash is not None and self.run.crash is None:
+                self._crash(run.crash, ())  # the numbers of its values are those of another rank
+
+    def _crash(self, event: Event, numbers: tuple[int, ...]) -> None:
+        self.known.find("crash", event, event.module, numbers, message=event.message)

@@ -1,0 +1,255 @@
+"""Random operations in the model's own code: which of them act on its results, and where they stand.
+
+A model that draws nothing costs a comparison of the generators' states. Of one that draws, each place is drawn anew alone:
+only a draw that changes a result acts. Layer drop of probability 0 draws a number and changes nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.tree import named, starred
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.lines import model_line
+from shardplan.model.reduced.nests import tensors_in
+from shardplan.model.reduced.trace import SourceLine
+from shardplan.torchlib.private import private
+
+from .layout_codes import RANDOM
+
+_DispatchMode: Any = private("TorchDispatchMode")
+
+OTHERS = "numbers of random or numpy.random"  # generators beside torch's
+# A threshold may be small: what is drawn between two bounds is tried at both.
+UNIFORM = ("rand", "rand_like", "uniform_")
+SEEDS = (1, 2)
+MOST_SITES = 8  # places that are drawn anew; further ones are reported untried
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A place that draws.
+
+    Args:
+        module: the innermost module in whose forward it stands.
+        name: the operation, or the libraries whose generators moved.
+        source: the line of the model's code; None for other generators than torch's.
+    """
+
+    module: str
+    name: str
+    source: SourceLine | None = None
+
+    @property
+    def key(self) -> tuple[str, str, SourceLine | None]:
+        """The same place in all layers."""
+        return (starred(self.module), self.name, self.source)
+
+
+Key = tuple[str, str, SourceLine | None]
+Redraw = Callable[[Callable[[], Any], tuple[float, float]], Any]  # (what draws, its bounds if it is uniform) -> numbers
+
+
+@dataclass(slots=True)
+class Watch:
+    """Whether a run drew random numbers.
+
+    Args:
+        drew: set when the run has ended.
+    """
+
+    drew: bool = False
+    _before: list[tuple[Any, Any]] = field(default_factory=list)
+
+
+@contextmanager
+def watched(model: nn.Module) -> Iterator[Watch]:
+    """While it lasts, runs of the model tell whether they drew."""
+    watch = Watch()
+
+    def enter(module: nn.Module, args: tuple) -> None:
+        watch._before.append((torch.get_rng_state(), _other_states()))
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        state, others = watch._before.pop()
+        watch.drew = watch.drew or others != _other_states() or not torch.equal(state, torch.get_rng_state())
+
+    handles = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
+    try:
+        yield watch
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def acting_sites(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Site, ...]:
+    """The places that draw random numbers which change what the model returns, in the order of the run.
+
+    Args:
+        model: as it trains; it is not changed.
+        inputs: keyword arguments of its forward.
+    """
+    first = _Draws()
+    reference = _run(model, inputs, first)
+    keys = tuple(dict.fromkeys(site.key for site in first.sites))
+    idle = {key for key in keys[:MOST_SITES] if not _acts(model, inputs, key, reference)}
+    return tuple(site for site in first.sites if site.key not in idle)
+
+
+def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
+    """One finding for the model.
+
+    Args:
+        model: its name.
+        sites: the places that act, at least one.
+        tp: the size of the axis.
+    """
+    modules = tuple(dict.fromkeys(site.module for site in sites if site.module))
+    where = named(modules) if modules else model
+    return Diagnostic(
+        code=RANDOM.code,
+        severity=Severity.ERROR,
+        message=f"the code of {where} draws random numbers in training, and they are not managed across tp={tp}",
+        notes=tuple(
+            f"{module or model}, {source.short}: `{source.text}`" if source else f"{module or model}: {name}"
+            for module, name, source in dict.fromkeys(site.key for site in sites)
+        )[:6],
+        help="switch them off in training (a probability of 0), or draw them outside of the model and hand them in as an input",
+        modules=modules,
+    )
+
+
+class _Draws(_DispatchMode):
+    """Finds the operations that move torch's generator.
+
+    Args:
+        key: draw anew what this place draws.
+        redraw: gives the new numbers.
+    """
+
+    def __init__(self, key: Key | None = None, redraw: Redraw | None = None):
+        super().__init__()
+        self.sites: dict[Site, None] = {}
+        self.modules = [""]
+        self.key, self.redraw = key, redraw
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        before = torch.get_rng_state()
+        result = func(*args, **kwargs)
+        if torch.equal(before, torch.get_rng_state()):
+            return result
+        name = func.overloadpacket.__name__
+        here = Site(self.modules[-1], name, model_line())
+        self.sites[here] = None
+        if self.redraw is not None and here.key == self.key:
+            bounds = (*args[1:], *kwargs.values(), 0.0, 1.0)[:2] if name == "uniform_" else (0.0, 1.0)
+            with torch.random.fork_rng(devices=[]):  # what is drawn later stays as it is
+                return self.redraw(lambda: func(*args, **kwargs), bounds)
+        return result
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        """While it lasts, it knows which module runs, and which moves other generators."""
+        states: list[Any] = []
+        inside: list[bool] = []  # whether something inside moved them
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple) -> None:
+                self.modules.append(name)
+                states.append(_other_states())
+                inside.append(False)
+
+            return hook
+
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            name, moved = self.modules.pop(), inside.pop()
+            if states.pop() != _other_states():
+                if not moved:
+                    self.sites[Site(name, OTHERS)] = None
+                if inside:
+                    inside[-1] = True
+
+        for name, module in model.named_modules():
+            module.register_forward_pre_hook(enter(name))
+            module.register_forward_hook(leave)
+        yield
+
+
+def _acts(model: nn.Module, inputs: Mapping[str, Any], key: Key, reference: list[Tensor]) -> bool:
+    """Whether other numbers at one place change the result."""
+    if key[1] == OTHERS:
+        return any(not _equal(_run(model, inputs, _Draws(), seed=seed), reference) for seed in SEEDS)
+    ways = [_seeded(seed) for seed in SEEDS]
+    ways += [_least, _greatest] if key[1] in UNIFORM else []
+    return any(not _equal(_run(model, inputs, _Draws(key, way)), reference) for way in ways)
+
+
+def _seeded(seed: int) -> Redraw:
+    def redraw(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
+        torch.manual_seed(seed)
+        return draw()
+
+    return redraw
+
+
+def _least(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
+    return draw().fill_(bounds[0])
+
+
+def _greatest(draw: Callable[[], Any], bounds: tuple[float, float]) -> Any:
+    low, high = bounds
+    result = draw()
+    return result.fill_(high - (high - low) * torch.finfo(result.dtype).eps)  # the upper bound itself is not drawn
+
+
+def _run(model: nn.Module, inputs: Mapping[str, Any], draws: _Draws, seed: int = 0) -> list[Tensor]:
+    """The tensors that the model returns."""
+    model, inputs = copied(model), copy.deepcopy(dict(inputs))
+    with _other_generators(seed), torch.random.fork_rng(devices=[]), draws.following(model):
+        torch.manual_seed(0)
+        with draws:
+            output = model(**inputs)
+    return [value.detach() for value in tensors_in(output)]
+
+
+def _equal(values: list[Tensor], reference: list[Tensor]) -> bool:
+    return len(values) == len(reference) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-6, atol=1e-9, equal_nan=True)
+        for a, b in zip(values, reference, strict=True)
+    )
+
+
+def _other_states() -> tuple[Any, ...]:
+    """The states of the generators of `random` and, where something imported it, numpy."""
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else ()
+    return (random.getstate(), *(part.tobytes() if hasattr(part, "tobytes") else part for part in state))
+
+
+@contextmanager
+def _other_generators(seed: int) -> Iterator[None]:
+    """Runs with a seed of those generators, and puts back their states."""
+    numpy = sys.modules.get("numpy")
+    before, state = random.getstate(), numpy.random.get_state() if numpy is not None else None
+    random.seed(seed)
+    if numpy is not None:
+        numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(state)

@@ -1,0 +1,221 @@
+"""The run of one rank, alone: its shards of the parameters, and what the plan's moves would give it.
+
+No process group is needed: a move's result is known from the unsharded run, whole or this rank's slice of it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.layout import Layout, P
+from shardplan.core.module_program import ParameterProgram
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.recorder import Recorder, argument_names
+from shardplan.model.reduced.trace import Place, Trace
+from shardplan.styles.bound import BoundModule
+from shardplan.styles.boundary import InputBoundary
+from shardplan.torchlib.attributes import divide_attributes, owner_of
+from shardplan.torchlib.packing import pack
+
+from .spread import chunk, same
+from .typed_modules import is_mean
+
+
+class RankRecorder(Recorder):
+    """Records what one rank computes.
+
+    Args:
+        model: its model, as `rank_model` makes it.
+        atoms: see Recorder.
+        plan: each module and its boundary.
+        reference: the unsharded run.
+        ranks: the size of the axis.
+        rank: this rank.
+        probes: see Recorder.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        atoms: frozenset[str],
+        plan: Mapping[str, BoundModule],
+        reference: Trace,
+        ranks: int,
+        rank: int,
+        probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
+    ):
+        super().__init__(model, atoms, probes)
+        self.plan, self.reference, self.ranks, self.rank = plan, reference, ranks, rank
+
+    def parameter_inputs(self, name: str) -> tuple[str, ...]:
+        withheld = {p.name for p in self.plan[name].parameters if p.withheld}
+        return tuple(p for p in super().parameter_inputs(name) if p not in withheld)
+
+    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
+        bound = self.plan[scope[0]]
+        moved = {}
+        for one in bound.boundary.inputs:
+            for name in chosen_arguments(bound, one, module, named):
+                whole = self.reference.argument(*scope, name)
+                new = self._placed(one.destination, named[name], whole) if whole is not None else None
+                if new is not None:
+                    moved[name] = new
+        return moved
+
+    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
+        bound = self.plan[scope[0]]
+        output, outside = bound.boundary.output, bound.boundary.outside
+        moved = {}
+        for position in (0, *outside):
+            whole = self.reference.result(*scope, position)
+            if whole is None or position >= len(results):
+                continue
+            if position in outside:
+                moved[position] = _like(results[position], whole)
+            elif output is not None and output.moves:
+                waits = bound.scope is not None and self.runs_inside(bound.scope)
+                hands = P if waits else output.destination
+                if hands == output.computed == P:
+                    continue
+                new = self._placed(hands, results[0], whole)
+                if new is not None:
+                    moved[0] = new
+        return moved
+
+    def before_operation(self, name: str, operands: list[Tensor]) -> None:
+        """A rank that is left without heads or features is refused before a kernel is called on nothing: some divide by
+        its number, which ends the process. Code that meets empty tensors unsharded too (experts without tokens) does not
+        count."""
+        empty = next((t for t in operands if not t.numel()), None)
+        if empty is not None and self._scopes[-1][0] not in self.reference.empty:
+            raise ValueError(
+                f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: nothing is left for it"
+            )
+
+    def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
+        """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among
+        values that are the unsharded run's, it takes the unsharded run's choice, so that both go on alike. So it does with a
+        mean over the features of all ranks."""
+        event = self.reference.at.get(place)
+        if event is None or event.name != name or len(event.inputs) != len(operands):
+            return
+        values = self.reference.values
+        if is_mean(self.plan, place[0], name) and operands[0].shape == self.argument_shape():
+            mean = values[event.outputs[0]]
+            if results[0].shape == mean.shape:  # over all features, among others
+                results[0].data.copy_(mean)
+        chosen = [t for t in results if not t.is_floating_point()]
+        whole = [values[i] for i in event.outputs if not values[i].is_floating_point()]
+        if [t.shape for t in chosen] != [t.shape for t in whole]:
+            return
+        if any(not torch.equal(t, w) for t, w in zip(chosen, whole, strict=True)) and all(
+            same(t, values[i], self.reference.rounding[i]) for t, i in zip(operands, event.inputs, strict=True)
+        ):
+            for t, w in zip(chosen, whole, strict=True):
+                t.copy_(w)
+
+    def _placed(self, layout: Layout, x: Tensor, whole: Tensor) -> Tensor | None:
+        """This rank's part of a whole value; None to keep what is there."""
+        if layout.kind in "IR":
+            return _like(x, whole)
+        if layout.kind == "P":
+            return _like(x, whole / self.ranks)  # of ids too, as the move does: their reader then raises
+        dim = layout.split_dim(whole.ndim)
+        part = whole.narrow(dim, *chunk(whole.shape[dim], self.ranks, self.rank))
+        return None if x.shape == part.shape else _like(x, part)
+
+
+def _like(x: Tensor, value: Tensor) -> Tensor:
+    """A copy of the value that is differentiable if `x` is, and no leaf: models may change it in place."""
+    return value.clone().requires_grad_().clone() if x.requires_grad else value.clone()
+
+
+def chosen_arguments(
+    bound: BoundModule, one: InputBoundary, module: nn.Module, named: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The arguments that an input boundary speaks of.
+
+    Raises:
+        ValueError: the call has no such tensor.
+    """
+    if one.argument == "*":
+        return tuple(n for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point())
+    name = one.argument or argument_names(module)[0]
+    if not isinstance(named.get(name), Tensor):
+        assert bound.style is not None, bound  # as a rule speaks of an argument
+        what = "missing" if named.get(name) is None else f"a {type(named[name]).__name__}"
+        raise ValueError(f"style {bound.style.name} moves the argument {name!r}, which is {what} in this call")
+    return (name,)
+
+
+def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:
+    """What a rank reads of a parameter."""
+    dim = parameter.computed.dim
+    if not isinstance(dim, int):
+        return whole / ranks if parameter.computed == P else whole
+    if parameter.parts:
+        whole = pack(whole, dim, parameter.parts, ranks)
+    return whole.narrow(dim, *chunk(whole.shape[dim], ranks, rank)).clone()
+
+
+def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, rank: int) -> nn.Module:
+    """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
+    memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # each is exchanged below
+    for module in model.modules():  # copy.deepcopy takes most of its time for their empty dictionaries of hooks
+        memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
+    local = copied(model, memo)
+    for bound in plan.values():
+        module = local.get_submodule(bound.name)
+        for parameter in bound.parameters:
+            owner, leaf = owner_of(module, parameter.name)
+            held: dict[str, Any] = owner._parameters  # a plain tensor stands in for what is withheld
+            old = held[leaf]
+            if old is None:
+                continue
+            if parameter.withheld:
+                held[leaf] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
+                continue
+            data = local_part(old.detach(), parameter, ranks, rank)
+            held[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
+        layer = module.get_submodule(bound.module.layer)  # "" is the module itself
+        divide_attributes(layer, bound.divide, ranks)
+        if bound.vocabulary is not None:
+            assert isinstance(layer, nn.Embedding), bound.name
+            layer.padding_idx = None
+            _look_up_own_rows(layer, bound.vocabulary, ranks, rank)
+    return local
+
+
+def _look_up_own_rows(module: nn.Module, rows: int, ranks: int, rank: int) -> None:
+    """Ids of other ranks' rows give zeros."""
+    start, length = chunk(rows, ranks, rank)
+    own: Callable[..., Tensor] = module.forward  # the class's, or one that was set on the instance
+
+    def forward(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        elsewhere = (input < start) | (input >= start + length)
+        vectors = own((input - start).masked_fill(elsewhere, 0), *args, **kwargs)
+        return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    module.forward = forward
+
+
+def run_rank(
+    model: nn.Module,
+    inputs: Mapping[str, Any],
+    atoms: frozenset[str],
+    plan: Mapping[str, BoundModule],
+    reference: Trace,
+    ranks: int,
+    rank: int,
+    probes: Mapping[Place, Iterable[int]] = MappingProxyType({}),
+) -> Trace:
+    """Run one rank and record it."""
+    recorder = RankRecorder(rank_model(model, plan, ranks, rank), atoms, plan, reference, ranks, rank, probes)
+    recorder.run(inputs)
+    return recorder.trace

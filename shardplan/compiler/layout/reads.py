@@ -1,0 +1,145 @@
+"""Values that several modules read with a move of their own: which share it as they run, and where one door could move them
+for all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.core.tree import ModuleTree, ancestors, homes, parent
+from shardplan.model.reduced.trace import Event, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRead:
+    """One value, moved I -> R by each of several readers.
+
+    Args:
+        module: where one door would do: the innermost module that gets the value as an argument and in which nothing else
+            differentiable reads it; else the one whose result it is.
+        argument: the argument; None for the result.
+        readers: the modules that move it.
+    """
+
+    module: str
+    argument: str | None
+    readers: tuple[str, ...]
+
+
+def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]]) -> dict[str, str | None]:
+    """Reader -> the one that moved the same tensor I -> R before it, in each call of the block around both; None for one
+    that was not always preceded. (What `torchlib.shared_reads` finds when the model runs.)
+
+    Args:
+        tree: of the modules that run.
+        run: of a rank.
+        moving: (value, module) for each I that a module moves to R.
+    """
+    known, around = set(moving), homes(tree, dict.fromkeys(name for _, name in moving))
+    calls: Counter[str] = Counter()
+    running: list[str] = []
+    moved: dict[tuple[str, int, int], str] = {}
+    found: dict[str, str | None] = {}
+    for event in run.events:
+        if event.kind == "leave":
+            running.pop()
+        elif event.kind == "enter":
+            for number in dict.fromkeys(event.inputs):
+                if (number, event.module) in known:
+                    home = around.get(event.module)
+                    key = (home, calls[home], number) if home in running else None
+                    first = None
+                    if key is not None:
+                        first = moved.get(key)
+                        moved.setdefault(key, event.module)
+                    found[event.module] = found.get(event.module, first) and first
+            running.append(event.module)
+            calls[event.module] += 1
+    return found
+
+
+def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
+    """What several runs say: a module shares its move where it did so in each of them in which it ran."""
+    found: dict[str, str | None] = {}
+    for one in reads:
+        for module, first in one.items():
+            found[module] = found.get(module, first) and first
+    return {module: first for module, first in found.items() if first is not None}
+
+
+def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:
+    """The doors that a plan leaves out.
+
+    Args:
+        run: of a rank.
+        arrivals: (value, module) for each I that a module moves to R.
+        taken: modules that have a rule for their argument or their result: they can have no other.
+    """
+    readers: dict[int, list[str]] = {}
+    for number, module in arrivals:
+        readers.setdefault(number, []).append(module)
+    taken, reading = set(taken), run.readers()
+    found = (_door(run, reading, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
+    return tuple(read for read in found if read is not None)
+
+
+def _door(
+    run: Trace, reading: Mapping[int, list[Event]], number: int, readers: list[str], taken: set[str]
+) -> SharedRead | None:
+    producers = {o: e for e in run.events if e.kind == "op" for o in e.outputs if o not in e.inputs}
+    around = [set(ancestors(name)) for name in readers]
+    common = [name for name in ancestors(readers[0]) if all(name in one for one in around)]
+    passed: set[int] = set()  # operations between the argument and the readers
+    while True:
+        for module in common:
+            door = _argument(reading.get(number, []), module, number)
+            if (
+                door is not None
+                and module
+                and module not in taken
+                and _alone(run, reading, number, module, readers, passed)
+            ):
+                return SharedRead(module, door, tuple(dict.fromkeys(readers)))
+        maker = _maker(reading.get(number, []), common)
+        if maker is not None and maker not in taken and _alone(run, reading, number, "", (*readers, maker), passed):
+            return SharedRead(maker, None, tuple(dict.fromkeys(readers)))
+        before = producers.get(number)
+        if before is None or before.place[2] == "atom":
+            return None
+        sources = [i for i in dict.fromkeys(before.inputs) if run.requires_grad[i]]
+        if len(sources) != 1 or not _alone(run, reading, number, "", readers, passed):
+            return None
+        passed.add(id(before))
+        number = sources[0]
+
+
+def _argument(events: list[Event], module: str, number: int) -> str | None:
+    """The argument of a module that is the value."""
+    for event in events:
+        if event.kind == "enter" and event.module == module:
+            return event.names[event.inputs.index(number)]
+    return None
+
+
+def _maker(events: list[Event], common: list[str]) -> str | None:
+    """The module inside the readers' common one whose first result a value is."""
+    for event in events:
+        if event.kind == "leave" and parent(event.module) == common[0] and common[0]:
+            return event.module
+    return None
+
+
+def _alone(
+    run: Trace, reading: Mapping[int, list[Event]], number: int, module: str, readers: Sequence[str], passed: set[int]
+) -> bool:
+    """Whether, inside the module, only the readers make something differentiable of the value."""
+    inside = f"{module}." if module else ""
+    for event in reading.get(number, []):
+        if not (event.module == module or event.module.startswith(inside)) or id(event) in passed:
+            continue
+        if event.kind == "leave" and event.module not in readers:
+            return False
+        if event.kind == "op" and event.module not in readers and any(run.requires_grad[o] for o in event.outputs):
+            return False
+    return True

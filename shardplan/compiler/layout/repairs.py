@@ -1,0 +1,258 @@
+"""Changes of one rule that may mend a finding, the likeliest first. Each is tried before it is proposed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from operator import itemgetter
+
+from shardplan.core.diagnostics import Location
+from shardplan.core.layout import P
+from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section
+from shardplan.core.tree import ancestors, block, full_name
+from shardplan.styles import STYLES, Style
+from shardplan.styles.style_record import REMOVAL, TrialKind
+
+from .finding import Finding
+
+OURS = Location("<help>")
+Choice = tuple[Style | None, Output | None]  # a style, and an `output:` with it
+REMOVE: Choice = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """A change of one rule.
+
+    Args:
+        pattern: of what it names.
+        names: the modules or parameters that it names in this model.
+        old: the rule that holds for them now.
+        new: the rule that should; None: none.
+        section: where it should stand.
+        also: a change of another rule that goes with it.
+    """
+
+    pattern: str
+    names: tuple[str, ...]
+    old: Rule | None
+    new: Rule | None
+    section: Section
+    also: Repair | None = None
+
+    def apply(self, plan: ResolvedPlan) -> ResolvedPlan:
+        """The plan with the change."""
+        changed = {name: a for name, a in plan.assignments.items() if name not in self.names}
+        if self.new is not None:
+            for name in self.names:
+                changed[name] = Assignment(name, name in plan.tree.parameters, self.new, self.section)
+        order = (*plan.tree.modules, *plan.tree.parameters)
+        result = replace(plan, assignments={name: changed[name] for name in order if name in changed}, arrivals=None)
+        return result if self.also is None else self.also.apply(result)
+
+    @property
+    def entry(self) -> str:
+        """The rule as a line of a plan."""
+        assert self.new is not None
+        return f"{self.pattern}: {written(self.new)}"
+
+    @property
+    def help(self) -> str:
+        """What to do, as an instruction; and what it costs, where it gives up a split."""
+        both = self._instruction if self.also is None else f"{self._instruction}, and {self.also._instruction}"
+        return f"{both}{self._given_up}"
+
+    @property
+    def _given_up(self) -> str:
+        """What is split now, and is not any more."""
+        if self.old is None:
+            return ""
+        before, after = STYLES[self.old.style], STYLES[self.new.style] if self.new is not None else None
+        if before.shards_parameters and (after is None or not after.shards_parameters):
+            return f"; this leaves {self.pattern} whole on every rank"
+        in_layers = "*" in self.pattern  # logits are read by a loss alone
+        if in_layers and before.hands is None and after is not None and after.gathers_features:
+            return f"; this leaves what reads {self.pattern} whole on every rank"
+        return ""
+
+    @property
+    def _instruction(self) -> str:
+        where = f" under {self.section}" if self.section == "sequence_parallel" else ""
+        if self.new is None:
+            assert self.old is not None  # nothing would change
+            return f"remove the rule `{self.pattern}: {written(self.old)}`"
+        if self.old is None:
+            return f"add `{self.entry}`{where}"
+        return f"say `{self.entry}`{where}, not {written(self.old)}"
+
+
+def together(one: Repair, other: Repair) -> Repair | None:
+    """Both changes as one rule, where they say the same of names that differ in one place; else None."""
+    if (one.section, one.old, one.new, one.also) != (other.section, other.old, other.new, other.also):
+        return None
+    first, second = one.pattern.split("."), other.pattern.split(".")
+    differing = [i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b]
+    if len(first) != len(second) or len(differing) != 1:
+        return None
+    a, b = first[differing[0]], second[differing[0]]
+    inner, tail = re.fullmatch(r"(?:\{(.*)\}|([^{}_]*))((?:_.*)?)", a), re.fullmatch(r"([^_]*)((?:_.*)?)", b)
+    if inner and tail and inner[3] == tail[2]:
+        word = f"{{{inner[1] or inner[2]},{tail[1]}}}{tail[2]}"
+    elif "{" not in a:
+        word = f"{{{a},{b}}}"
+    else:
+        return None
+    pattern = ".".join((*first[: differing[0]], word, *first[differing[0] + 1 :]))
+    return Repair(pattern, (*one.names, *other.names), one.old, one.new, one.section, one.also)
+
+
+def written(rule: Rule) -> str:
+    """A rule's style and options as in a plan."""
+    default = Rule("", "", OURS).options
+    options = {name: value for name, value in rule.options.items() if value != default[name]}
+    if not options:
+        return rule.style
+    said = ", ".join(f"{name}: {_value(value)}" for name, value in options.items())
+    return f"{{style: {rule.style}, {said}}}"
+
+
+def _value(value: object) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
+    """The modules and parameters whose rule may be to blame, the likeliest first."""
+    tree = plan.tree
+    found: dict[str, None] = {}
+    if finding.subject in tree.parameters:
+        owner = tree.owner(finding.subject)
+        whole = finding.subject in plan.assignments or tree.modules[owner].kind == "other"
+        found[finding.subject if whole else owner] = None
+        found[owner] = None
+    elif finding.subject in tree.modules:
+        found[finding.subject] = None
+    for origin in _alternating(operand.origins for operand in finding.operands):
+        found[origin] = None
+        found.update(dict.fromkeys(_single_parameters(plan, origin)))
+    found.update(dict.fromkeys(_single_parameters(plan, finding.module)))
+    around = [finding.module, *ancestors(finding.module)]
+    limit = block(finding.module)
+    for name in around[: around.index(limit) + 1] if limit in around else around[:1]:
+        found[name] = None
+        for child in tree.children[name]:
+            if child in plan.assignments and tree.modules[child].kind != "norm":
+                found[child] = None
+    return tuple(name for name in found if name in tree.parameters or (name and tree.modules[name].kind != "list"))
+
+
+def _single_parameters(plan: ResolvedPlan, name: str) -> Iterator[str]:
+    """The parameters of a module that rules name one by one, or may well."""
+    module = plan.tree.modules[name]
+    names = {p.name: full_name(name, p.name) for p in module.parameters}
+    single = any(full in plan.assignments for full in names.values())
+    for parameter in module.parameters:
+        if parameter.adapter is not None:
+            continue
+        if single or (module.kind == "other" and len(parameter.shape) > 1):
+            yield names[parameter.name]
+
+
+def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    for row in zip_longest(*lists):
+        yield from (name for name in row if name is not None)
+
+
+def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
+    """Changes to try: first the likeliest of each suspect, then the rest."""
+    lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
+    seen: set[tuple[str, str]] = set()
+    for width, start in ((3, 0), (12, 3)):
+        for changes in lists:
+            for repair in changes[start : start + width]:
+                key = (repair.pattern, written(repair.new) if repair.new else "")
+                if key not in seen:
+                    seen.add(key)
+                    yield repair
+
+
+def choices(kind: TrialKind, *, overlaid: bool) -> tuple[Choice, ...]:
+    """What is tried for a module of that kind, the likeliest first, as the records of the styles have it."""
+    ranks: list[tuple[int, Choice]] = []
+    for style in STYLES.values():
+        for trial in style.trials:
+            rank = trial.sliced if overlaid else trial.whole
+            if kind in trial.on and rank is not None:
+                ranks.append((rank, (style, trial.output)))
+    if not ranks:
+        return ()
+    return tuple(choice for _, choice in sorted([*ranks, (REMOVAL, REMOVE)], key=itemgetter(0)))
+
+
+def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
+    tree = plan.tree
+    parameter = name in tree.parameters
+    kind = "parameter" if parameter else tree.modules[name].kind
+    assignment = plan.assignments.get(name)
+    old = assignment.rule if assignment else None
+    if assignment is not None:
+        yield from _with_other_options(plan, name, assignment.rule, assignment.section)
+    for style, output in choices(kind, overlaid=plan.sequence_parallel):
+        if style is None:
+            if assignment is not None:
+                yield change(plan, name, assignment.rule, None, assignment.section)
+            continue
+        if old is not None and style.name == old.style and output == old.output:
+            continue
+        section: Section = "sequence_parallel" if _needs_overlay(style, output) else "tensor_parallel"
+        if assignment is not None and assignment.section == "sequence_parallel":
+            section = "sequence_parallel"
+        yield change(plan, name, old, _rule(style, old, output), section)
+
+
+def _needs_overlay(style: Style, output: Output | None) -> bool:
+    return style.along_sequence or output in ("gather", "reduce_scatter")
+
+
+def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
+    """A rule of another style with those options of the old one that it may have too."""
+    rule = Rule(pattern="", style=style.name, location=OURS, output=output)
+    if old is None:
+        return rule
+    return replace(
+        rule,
+        divide=old.divide,
+        divides=old.divides,
+        packed=old.packed if style.packed_option else None,
+        argument=old.argument if style.argument_option else None,
+        read_outside=old.read_outside if style.read_outside_option else (),
+    )
+
+
+def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Section) -> Iterator[Repair]:
+    """The same style with one option changed."""
+    style = STYLES[old.style]
+    for output in (*style.options.output, None) if style.options.output else ():
+        if output != old.output:
+            yield change(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
+    if old.grad is not None:
+        yield change(plan, name, old, replace(old, grad=None, location=OURS), section)
+    if style.options.grad and style.is_door and old.grad is None:
+        yield change(plan, name, old, replace(old, grad="complete", location=OURS), section)
+    for packed in (2, 3) if style.packed_option else ():
+        if packed != old.packed:
+            yield change(plan, name, old, replace(old, packed=packed, location=OURS), section)
+    if style.read_outside_option and style.shards_parameters is False and style.weight.computed == "R":
+        for position in (0, 1) if not old.read_outside else ():
+            yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
+
+
+def change(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
+    """A rule's change for a module or parameter and all that are like it in other layers."""
+    tree = plan.tree
+    single = new is not None and P in STYLES[new.style].takes  # the door into the sequence-parallel region: one block's
+    pattern = name if single else tree.pattern(name)
+    among = tree.parameters if name in tree.parameters else tree.modules
+    names = tuple(other for other in among if (other if single else tree.pattern(other)) == pattern)
+    return Repair(pattern, names, old, new, section)

@@ -1,0 +1,101 @@
+"""A plan on a small model: run it unsharded and as every rank, and type the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from shardplan.core.layout import I, Layout, R
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import ModuleTree
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.recorder import record
+from shardplan.model.reduced.trace import Place
+
+from .cross_module_reads import read_elsewhere
+from .finding import Finding
+from .mergeable_sums import seen_sums
+from .origins import Origins
+from .prover import Prover
+from .randomness import acting_sites, watched
+from .rank_run import run_rank
+from .reads import first_readers
+from .spreads import Spreads
+from .typed_modules import boundaries
+from .typing_result import Proof
+
+# One multiplication or look-up: what they do inside, with their adapters, is one operation.
+ATOMS = ("linear", "conv1d", "embedding")
+
+
+class Workbench:
+    """A small model, run once unsharded.
+
+    Args:
+        model: with its weights; it is not changed.
+        inputs: keyword arguments of its forward.
+        tree: its picture, the one that plans are bound to.
+
+    Attributes:
+        random: the places of its code that draw random numbers which change its result.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
+        self.model, self.inputs, self.tree = model, inputs, tree
+        kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
+        self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS)
+        # A copy: some models keep states of a run on their modules.
+        fresh = copied(model)
+        with watched(fresh) as watch:
+            self.reference = record(fresh, inputs, self.atoms)
+        self.random = acting_sites(model, inputs) if watch.drew else ()
+        self.elsewhere = read_elsewhere(self.reference)
+
+
+def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
+    """Run every rank of a plan that is free of structural errors, and type the runs.
+
+    A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings holds.
+
+    Args:
+        plan: the plan.
+        bench: the small model.
+        stop: whether nothing behind a finding matters to the caller.
+    """
+    bound = boundaries(plan)
+    ranks = plan.sizes.tp
+    assert ranks is not None
+    run = partial(run_rank, bench.model, bench.inputs, bench.atoms, bound, bench.reference, ranks)
+    runs = [run(rank) for rank in range(ranks)]
+    owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
+    spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
+    open_ones = [name for name, one in bound.items() if one.boundary.output and one.boundary.output.open_gradient]
+    parts: dict[Place, dict[int, bool]] = {}
+
+    def typed(layout: Layout) -> Proof:
+        gathers = dict.fromkeys(open_ones, layout)
+        return Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
+
+    while True:
+        best = typed(R)
+        if best.findings and open_ones:
+            best = min(best, typed(I), key=lambda proof: (proof.stopped, len(proof.findings)))
+        if best.findings or not best.doubts:
+            break
+        # Nothing is wrong but for what may hide in a tolerance, or behind a zero: the same runs once more, in which the
+        # operations in doubt are run on changed operands too.
+        for place, positions in best.doubts.items():
+            found = parts.setdefault(place, {})
+            found.update(dict.fromkeys(positions, False))
+        for rank in range(ranks):
+            for place, answers in run(rank, best.doubts).parts.items():
+                parts[place].update((position, True) for position, acts in answers.items() if acts)
+    return replace(
+        best,
+        shared_reads=first_readers(plan.tree, runs[0], best.entering),
+        declared=seen_sums(plan.tree, runs[0], best.reduced, plan.sums),
+    )

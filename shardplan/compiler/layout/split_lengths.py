@@ -1,0 +1,65 @@
+"""The lengths of what a rank's run splits: what the number of ranks must divide in a model's own code, where no configuration
+tells its heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardplan.compiler.check.divisibility import FEATURES
+from shardplan.compiler.check.facts import Facts
+from shardplan.compiler.check.vocabulary_rows import vocabulary_rows
+from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import starred
+
+from .rank_run import run_rank
+from .run import Workbench
+from .typed_modules import boundaries
+
+
+def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
+    """Length of a dim of a value that is split evenly -> where the first one is made.
+
+    Rows of a vocabulary are left out: they are split in chunks that need not be even.
+
+    Args:
+        plan: bound to the reduced model, without findings, and without slices of the sequence.
+        bench: the reduced model; its sizes are the model's own.
+    """
+    ranks = plan.sizes.tp or 1
+    run = run_rank(bench.model, bench.inputs, bench.atoms, boundaries(plan), bench.reference, ranks, 0)
+    facts = Facts(plan)
+    rows = {held.size for held in facts.splits if vocabulary_rows(facts, held)} | facts.vocabularies
+    found: dict[int, str] = {}
+    for event in run.events:
+        whole = bench.reference.at.get(event.place)
+        if whole is None or event.kind != "op" or whole.name != event.name or len(whole.outputs) != len(event.outputs):
+            continue
+        for mine, theirs in zip(event.outputs, whole.outputs, strict=True):
+            shapes = (run.values[mine].shape, bench.reference.values[theirs].shape)
+            if len(shapes[0]) != len(shapes[1]):
+                continue
+            differing = [(a, b) for a, b in zip(*shapes, strict=True) if a != b]
+            if len(differing) == 1 and differing[0][0] * ranks == differing[0][1] and differing[0][1] not in rows:
+                source = f", {event.source.short}: `{event.source.text}`" if event.source else ""
+                found.setdefault(differing[0][1], f"{starred(event.module) or 'the model'}{source}")
+    return found
+
+
+def misfit(lengths: Mapping[int, str], tp: int, checked: int) -> Diagnostic | None:
+    """The finding for a size that does not divide a length: the shortest one.
+
+    Args:
+        checked: the size at which the lengths were seen.
+    """
+    wrong = sorted(length for length in lengths if length % tp)
+    if not wrong:
+        return None
+    known = [str(size) for size in range(1, max(lengths) + 1) if all(length % size == 0 for length in lengths)]
+    return Diagnostic(
+        code=FEATURES.code,
+        severity=Severity.ERROR,
+        message=f"the model's code splits a dimension of length {wrong[0]}, which tp={tp} does not divide",
+        notes=(lengths[wrong[0]], f"seen at tp={checked}, at which the plan is right"),
+        help=f"this plan and model allow tp {', '.join(known)}",
+    )

@@ -1,0 +1,65 @@
+"""Comparing what every rank has with what the unsharded model has, value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
+
+from shardplan.core.tree import full_name
+from shardplan.model.reduced.trace import Event, Trace
+from shardplan.styles.bound import BoundModule
+
+from .spread import Spread, scale, spread_of
+
+
+class Spreads:
+    """How the values of a run are spread; each is compared once.
+
+    Args:
+        plan: each module and its boundary.
+        reference: the unsharded run.
+        runs: the run of each rank.
+    """
+
+    def __init__(self, plan: Mapping[str, BoundModule], reference: Trace, runs: Sequence[Trace]):
+        self.plan, self.reference, self.runs = plan, reference, runs
+        self._known: dict[tuple[int, bool], Spread | None] = {}
+
+    def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | Literal["?"] | None:
+        """How a value of an event of the first rank is spread; None where the ranks' values do not make up the
+        reference, "?" where the runs are out of step."""
+        others: list[Event] = []
+        count = len(event.inputs if inputs else event.outputs)
+        for run in (self.reference, *self.runs):
+            other = run.at.get(event.place)
+            if other is None or other.name != event.name or len(other.inputs if inputs else other.outputs) != count:
+                return "?"
+            others.append(other)
+        numbers = [other.inputs if inputs else other.outputs for other in others]
+        key = (numbers[1][index], inputs)
+        if key not in self._known:
+            whole = self._unsharded(event, numbers[0], index)
+            locals_ = [run.values[n[index]] for run, n in zip(self.runs, numbers[1:], strict=True)]
+            rounding = self.reference.rounding[numbers[0][index]]
+            found = spread_of(locals_, whole, rounding=rounding)
+            if found is None:
+                noise = max((scale(self.reference.values[i]) for i in others[0].inputs), default=0.0)
+                found = spread_of(locals_, whole, noise, rounding)
+            self._known[key] = found
+        return self._known[key]
+
+    @cached_property
+    def _whole_parameters(self) -> Mapping[str, Tensor]:
+        return {name: self.reference.values[number] for number, name in self.reference.parameters.items()}
+
+    def _unsharded(self, event: Event, values: tuple[int, ...], index: int) -> Tensor:
+        """The reference of a value; of what a module computes before a bias is added, without the bias."""
+        whole = self.reference.values[values[index]]
+        if event.place[2] in ("atom", "out") and index == 0:
+            for parameter in self.plan[event.module].parameters:
+                if parameter.withheld:
+                    whole = whole - self._whole_parameters[full_name(event.module, parameter.name)]
+        return whole

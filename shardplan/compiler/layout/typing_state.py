@@ -1,0 +1,108 @@
+"""What is known of the values of a run while it is typed, and what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from shardplan.model.reduced.trace import Event
+
+from .finding import Finding, Kind, Operand
+from .origins import Origins
+from .types import FREE, Type
+
+
+class Stopped(Exception):
+    """A finding is the last that matters."""
+
+
+class Known:
+    """The types of the values so far.
+
+    Args:
+        origins: of the first rank's run.
+        stop: whether nothing behind a finding matters.
+
+    Attributes:
+        run: the first rank's.
+        types: of the values, by number; one that is missing has no gradient that could be partial.
+        maker: value -> the module whose result it is, or in whose forward it was made.
+        doubtful: values about which something was found, and those made from them.
+        findings: in the order of the run.
+        operations: how many were typed.
+    """
+
+    def __init__(self, origins: Origins, stop: Callable[[Finding], bool]):
+        self.origins, self.run = origins, origins.run
+        self.types: dict[int, Type] = {}
+        self.maker: dict[int, str] = {}
+        self.doubtful: set[int] = set()
+        self.findings: list[Finding] = []
+        self.operations = 0
+        self._stop = stop
+        self._reported: set[tuple[Kind, str]] = set()
+
+    def type_of(self, number: int) -> Type:
+        return self.types.get(number, FREE)
+
+    def sources(self, numbers: Iterable[int]) -> list[int]:
+        """The differentiable values among these; in place of one that was not compared, what it was made from."""
+        result: dict[int, None] = {}
+        for number in numbers:
+            if self.run.requires_grad[number]:
+                found = self.type_of(number)
+                result.update(dict.fromkeys(sorted(found.sources) if found.kind == "?" else [number]))
+        return list(result)
+
+    def find(
+        self,
+        kind: Kind,
+        event: Event,
+        subject: str,
+        numbers: Sequence[int],
+        *,
+        arrived: str = "",
+        wanted: str = "",
+        message: str = "",
+        once: bool = False,
+    ) -> None:
+        """Note a finding.
+
+        Args:
+            numbers: the values that it is about.
+            once: a second one of this kind about this subject is not noted.
+
+        Raises:
+            Stopped: nothing behind it matters.
+        """
+        if once and (kind, subject) in self._reported:
+            return
+        self._reported.add((kind, subject))
+        self.findings.append(
+            Finding(
+                kind,
+                event.module,
+                subject,
+                event.name if event.kind in ("op", "crash") else "",
+                event.source,
+                tuple(self._operand(number) for number in dict.fromkeys(numbers)),
+                arrived,
+                wanted,
+                message,
+                follows=any(number in self.doubtful for number in numbers),
+                at=self.operations,
+            )
+        )
+        if self._stop(self.findings[-1]):
+            raise Stopped
+
+    def _operand(self, number: int) -> Operand:
+        value = self.run.values[number]
+        return Operand(
+            number,
+            self.run.parameters.get(number),
+            self.maker.get(number, ""),
+            tuple(value.shape),
+            self.type_of(number).describe(value.ndim),
+            self.run.requires_grad[number],
+            self.origins.modules(number),
+        )

@@ -1,0 +1,69 @@
+"""What is wrong with the sums that a plan declares, as diagnostics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
+from shardplan.core.sum_outputs import SummedOutputs
+from shardplan.core.tree import ModuleTree, starred
+
+from .layout_codes import UNSUMMED
+from .mergeable_sums import SeenSum
+
+
+def undeclared(seen: Iterable[SeenSum]) -> tuple[Diagnostic, ...]:
+    """One diagnostic for each rule and reason, with the modules of all blocks."""
+    found: dict[tuple[object, str, str], Diagnostic] = {}
+    for one in seen:
+        if not one.wrong or one.sum.rule.optional:
+            continue
+        key = (one.sum.rule.location, starred(one.module), one.wrong)
+        before = found.get(key)
+        if before is None:
+            found[key] = _diagnostic(one.sum, f"{starred(one.module)} {one.wrong}", (one.module,))
+        else:
+            found[key] = replace(before, modules=(*before.modules, one.module))
+    return tuple(found.values())
+
+
+def holding(seen: Iterable[SeenSum]) -> frozenset[Location]:
+    """The places of the rules whose sums hold in every run."""
+    seen = tuple(seen)
+    wrong = {one.sum.rule.location for one in seen if one.wrong}
+    return frozenset(one.sum.rule.location for one in seen) - wrong
+
+
+def acting(tree: ModuleTree, name: str) -> tuple[str, ...]:
+    """The dropouts of a model that one of its small copy stands for, where they drop something."""
+    pattern = tree.pattern(name)
+    return tuple(n for n, m in tree.modules.items() if tree.pattern(n) == pattern and m.numbers.get("p"))
+
+
+def dropping(tree: ModuleTree, through: Iterable[tuple[SummedOutputs, str]]) -> tuple[Diagnostic, ...]:
+    """Diagnostics for the sums whose parts pass a dropout that acts in the model itself, which the reduced model has switched
+    off: what waits is not dropped.
+
+    Args:
+        tree: the model's own.
+        through: (sum, dropout) as the reduced model has them.
+    """
+    found: dict[object, Diagnostic] = {}
+    for one, name in through:
+        names = () if one.rule.optional else acting(tree, name)
+        if names:
+            message = f"{starred(name)} drops elements (p={tree.modules[names[0]].numbers['p']:g}) of what is added up"
+            found.setdefault((one.rule.location, tree.pattern(name)), _diagnostic(one, message, names))
+    return tuple(found.values())
+
+
+def _diagnostic(one: SummedOutputs, message: str, modules: tuple[str, ...]) -> Diagnostic:
+    return Diagnostic(
+        code=UNSUMMED.code,
+        severity=Severity.ERROR,
+        message=f"the outputs that `sum_outputs` names are not just added up: {message}",
+        primary=Label(one.rule.location, "declares their sum"),
+        help=f"delete `{one.rule.text}`: each is then reduced by itself",
+        modules=modules,
+    )

@@ -1,0 +1,84 @@
+"""A program as stable text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from shardplan.core.layout import I, LayoutKind
+from shardplan.core.module_program import InputMove, ModuleProgram, ParameterProgram
+from shardplan.core.plan import Overlays, ResolvedPlan
+
+# How the gradient of what is read arrives, by its layout.
+GRADIENTS: dict[LayoutKind, str] = {"V": "shard", "I": "complete", "R": "partial", "P": "divided"}
+
+
+def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, ModuleProgram]]) -> str:
+    """One line per fact, in the tree's order; equal programs give equal text.
+
+    Args:
+        resolved, variants: those of a `Program`.
+    """
+    lines = [
+        f"plan {resolved.plan.name} version {resolved.plan.version}",
+        f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}",
+    ]
+    for overlays, modules in variants.items():
+        lines += ["without sequence parallelism"] if overlays != resolved.overlays else []
+        lines += [line for module in modules.values() for line in _module(module)]
+    if resolved.data_parallel is not None:
+        lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]
+    lines += [f"data_parallel part {name}" for name in resolved.dp_parts]
+    lines += [f"data_parallel ignored {name}" for name in sorted(resolved.dp_ignored)]
+    lines += [f"activation_checkpointing {name}" for name in resolved.ac_modules]
+    lines += [f"compile {name}" for name in resolved.compile_modules]
+    return "\n".join(lines) + "\n"
+
+
+def _module(module: ModuleProgram) -> Iterator[str]:
+    yield f"{module.name or '<model>'}: {module.style or '-'}{f' ({module.link})' if module.link else ''}"
+    for parameter in module.parameters:
+        yield f"  {parameter.name}: {placement(parameter)}, gradient {GRADIENTS[parameter.computed.kind]}"
+    for move in module.enter:
+        again = ", gathered again in backward" if move.regather else ""
+        shared = f", once with {move.shared_with}" if move.shared_with is not None else ""
+        yield f"  in {_argument(move)}: {move.src} -> {move.dst}{again}{shared}"
+    if module.leave is not None:
+        yield f"  out: {leaving(module)}"
+    if module.logits is not None:
+        yield f"  out: DTensor Shard(-1) of {module.logits}"
+    if module.features is not None:
+        yield f"  means over all {module.features} features: P -> R"
+    if module.tail:
+        yield f"  out, last {module.tail}: I -> R"
+    for position in module.outside:
+        yield f"  out[{position}]: R -> I"
+    for attribute in module.divide:
+        yield f"  {attribute} divided by tp"
+    if module.group is not None:
+        yield "  one gradient all-reduce: " + ", ".join(f"{m}.{p}" if m else p for m, p in module.group.parameters)
+
+
+def _argument(move: InputMove) -> str:
+    return {None: "first argument", "*": "every floating-point argument"}.get(move.argument, str(move.argument))
+
+
+def leaving(module: ModuleProgram) -> str:
+    """What a module's output goes through, in words."""
+    assert module.leave is not None
+    if module.joins is not None:
+        return f"{module.leave.src}, reduced at {module.joins}"
+    if module.link == "source":
+        return f"{module.leave.src}, joins the partial sum" if module.leave.src == I else "P until the door"
+    return f"{module.leave.src} -> {module.leave.dst}"
+
+
+def placement(parameter: ParameterProgram) -> str:
+    """A parameter's placement on its axis in words: `Shard(0)`, `Shard(0) of parts 64+32+32`, `Shard(0), gathered`,
+    `Replicate`."""
+    if parameter.dim is None:
+        return "Replicate" + (", added after the reduction" if parameter.withheld else "")
+    return (
+        f"Shard({parameter.dim})"
+        + (f" of parts {'+'.join(map(str, parameter.parts))}" if parameter.parts else "")
+        + (", gathered" if parameter.gathered else "")
+    )

@@ -1,0 +1,52 @@
+"""The collectives of one training step on an axis, read off a program."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from shardplan.core.layout import Layout, P, R
+from shardplan.core.mesh import Axis
+from shardplan.core.module_program import ModuleProgram
+from shardplan.core.moves import move_ops
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+def expected_collectives(modules: Mapping[str, ModuleProgram], axis: Axis = Axis.TP) -> dict[str, Counter[str]]:
+    """How many collectives a step runs on an axis, forward and backward, if every module runs once.
+
+    A partial embedding's reduction is counted where it happens: at the door. Activation checkpointing runs a block's
+    forward collectives again; FSDP's are on another axis.
+    """
+    counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
+    for program in modules.values():
+        for one, forward, backward in _operations(program):
+            counts["forward"][forward] += one is axis and forward in COLLECTIVES
+            counts["backward"][backward] += one is axis and backward in COLLECTIVES
+    return {when: Counter({op: n for op, n in counter.items() if n}) for when, counter in counts.items()}
+
+
+def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
+    for parameter in program.parameters:
+        if parameter.gathered:
+            yield _of_move(parameter.stored, parameter.computed)
+    if program.group is not None:
+        yield program.group.axis, "identity", "all_reduce"
+    for boundary in program.enter:
+        if boundary.shared_with is None:
+            yield _of_move(boundary.src, boundary.dst)
+        if boundary.regather:
+            yield boundary.src.axis, "identity", "all_gather"
+    if program.leave is not None and program.link != "source" and program.joins is None:
+        yield _of_move(program.leave.src, program.leave.dst)
+    if program.features is not None:
+        yield _of_move(P, R)
+    if program.tail:
+        yield Axis.TP, "identity", "all_reduce"
+
+
+def _of_move(src: Layout, dst: Layout) -> tuple[Axis, str, str]:
+    ops = move_ops(src, dst)
+    assert ops is not None, (src, dst)  # the layout check lets no other move through
+    return src.axis, ops.forward, ops.backward

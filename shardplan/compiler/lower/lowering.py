@@ -1,0 +1,147 @@
+"""The lowering: one `ModuleProgram` for each module that owns a parameter or has a rule."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.core.layout import I, R, V
+from shardplan.core.module_program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import ModuleInfo, full_name
+from shardplan.styles.bound import BoundModule, bound_modules
+from shardplan.styles.stored_parameters import lower_parameters
+from shardplan.styles.style_record import FeatureStyle
+
+from .homes import home_of
+from .incoming_layouts import Arrivals
+from .program import Program
+from .tables import with_tables
+
+
+def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
+    """Lower a checked plan.
+
+    Args:
+        plan: the resolved plan, free of errors.
+        others: other variants of the same plan, as which the model can then run too.
+    """
+    return Program(plan, {one.overlays: lower_modules(one) for one in (plan, *others)})
+
+
+def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
+    """The module programs of one variant, by name, in the tree's order."""
+    modules = bound_modules(plan)
+    arrivals = Arrivals(modules, plan.arrivals or {})
+    programs = {}
+    for name, one in modules.items():
+        also_reads = _also_reads(plan, modules, one.module)
+        if one.parameters or one.assignment or one.link or also_reads:
+            programs[name] = _lower_module(plan, arrivals, one, also_reads)
+    return with_tables(plan.tree, _with_sums(plan, _with_groups(plan, programs)))
+
+
+def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
+    """Full names of the parameters that are split over tp."""
+    return frozenset(
+        full_name(name, p.name)
+        for name, module in plan.tree.modules.items()
+        for p in lower_parameters(plan, module)
+        if p.dim is not None
+    )
+
+
+def _lower_module(
+    plan: ResolvedPlan, arrivals: Arrivals, one: BoundModule, also_reads: tuple[tuple[str, ParameterProgram], ...]
+) -> ModuleProgram:
+    features = one.style.features if one.style else FeatureStyle()
+    return ModuleProgram(
+        name=one.name,
+        style=one.style.name if one.style else None,
+        parameters=one.parameters,
+        enter=_enter(plan, arrivals, one),
+        leave=_leave(arrivals, one),
+        vocabulary=one.vocabulary,
+        features=one.width if features.means else None,
+        link=one.link,
+        logits=one.width if features.dtensor else None,
+        tail=one.tail,
+        outside=one.boundary.outside,
+        divide=one.divide,
+        layer=one.module.layer,
+        also_reads=also_reads,
+    )
+
+
+def _also_reads(
+    plan: ResolvedPlan, modules: Mapping[str, BoundModule], module: ModuleInfo
+) -> tuple[tuple[str, ParameterProgram], ...]:
+    """What the layout check saw it read; of a module that did not run there (a vision tower without images), and that
+    owns parameters and has no rule below it, all that is below it."""
+    tree, prefix = plan.tree, full_name(module.name, "")
+    if module.name in plan.elsewhere:
+        names = plan.elsewhere[module.name]
+    elif module.parameters and plan.modules.get(module.name) is None and not _named_below(plan, prefix):
+        names = tuple(name for name in tree.parameters if name.startswith(prefix))
+    else:
+        names = ()
+    found = []
+    for name in names:
+        owner, _ = tree.parameters[name]
+        if owner is module:
+            continue
+        program = next(p for p in modules[owner.name].parameters if full_name(owner.name, p.name) == name)
+        found.append((owner.name.removeprefix(prefix), program))
+    return tuple(found)
+
+
+def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
+    return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.fsdp_units))
+
+
+def _enter(plan: ResolvedPlan, arrivals: Arrivals, one: BoundModule) -> tuple[InputMove, ...]:
+    moves = []
+    for given in one.boundary.inputs:
+        src, dst = arrivals.source(one.name, given), given.destination
+        if src != dst:
+            first = plan.shared_reads.get(one.name) if (src, dst) == (I, R) else None
+            moves.append(InputMove(src, dst, given.argument, given.regather, first))
+    return tuple(moves)
+
+
+def _leave(arrivals: Arrivals, one: BoundModule) -> OutputMove | None:
+    output = one.boundary.output
+    if output is None or not output.moves or output.dtensor:
+        return None
+    size = one.width if output.computed == V(-1) else None
+    return OutputMove(output.computed, arrivals.handed(one.name), size)
+
+
+def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Give each block the list of its parameters with partial gradients; a FSDP unit inside a block groups its own."""
+    units = frozenset(plan.fsdp_units)
+    groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for name, program in programs.items():
+        trained = {p.name for p in plan.tree.modules[name].parameters if p.requires_grad}
+        home = home_of(name, units)
+        for parameter in program.parameters:
+            if parameter.summed and parameter.name in trained:
+                groups[home].append((name[len(home) :].lstrip(".") if home else name, parameter.name))
+    for home, members in groups.items():
+        base = programs.get(home) or ModuleProgram(home)
+        programs[home] = replace(base, group=GradientGroup(tuple(members)))
+    return {name: programs[name] for name in plan.tree.modules if name in programs}
+
+
+def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Let partial sums wait for those that they are reduced with."""
+    found = dict(programs)
+    for one in plan.sums:
+        for carrier in one.carriers:
+            found[carrier] = replace(found[carrier], joins=one.closer)
+        rule = f"`{one.rule.text}` of `{one.rule.pattern}` in {one.rule.location.file}"
+        found[one.closer] = replace(found[one.closer], joined=one.carriers, sum_rule=rule)
+        base = found.get(one.block) or ModuleProgram(one.block)
+        found[one.block] = replace(base, collects=(*base.collects, one.closer))
+    return {name: found[name] for name in plan.tree.modules if name in found}

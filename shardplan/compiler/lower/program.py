@@ -1,0 +1,59 @@
+"""The Program: a plan compiled for one model and one size of the tp axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardplan.core.module_program import ModuleProgram
+from shardplan.core.plan import Overlays, ResolvedPlan, variant_name
+
+from .describe import describe
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+
+@dataclass(frozen=True)
+class Program:
+    """What `compile_plan` returns.
+
+    Args:
+        resolved: the plan bound to the model.
+        variants: what happens at each module, by name, for each way to run: with the overlays of `resolved`, and without any.
+    """
+
+    resolved: ResolvedPlan
+    variants: Mapping[Overlays, Mapping[str, ModuleProgram]]
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.resolved.sequence_parallel
+
+    @property
+    def by_name(self) -> Mapping[str, Mapping[str, ModuleProgram]]:
+        """The variants by `variant_name`, which the running model knows them by."""
+        return {variant_name(overlays): modules for overlays, modules in self.variants.items()}
+
+    @property
+    def modules(self) -> Mapping[str, ModuleProgram]:
+        """What happens at each module with the overlays of `resolved`."""
+        return self.variants[self.resolved.overlays]
+
+    @property
+    def sharded_logits(self) -> bool:
+        """Whether the model hands on logits that are split over the vocabulary."""
+        return any(module.logits is not None for module in self.modules.values())
+
+    def describe(self) -> str:
+        """The program as stable text, a line for each fact: ranks compare it, and a proof is known again by it."""
+        return describe(self.resolved, self.variants)
+
+    @property
+    def parallelize_plan(self) -> dict[str, ParallelStyle]:
+        """Fresh styles for torch's `parallelize_module`, by module name. Each may be applied once."""
+        # They are torch's, which a program is described without.
+        from shardplan.runtime.parallel.make_styles import make_styles
+
+        return make_styles(self.resolved, self.by_name)[0]

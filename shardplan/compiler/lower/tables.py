@@ -1,0 +1,20 @@
+"""Where a tensor is moved I -> R once for all modules that read it: the block around them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.core.module_program import ModuleProgram
+from shardplan.core.tree import ModuleTree, homes
+
+
+def with_tables(tree: ModuleTree, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Say of each module that moves an argument I -> R in whose calls it does so once with others."""
+    readers = [name for name, program in programs.items() if any(move.once for move in program.enter)]
+    found = homes(tree, readers)
+    count = Counter(found.values())
+    several = {name for name in found if any(move.argument == "*" for move in programs[name].enter)}
+    shared = {name: home for name, home in found.items() if count[home] > 1 or name in several}
+    return {name: replace(p, reads_in=shared[name]) if name in shared else p for name, p in programs.items()}

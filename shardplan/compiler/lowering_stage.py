@@ -1,0 +1,41 @@
+"""The last stage: lower."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from shardplan.core.plan import NO_OVERLAYS, Overlays, ResolvedPlan
+
+from .lower import Program, lower
+from .overrides import Logits, Override, switch, with_logits, with_regather
+from .variants import Variants
+
+
+def program_of(
+    variants: Variants,
+    overlays: Overlays,
+    *,
+    logits: Logits = "plan",
+    regather: bool | None = None,
+    sections: Mapping[str, Override] | None = None,
+) -> Program:
+    """The program of one variant. With overlays, the plan without any is needed too: for sequences that they do not split.
+
+    Args:
+        variants: without errors.
+
+    Raises:
+        ValueError: `logits` or `sections` ask for what the plan has not.
+        TypeError: `regather` is no bool.
+    """
+
+    def finished(overlays: Overlays) -> ResolvedPlan:
+        resolved = variants.resolved[overlays]
+        if overlays in variants.layouts:
+            resolved = variants.layouts[overlays].onto(resolved)
+        else:  # what is not seen to hold is not done
+            resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
+        return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
+
+    return lower(finished(overlays), *([finished(NO_OVERLAYS)] if overlays else []))

@@ -1,0 +1,61 @@
+"""One rank of a process group of any size, in this process alone, and tensors without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import masking_utils
+
+from shardplan.core.mesh import COSTED, Axis, MeshSizes
+from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
+from shardplan.torchlib.private import private
+
+_serial = count()
+
+
+@contextmanager
+def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
+    """The mesh of rank 0, whose collectives move nothing, while the context lasts.
+
+    Its axes have names that no other mesh has: DTensor remembers results of operators, with their mesh, for all meshes that
+    are equal, and would hand on one whose process groups are gone.
+
+    Raises:
+        ValueError: a process group is initialised already.
+    """
+    if dist.is_initialized():
+        raise ValueError("an estimate needs a process group of its own: make it before init_process_group")
+    private("fake_pg")
+    shape = {axis.value: sizes.of(axis) for axis in COSTED}
+    if shape["dp_replicate"] == 1:  # FSDP2 takes an axis of one rank for hybrid sharding
+        del shape["dp_replicate"]
+    serial = next(_serial)
+    names = {axis: f"{axis}_{serial}" for axis in shape}
+    dist.init_process_group("fake", rank=0, world_size=sizes.world_size)
+    try:
+        mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
+        yield read_mesh(mesh, names)
+    finally:
+        dist.destroy_process_group()
+
+
+def groups_of(mesh: PlanMesh) -> Mapping[str, tuple[Axis, int]]:
+    """The name of each axis' process group -> the axis and its number of ranks."""
+    return {mesh.mesh.get_group(name).group_name: (axis, mesh.mesh[name].size()) for axis, name in mesh.names.items()}
+
+
+@contextmanager
+def without_memory() -> Iterator[None]:
+    """Tensors that are made inside have shapes and no values."""
+    private("fake_collectives")
+    with (
+        private("FakeTensorMode")(allow_non_fake_inputs=True),
+        # It looks at values; of positions in ascending order it finds that nothing is packed.
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+    ):
+        yield

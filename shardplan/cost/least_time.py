@@ -1,0 +1,43 @@
+"""The least time of a step: what each part of a device takes at its full speed, all of it overlapped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from shardplan.core.estimates import Bound, Device, Term, Traffic
+from shardplan.core.mesh import COSTED, Axis, MeshSizes
+
+
+def bound_of(
+    device: Device, sizes: MeshSizes, flops: Mapping[str, int], traffic: Iterable[Traffic], touched: int
+) -> Bound:
+    """The bound.
+
+    Raises:
+        ValueError: the device file has no speed for a dtype that is computed in.
+    """
+    for dtype in flops:
+        if dtype not in device.flops:
+            raise ValueError(f"device {device.name} has no flops for {dtype}: it has {', '.join(device.flops)}")
+    terms: dict[Term, float] = {
+        "compute": sum(n / device.flops[dtype] for dtype, n in flops.items()),
+        "memory": touched / device.memory_bandwidth,
+        "links in a node": 0.0,
+        "network": 0.0,
+    }
+    for one in traffic:
+        inside, crosses = _placed(one.axis, sizes, device.node_gpus)
+        if inside > 1:
+            terms["links in a node"] += one.bytes / device.node_bandwidth
+        if crosses:  # the group's ranks in a node share the way out of it
+            terms["network"] += one.bytes / inside / device.network_bandwidth
+    return Bound(terms)
+
+
+def _placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
+    """How many ranks of a group of that axis are in one node, and whether the group has others."""
+    inner = COSTED[COSTED.index(axis) + 1 :]  # neighbouring ranks are of one tp group
+    stride, size = math.prod(map(sizes.of, inner)), sizes.of(axis)
+    inside = max(1, min(size, node // stride))
+    return inside, inside < size

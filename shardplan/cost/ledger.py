@@ -1,0 +1,85 @@
+"""What a log says, by phase and module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardplan.core.estimates import OFFLOADED, Category
+from shardplan.core.mesh import Axis
+
+from .meter import Held, Log
+from .running_module import Place
+
+Bytes = Mapping[Category, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One place's share of a step.
+
+    Args:
+        peak: category -> bytes at the moment of the place's largest sum.
+        most: category -> the most bytes while the place runs.
+    """
+
+    peak: Bytes
+    most: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """One traced step of a rank.
+
+    Args:
+        moments: every place where memory changes.
+        flops: dtype -> operations.
+        calls, bytes: (axis, collective) -> how many, and ring bytes.
+        held: elements of the parameters that the rank stores.
+        touched: bytes of memory that the step must read or write at least.
+    """
+
+    moments: Mapping[Place, Moment]
+    flops: Mapping[str, int]
+    calls: Mapping[tuple[Axis, str], int]
+    bytes: Mapping[tuple[Axis, str], int]
+    held: int
+    touched: int
+
+
+def category_of(held: Held) -> Category:
+    if held.purpose is not None:
+        return held.purpose
+    if held.over_vocabulary:
+        return "logits"
+    if held.gathered:
+        return "gathered parameters"
+    return "activations" if held.kept and held.made_in == "forward" else "temporaries"
+
+
+def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:
+    """Replay a log.
+
+    Args:
+        offloaded: parameters, gradients and optimizer state are on the host, and count in no device's sum.
+    """
+    now: Counter[Category] = Counter()
+    for held, size in log.before.items():
+        now[category_of(held)] += size
+    kinds = {change.held: category_of(change.held) for change in log.changes}
+    away = frozenset(OFFLOADED if offloaded else ())
+    total = sum(size for category, size in now.items() if category not in away)
+    sums: dict[Place, int] = {}
+    peaks: dict[Place, dict[Category, int]] = {}
+    most: dict[Place, Counter[Category]] = {}
+    for change in log.changes:
+        category, place = kinds[change.held], change.place
+        if place not in sums:  # what is there when it begins
+            sums[place], peaks[place], most[place] = total, dict(now), Counter(now)
+        now[category] += change.bytes
+        total += 0 if category in away else change.bytes
+        most[place][category] = max(most[place][category], now[category])
+        if total > sums[place]:
+            sums[place], peaks[place] = total, dict(now)
+    return {place: Moment(peaks[place], dict(most[place])) for place in sums}

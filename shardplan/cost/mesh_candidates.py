@@ -1,0 +1,36 @@
+"""Every mesh for a number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardplan.core.estimates import Estimate
+from shardplan.core.mesh import MeshSizes
+
+
+def meshes_of(gpus: int) -> tuple[MeshSizes, ...]:
+    """Each way to write a number as dp_replicate x dp_shard x tp, the smallest tp first.
+
+    Raises:
+        ValueError: no positive integer.
+    """
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
+        raise ValueError(f"the number of devices must be a positive integer, not {gpus!r}")
+    return tuple(
+        MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=gpus // tp // dp_shard)
+        for tp in _divisors(gpus)
+        for dp_shard in reversed(_divisors(gpus // tp))
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def in_order(estimates: Iterable[Estimate]) -> tuple[Estimate, ...]:
+    """Those that fit first, by the bound of their speed; the others by memory."""
+
+    def key(one: Estimate) -> tuple[bool, float, int]:
+        return (not one.fits, -(one.tokens_per_second or 0.0) if one.fits else 0.0, one.memory.total)
+
+    return tuple(sorted(estimates, key=key))

@@ -1,0 +1,197 @@
+"""Watching a step: every storage, every collective and every floating point operation."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardplan.core.estimates import Category, Phase
+from shardplan.core.mesh import Axis
+from shardplan.torchlib.operators import collective_of
+from shardplan.torchlib.private import private
+
+from .flops import GROUPED, flops_of
+from .running_module import Place, Places
+
+_DispatchMode: Any = private("TorchDispatchMode")
+_leaves = private("tree_leaves")
+WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One storage.
+
+    Args:
+        size: its bytes now.
+        made_in: the phase in which it was made.
+        over_vocabulary: whether a tensor over tokens and vocabulary was made in it.
+        gathered: whether it holds parameters that data-parallel ranks gathered.
+        kept: whether it was alive when the forward that made it ended.
+        purpose: what is known of it afterwards ("gradients").
+    """
+
+    size: int
+    made_in: Phase
+    over_vocabulary: bool = False
+    gathered: bool = False
+    kept: bool = False
+    purpose: Category | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Bytes taken or given back, and what ran."""
+
+    held: Held
+    bytes: int
+    place: Place
+
+
+@dataclass
+class Log:
+    """What happened while a step ran.
+
+    Args:
+        before: the storages that were there before, with their bytes.
+        changes: in order.
+        calls: (axis, collective) -> how many; bytes: the same -> ring bytes.
+        flops: dtype -> floating point operations.
+        operands: (storage, bytes) of what products read, each time that they do.
+    """
+
+    before: dict[Held, int] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    calls: Counter[tuple[Axis, str]] = field(default_factory=Counter)
+    bytes: Counter[tuple[Axis, str]] = field(default_factory=Counter)
+    flops: Counter[str] = field(default_factory=Counter)
+    operands: list[tuple[Held, int]] = field(default_factory=list)
+
+
+class Meter(_DispatchMode):
+    """While the context lasts, follows every storage that an operator makes.
+
+    Args:
+        places: what runs.
+        groups: the name of a process group -> (its mesh axis, its number of ranks).
+        logits: (elements, last dim) of tensors over tokens and vocabulary.
+    """
+
+    def __init__(
+        self, places: Places, groups: Mapping[str, tuple[Axis, int]], logits: Iterable[tuple[int, int]]
+    ) -> None:
+        super().__init__()
+        self.places, self.groups, self.logits = places, groups, frozenset(logits)
+        self.log = Log()
+        self._alive: dict[int, tuple[Held, Any]] = {}
+
+    def start(self) -> None:
+        """Begin a log anew with what is alive now."""
+        self.log = Log({held: held.size for held, _ in self._alive.values()})
+
+    def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
+        """Say what the storages of tensors are for; those that were never seen are followed from now on."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._see(local.untyped_storage()).purpose = purpose
+
+    def end_forward(self) -> None:
+        """Note what is alive: what the forward keeps for the backward."""
+        for held, _ in self._alive.values():
+            held.kept = True
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch. Storages that are resized in place (FSDP frees gathered parameters so) are followed too."""
+        resize = torch.UntypedStorage.resize_
+        meter = self
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            meter._resized(storage)
+            return result
+
+        with patch.object(torch.UntypedStorage, "resize_", resized), self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(hasattr(cls, "__tensor_flatten__") for cls in types):
+            return NotImplemented  # what such a tensor does with its parts comes here again
+        if func.name().partition(".")[0] in WAITS:  # hands on what it is given; without memory torch makes a copy
+            return args[0]
+        kwargs = kwargs or {}
+        out = _run(func, args, kwargs)
+        made = [x for x in _leaves(out) if isinstance(x, Tensor)]
+        if any(x.device.type == "meta" for x in made):
+            return out  # DTensor learns how an operator splits: no rank has such a tensor
+        for x in made:
+            held = self._see(x.untyped_storage())
+            held.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
+        if (product := flops_of(func, args, kwargs, out)) is not None:
+            dtype, operations = product
+            self.log.flops[dtype] += operations
+            read = (x for x in args if isinstance(x, Tensor))
+            self.log.operands += [(self._see(x.untyped_storage()), x.nbytes) for x in read]
+        if (name := collective_of(func.name())) is not None:
+            self._communicated(name, [*args, *kwargs.values()], made)
+        return out
+
+    def _communicated(self, name: str, arguments: list[Any], made: list[Tensor]) -> None:
+        whole = max((x for x in [*_leaves(arguments), *made] if isinstance(x, Tensor)), key=lambda x: x.nbytes)
+        axis, ranks = self.groups[_group_name(arguments)]
+        if axis is not Axis.TP and name == "all_gather":
+            self._see(whole.untyped_storage()).gathered = True
+        if ranks > 1:
+            self.log.calls[axis, name] += 1
+            self.log.bytes[axis, name] += (2 if name == "all_reduce" else 1) * (ranks - 1) * whole.nbytes // ranks
+
+    def _see(self, storage: torch.UntypedStorage) -> Held:
+        key = id(storage)
+        if key in self._alive:
+            return self._alive[key][0]
+        held = Held(0, self.places.now[0])
+        self._alive[key] = held, weakref.ref(storage, lambda _: self._freed(key))
+        self._change(held, storage.nbytes())
+        return held
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        if id(storage) in self._alive:
+            held, _ = self._alive[id(storage)]
+            held.gathered = True
+            self._change(held, storage.nbytes())
+
+    def _freed(self, key: int) -> None:
+        held, _ = self._alive.pop(key)
+        self._change(held, 0)
+
+    def _change(self, held: Held, size: int) -> None:
+        if size != held.size:
+            self.log.changes.append(Change(held, size - held.size, self.places.now))
+            held.size = size
+
+
+def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call an operator. What torch says of the shapes of grouped products it says for bfloat16 alone."""
+    if func.name() != GROUPED or args[0].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    lowered = (x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
+    return func(*lowered, **kwargs).to(args[0].dtype)
+
+
+def _group_name(arguments: list[Any]) -> str:
+    """The process group among a collective's arguments: functional ones are given its name, the last of their texts."""
+    names = [x for x in arguments if isinstance(x, str)]
+    if names:
+        return names[-1]
+    group = next(x for x in arguments if isinstance(x, torch.ScriptObject))
+    return dist.ProcessGroup.unbox(group).group_name

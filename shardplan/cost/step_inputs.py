@@ -1,0 +1,38 @@
+"""What the traced model is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardplan.model.found import FoundModel
+from shardplan.model.reduced.feeding import given
+from shardplan.model.reduced.model_inputs import labels_of
+
+
+def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: int) -> Callable[[], Mapping[str, Any]]:
+    """What makes keyword arguments of `forward`: token ids [micro_batch, seq_len] and, where the class has a loss, labels;
+    for a module with inputs of its own these, at the size that they have."""
+    if found.inputs is not None:
+        own = found.inputs if found.config is None else given(found.inputs, found.config)
+        return lambda: own(0)
+    labels = labels_of(type(model)) if isinstance(model, PreTrainedModel) else None
+    argument = (
+        "input_ids" if isinstance(model, PreTrainedModel) else next(iter(inspect.signature(model.forward).parameters))
+    )
+    shapes = {"next": (micro_batch, seq_len), "classes": (micro_batch, seq_len), "class": (micro_batch,)}
+
+    def make() -> dict[str, Any]:
+        made: dict[str, Any] = {argument: torch.zeros(micro_batch, seq_len, dtype=torch.long)}
+        if labels is not None:
+            made["labels"] = torch.zeros(shapes[labels], dtype=torch.long)
+        if isinstance(model, PreTrainedModel) and "use_cache" in inspect.signature(model.forward).parameters:
+            made["use_cache"] = False
+        return made
+
+    return make

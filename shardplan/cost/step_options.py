@@ -1,0 +1,43 @@
+"""What an estimate is asked for, checked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypedDict
+
+from shardplan.core.estimates import OptimizerName, Precision, TrainingStep
+from shardplan.core.mesh import AXES, COSTED, MeshSizes
+
+
+class StepOptions(TypedDict, total=False):
+    """The fields of a `TrainingStep` as keyword arguments."""
+
+    seq_len: int
+    micro_batch: int
+    precision: Precision
+    optimizer: OptimizerName
+
+
+def modelled(sizes: MeshSizes) -> MeshSizes:
+    """The sizes, tp 1 where it is not said.
+
+    Raises:
+        ValueError: an axis that estimates leave out.
+    """
+    for axis in AXES:
+        if axis not in COSTED and sizes.of(axis) > 1:
+            raise ValueError(f"an estimate knows {', '.join(COSTED)}, not {axis}")
+    return replace(sizes, tp=sizes.tp or 1)
+
+
+def step_of(step: TrainingStep | None, options: StepOptions) -> TrainingStep:
+    """What a function was called with, as one record.
+
+    Raises:
+        TypeError: neither or both are given.
+    """
+    if step is not None and options:
+        raise TypeError(f"{', '.join(options)}: say it in the TrainingStep that is given, not beside it")
+    if step is None and "seq_len" not in options:
+        raise TypeError("an estimate needs seq_len, the tokens of a sequence")
+    return step or TrainingStep(**options)

@@ -1,0 +1,23 @@
+"""The document as pydantic models: which fields there are and what each may hold.
+
+The JSON Schema is made from them; the texts are what an editor shows. What a style takes is not said here: it
+follows from the style records (`options`). What stands in a section is not said here either: its dataclass has it
+(`core.sections`).
+"""
+
+from .document import Document, PlanDocument
+from .field_values import ATTRIBUTE, TAGS, WORD, Strict
+from .rule_models import RuleOptions
+from .section_models import SectionModel, glob_lists
+
+__all__ = [
+    "ATTRIBUTE",
+    "TAGS",
+    "WORD",
+    "Document",
+    "PlanDocument",
+    "RuleOptions",
+    "SectionModel",
+    "Strict",
+    "glob_lists",
+]

@@ -1,0 +1,54 @@
+"""The whole document."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from shardplan.core.sections import Sections
+from shardplan.language.rule_options import none_rule
+
+from .field_values import WORD, Given, GlobText, Strict
+from .rule_models import Entry
+from .section_models import with_sections
+
+
+class Document(Strict):
+    """How to split a model over ranks: tensor, sequence and data parallelism, activation checkpointing."""
+
+    model_config = ConfigDict(title="shardplan plan", json_schema_extra={"allOf": [none_rule()]})
+
+    version: Literal["1"] = Field(
+        description='The version of the plan language, as text: `version: "1"`.', examples=["1"]
+    )
+    name: Given[Annotated[str, Field(pattern=WORD, max_length=100)]] = Field(
+        default=None, description="The plan's name. Without it, the file's name.", examples=["llama"]
+    )
+    description: str = Field(
+        default="", description="What the plan is for, in a sentence.", examples=["Llama-like dense decoders"]
+    )
+    models: list[Annotated[str, Field(pattern=WORD, max_length=100)]] = Field(
+        default=[],
+        description="The models that the plan is for: Hugging Face model types (`config.model_type`) or class names.",
+        examples=[["llama", "LlamaForCausalLM"]],
+    )
+    extends: Given[Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)]] = Field(
+        default=None,
+        description="The plan that this one extends: the name of a built-in plan, or a file beside this one "
+        "(a name that ends in .yaml, .yml or .json).",
+        examples=["llama", "base.yaml"],
+    )
+    tensor_parallel: dict[GlobText, Entry] = Field(
+        default={},
+        description="A style for each glob over names of modules or parameters.",
+        examples=[{"model.layers.*.mlp.down_proj": "rowwise"}],
+    )
+    sequence_parallel: dict[GlobText, Entry] = Field(
+        default={},
+        description="Rules laid over `tensor_parallel` when sequence parallelism is on.",
+        examples=[{"model.layers.*.mlp.down_proj": "rowwise_seq"}],
+    )
+
+
+PlanDocument = with_sections("PlanDocument", Document.__doc__, Document, Sections)

@@ -1,0 +1,137 @@
+"""What a rule may say, besides the pattern that is its key."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic.config import JsonDict
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
+
+from shardplan.core.plan import Output, Rule
+from shardplan.language.rule_options import option_rules, style_schema
+
+from .field_values import AttributeName, Either, ExpressionText, Given, GlobText, Strict, default_of
+
+StyleName = TypeAliasType("StyleName", Annotated[str, WithJsonSchema(style_schema())])
+
+PartCount = Annotated[int, Field(ge=2, description="The number of parts, all of one size.")]
+PartSize = Annotated[
+    Annotated[int, Field(ge=1)] | ExpressionText, Either({int: "a whole number", str: "an expression"})
+]
+PartSizes = Annotated[list[PartSize], Field(min_length=2, description="The sizes of the parts.")]
+Packed = Annotated[PartCount | PartSizes, Either({int: "a whole number", list: "a list of sizes"})]
+Expressions = Annotated[
+    ExpressionText | Annotated[list[ExpressionText], Field(min_length=1)],
+    Either({str: "an expression", list: "a list of them"}),
+]
+Attributes = Annotated[
+    AttributeName | Annotated[list[AttributeName], Field(min_length=1)],
+    Either({str: "the name of an attribute", list: "a list of them"}),
+]
+
+ALONE = ("sum_outputs", "optional")  # what a rule without a style may say
+SAYS_SOMETHING: JsonDict = {
+    "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
+}
+
+
+class RuleOptions(Strict):
+    """A style together with options, or `sum_outputs` alone."""
+
+    model_config = ConfigDict(json_schema_extra={"allOf": [SAYS_SOMETHING, *option_rules()]})
+
+    style: Given[StyleName] = Field(
+        default=None, description="What to do with the modules or parameters.", examples=["colwise"]
+    )
+    optional: bool = Field(
+        default=default_of(Rule, "optional"),
+        description="The rule may match nothing. Without it, a rule that matches no module and no parameter "
+        "is an error.",
+        examples=[True],
+    )
+    override: bool = Field(
+        default=default_of(Rule, "override"),
+        description="The rule may differ from an earlier rule of the same section for the same module, and "
+        "replaces it there. Without it, two different rules for one module are an error.",
+        examples=[True],
+    )
+    argument: Given[AttributeName] = Field(
+        default=None,
+        description="The argument of the module's `forward` that is moved. Without it, the first.",
+        examples=["hidden_states"],
+    )
+    grad: Given[Literal["partial", "complete"]] = Field(
+        default=None,
+        description="What the readers of a gathered value hand back: `partial` where each rank has a part "
+        "of its gradient (column-wise matrices read it), `complete` where every rank has all of it. Without "
+        "it, it is found from the structure.",
+        examples=["complete"],
+    )
+    output: Given[Output] = Field(
+        default=None,
+        description="What the module's output goes through: `gather` hands the whole sequence on, "
+        "`all_reduce` adds up the ranks' partial sums, `reduce_scatter` adds them up and splits the result "
+        "along the sequence.",
+        examples=["gather"],
+    )
+    packed: Given[Packed] = Field(
+        default=None,
+        description="The parts of a packed dimension, each of which is split: their sizes, or their number "
+        "where they are equal. Without it, two equal parts.",
+        examples=[3, ["hidden_size", "num_key_value_heads * head_dim", "num_key_value_heads * head_dim"]],
+    )
+    divide: Given[Attributes] = Field(
+        default=None,
+        description="Attributes of the module to divide by tp, because its forward counts with them. What "
+        "begins with `config.` is changed in a copy of the configuration.",
+        examples=[["num_heads"], "config.num_attention_heads"],
+    )
+    divides: Given[Expressions] = Field(
+        default=None,
+        description="Numbers of the model's configuration that tp must divide.",
+        examples=["num_key_value_heads"],
+    )
+    seq_dim: int = Field(
+        default=default_of(Rule, "seq_dim"),
+        ge=0,
+        le=8,
+        description="The sequence dimension of what is moved: 1 in [batch, sequence, hidden].",
+        examples=[0],
+    )
+    read_outside: Given[list[Annotated[int, Field(ge=0, le=100)]]] = Field(
+        default=None,
+        min_length=1,
+        description="Positions in the module's output that are also read outside the tensor-parallel region "
+        "by something that every rank computes in full, like an auxiliary loss on router logits.",
+        examples=[[0]],
+    )
+    regather: bool = Field(
+        default=default_of(Rule, "regather"),
+        description="Keep the rank's shard of the sequence for the backward pass in place of the gathered one, and gather "
+        "it again there: less memory for one more all-gather.",
+        examples=[True],
+    )
+    sum_outputs: Given[list[GlobText]] = Field(
+        default=None,
+        description="Modules below this block, named from it in the order in which they run, whose partial sums the block's "
+        "code adds up and does nothing else with: they are added on each rank and reduced once, at the last of them. With "
+        "`optional`, each is reduced by itself where a model's block does something else. An empty list takes back what an "
+        "earlier rule says.",
+        examples=[["self_attn.o_proj", "mlp.down_proj"]],
+    )
+
+    @model_validator(mode="after")
+    def _says_something(self) -> RuleOptions:
+        if self.style is None and (self.sum_outputs is None or not self.model_fields_set <= set(ALONE)):
+            raise PydanticCustomError("without_style", "no style")
+        return self
+
+
+Entry = TypeAliasType(
+    "Entry",
+    Annotated[
+        StyleName | RuleOptions, Either({str: "the name of a style", dict: "a mapping with a style and its options"})
+    ],
+)

@@ -1,0 +1,222 @@
+"""The form of a document: its fields and what they hold. pydantic finds what is wrong, the words are ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from shardplan.core.diagnostics import Code
+from shardplan.core.plan import SECTIONS
+from shardplan.core.suggest import closest
+
+from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
+from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
+from .parse_findings import Findings, describe, quoted
+
+UNKNOWN_FIELD = Code(
+    code="SP104",
+    title="an unknown field",
+    text="""
+    Each mapping of a plan has a fixed set of fields. One that is not known is an error, never skipped: a
+    misspelled option would otherwise be one that does not hold. The rules of a section are different: there
+    every key is a pattern.
+    """,
+    bad="""
+    version: "1"
+    tensor_parralel:
+      lm_head: colwise_gather_output
+    """,
+    good="""
+    version: "1"
+    tensor_parallel:
+      lm_head: colwise_gather_output
+    """,
+)
+WRONG_VALUE = Code(
+    code="SP105",
+    title="a value of the wrong type or out of range",
+    text="""
+    A field does not take this value. Types are strict: the text `"2"` is not the number 2. Plans are YAML
+    1.2, where `yes`, `no`, `on` and `off` are texts; only `true` and `false` say yes and no. A field without
+    a value is an error too: leave its line out.
+    """,
+    bad="""
+    tensor_parallel:
+      lm_head: {style: colwise_gather_output, optional: yes}
+    """,
+    good="""
+    tensor_parallel:
+      lm_head: {style: colwise_gather_output, optional: true}
+    """,
+)
+VERSION = Code(
+    code="SP114",
+    title="the version of the plan language is missing or unknown",
+    text="""
+    A plan says which version of the plan language it is written in, so that a later version can change the
+    meaning of a word without changing the meaning of old plans. It is a text, in quotes: the number 1 and the
+    number 1.0 would be equal, `"1"` and `"1.0"` are not. There is one version: `"1"`.
+    """,
+    bad="""
+    version: 1
+    extends: llama
+    """,
+    good="""
+    version: "1"
+    extends: llama
+    """,
+)
+
+_MISSING = "say which style, as in `{style: colwise, optional: true}`"
+_SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
+_SHAPES = {
+    WORD: "a word of letters, digits, `.`, `_` and `-`",
+    ATTRIBUTE: "a Python name, or several with dots",
+}
+
+# Error type of pydantic -> what the value must be.
+_MUST_BE: Mapping[str, Callable[[dict[str, Any]], str]] = {
+    "bool_type": lambda context: "true or false",
+    "int_type": lambda context: "a whole number",
+    "string_type": lambda context: "text",
+    "list_type": lambda context: "a list",
+    "dict_type": lambda context: "a mapping",
+    "model_type": lambda context: "a mapping",
+    "literal_error": lambda context: re.sub("'([^']*)'", r"`\1`", context["expected"]),
+    "union_tag_invalid": lambda context: _listed(context["expected_tags"][1:-1].split("', '")),
+    "greater_than_equal": lambda context: f"at least {context['ge']}",
+    "less_than_equal": lambda context: f"at most {context['le']}",
+    "string_too_short": lambda context: "a text that is not empty",
+    "string_too_long": lambda context: f"a text of at most {context['max_length']} characters",
+    "too_short": lambda context: f"a list with at least {context['min_length']} entries",
+    "string_pattern_mismatch": lambda context: _SHAPES[context["pattern"]],
+}
+
+
+def check_form(root: Node, findings: Findings) -> Document | None:
+    """The document as the models have it; None, and findings, where its form is wrong."""
+    if not isinstance(root, MapNode):
+        message = f"a plan is a mapping, not {describe(root)}"
+        findings.add(WRONG_VALUE, message, help='begin with `version: "1"`')
+        return None
+    try:
+        return PlanDocument.model_validate(to_data(root))
+    except ValidationError as error:
+        for one in error.errors(include_url=False, include_input=False):
+            if findings.full:
+                break
+            is_key = one["loc"][-1:] == ("[key]",) and one["type"].startswith("string_too_")
+            if not is_key:  # keys are patterns, which are read elsewhere
+                _report(one["type"], _path(one["loc"], root), one.get("ctx", {}), root, findings)
+        return None
+
+
+def _path(loc: tuple[str | int, ...], root: Node) -> Path:
+    """pydantic's location without the words for the type that it chose."""
+    path: Path = ()
+    for step in loc:
+        if step not in TAGS or node_at(root, (*path, step)) is not None:
+            path = (*path, step)
+    return path
+
+
+def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings: Findings) -> None:
+    node = node_at(root, path)
+    if path == ("version",):
+        _report_version(node, findings)
+    elif kind == "extra_forbidden":
+        name = str(path[-1])
+        where = f" in {_subject(path[:-1])}" if len(path) > 1 else ""
+        message = f"there is no field {quoted(name)}{where}"
+        findings.add(UNKNOWN_FIELD, message, path, "key", help=_right_field(path))
+    elif kind == "missing":
+        message = f"{_subject(path[:-1])} has no `{path[-1]}`"
+        findings.add(WRONG_VALUE, message, path[:-1], "key", help=_MISSING)
+    elif kind == "without_style":
+        findings.add(WRONG_VALUE, f"{_subject(path)} has no `style`", path, "key", help=_MISSING)
+    elif path == ("extends",) and kind == "string_pattern_mismatch":
+        return  # where a parent may be is said where it is looked for
+    else:
+        must_be = _MUST_BE[kind](context)
+        message = f"{_subject(path)} must be {must_be}, not {describe(node)}"
+        findings.add(WRONG_VALUE, message, path, help=_right_value(kind, must_be, node))
+
+
+def _report_version(node: Node | None, findings: Findings) -> None:
+    help = 'write `version: "1"`'
+    if node is None:
+        findings.add(VERSION, "the plan does not say its version", (), "key", help=help + " at its beginning")
+    elif isinstance(node, Scalar) and isinstance(node.value, str):
+        message = f"there is no version {quoted(node.value)} of the plan language"
+        findings.add(VERSION, message, ("version",), help=help)
+    else:
+        message = f'the version must be the text "1", not {describe(node)}'
+        findings.add(VERSION, message, ("version",), help=help)
+
+
+def _subject(path: Path) -> str:
+    """What a path leads to, in a message."""
+    if path[0] in SECTIONS and len(path) > 1:
+        rule = f"the rule {quoted(str(path[1]))}"
+        return rule if len(path) == 2 else f"{_dotted(path[2:])} of {rule}"
+    return _dotted(path)
+
+
+def _dotted(path: Path) -> str:
+    steps = [f"[{step}]" if isinstance(step, int) else f".{step}" for step in path]
+    return quoted("".join(steps).removeprefix("."))
+
+
+def _right_field(path: Path) -> str | None:
+    """Where an unknown field was meant to be, or what it was meant to be called."""
+    name, known = str(path[-1]), _fields(path[:-1])
+    if len(path) == 1:
+        homes = [home for home in known if home not in SECTIONS and name in _fields((home,))]
+        if len(homes) == 1:
+            return f"`{name}` belongs under `{homes[0]}`"
+        if "." in name or "*" in name:
+            return "a rule stands under `tensor_parallel` or `sequence_parallel`"
+    near = closest(name, known)
+    return f"did you mean `{near}`?" if near else f"the fields are {_listed(known, 'and')}"
+
+
+def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
+    match node:
+        case None | Scalar(None):
+            return "give it a value, or remove the line"
+        case Scalar(str(text)) if must_be.startswith("true") and text.lower() in _SWITCHES:
+            return f"write `{_SWITCHES[text.lower()]}`; in YAML 1.2 {quoted(text)} is a text"
+        case Scalar(str(text)) if kind == "list_type":
+            return "write " + quoted(f"[{text}]")
+        case Scalar(str(text)) if near := closest(text, re.findall("`([^`]*)`", must_be)):
+            return f"did you mean `{near}`?"
+        case Scalar(str(text)) if "number" in must_be and text.isdecimal():
+            return "remove the quotes"
+        case Scalar(bool() | int() | float(), text) if kind == "string_type":
+            return "put it in quotes: " + quoted(f'"{text}"')
+    return None
+
+
+def _fields(path: Path) -> tuple[str, ...]:
+    """The fields of the mapping at a path."""
+    model: type[BaseModel] = PlanDocument
+    for step in path:
+        field = model.model_fields.get(str(step))
+        model = (_model_in(field.annotation) if field else None) or model
+    return () if path and model is PlanDocument else tuple(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The model that a field's annotation speaks of."""
+    annotation = getattr(annotation, "__value__", annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((model for inner in get_args(annotation) if (model := _model_in(inner))), None)
+
+
+def _listed(words: Sequence[str], last: str = "or") -> str:
+    *most, end = words
+    return f"{', '.join(most)} {last} {end}" if most else end

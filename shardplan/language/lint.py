@@ -1,0 +1,178 @@
+"""What can be said against a plan without a model: rules that contradict or repeat each other, empty parts.
+
+Two patterns are compared by the alternatives that they stand for, not by the names that they match: that
+depends on the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardplan.core.diagnostics import Code, Label, Severity
+from shardplan.core.plan import SECTIONS, PlanFile, Rule
+from shardplan.core.sources import SourceMap
+
+from .globs import parse_glob
+from .inherit import effective_sections
+from .parse_findings import Findings, quoted
+from .parsing import Parsed, parse_plan
+
+CANNOT_BOTH_HOLD = Code(
+    code="SP116",
+    title="two rules that cannot both hold",
+    text="""
+    Two rules of one section stand for the same pattern and say different things. No rule is more specific
+    than another and the order does not decide: either the patterns must be kept apart, or the later rule says
+    `override: true`.
+
+    This is seen without a model where the patterns are alike, alternatives chosen. Patterns that differ and
+    meet in one module of a model are found when the plan is bound to it.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.*.self_attn.{q,k,v}_proj: colwise
+      model.layers.*.self_attn.{v,o}_proj: rowwise
+    """,
+    good="""
+    tensor_parallel:
+      model.layers.*.self_attn.{q,k,v}_proj: colwise
+      model.layers.*.self_attn.o_proj: rowwise
+    """,
+)
+NO_EFFECT = Code(
+    code="SP117",
+    title="a rule, or a word of it, without effect",
+    text="""
+    The rule says again what an earlier rule of its section says, or later rules override it for all that it
+    stands for, or it says `override` where there is nothing before it. The plan means the same without it.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.*.self_attn.{q,k,v}_proj: colwise
+      model.layers.*.self_attn.v_proj: colwise
+    """,
+    good="""
+    tensor_parallel:
+      model.layers.*.self_attn.{q,k,v}_proj: colwise
+    """,
+)
+NOTHING_SAID = Code(
+    code="SP118",
+    title="a part of the plan that says nothing",
+    text="""
+    A section is there but empty, or names no modules, or the whole plan holds no rules. That may be meant for
+    a plan that is being written; a finished one means the same without the part.
+    """,
+    bad="""
+    version: "1"
+    tensor_parallel: {}
+    """,
+    good="""
+    version: "1"
+    tensor_parallel:
+      lm_head: colwise_gather_output
+    """,
+)
+
+
+def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> Parsed:
+    """Reads a plan as `parse_plan` does, and adds what can be said against it without a model.
+
+    Raises:
+        TypeError: as `parse_plan`.
+    """
+    parsed = parse_plan(source, name=name)
+    if parsed.plan is None:
+        return parsed
+    findings = Findings(parsed.plan.file)
+    for section in SECTIONS:
+        _check_section(getattr(parsed.plan, section), findings)
+    _check_emptiness(parsed.plan, parsed.sources, findings)
+    return replace(parsed, diagnostics=parsed.diagnostics + findings.all)
+
+
+def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
+    """Rules of one section against each other; linear in the alternatives of their patterns."""
+    holder: dict[str, Rule] = {}
+    left: dict[str, int] = {}  # pattern of a rule -> alternatives that no later rule has taken
+    for position, rule in enumerate(rules):
+        texts = parse_glob(rule.pattern).texts
+        left[rule.pattern] = len(texts)
+        if rule.override and position == 0:
+            path = (*rule.location.path, "override")
+            findings.add(
+                NO_EFFECT,
+                "`override` has no effect on the first rule of a section",
+                path,
+                "key",
+                help="remove it",
+                severity=Severity.WARNING,
+            )
+        met: dict[str, str] = {}  # pattern of an earlier rule -> the first alternative that both have
+        for text in texts:
+            earlier = holder.get(text)
+            if earlier is not None and rule.override:
+                left[earlier.pattern] -= 1
+            elif earlier is not None:
+                met.setdefault(earlier.pattern, text)
+                continue
+            holder[text] = rule
+        for text in met.values():
+            _report_pair(holder[text], rule, text, findings)
+    for rule in rules:
+        if not left[rule.pattern]:
+            message = f"later rules override {quoted(rule.pattern)} for all that it stands for"
+            _warn_no_effect(message, rule, findings)
+
+
+def _report_pair(earlier: Rule, later: Rule, text: str, findings: Findings) -> None:
+    label = Label(earlier.location, f"`{earlier.style}` here")
+    if (earlier.style, earlier.options) == (later.style, later.options):
+        message = f"{quoted(text)} has the style `{later.style}` already"
+        _warn_no_effect(message, later, findings, label)
+        return
+    difference = f"the styles `{earlier.style}` and `{later.style}`"
+    if earlier.style == later.style:
+        difference = f"the style `{later.style}` with different options"
+    findings.add(
+        CANNOT_BOTH_HOLD,
+        f"two rules give {quoted(text)} {difference}",
+        later.location.path,
+        "key",
+        related=[label],
+        help="keep the patterns apart, or let the later rule say `override: true`",
+    )
+
+
+def _warn_no_effect(message: str, rule: Rule, findings: Findings, *related: Label) -> None:
+    help = "remove what is there twice" if related else "remove the rule"
+    path = rule.location.path
+    findings.add(NO_EFFECT, message, path, "key", related=related, help=help, severity=Severity.WARNING)
+
+
+def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> None:
+    there = {path[0] for path, part in sources.files[plan.file].spans if part == "key" and len(path) == 1}
+    sections = effective_sections(plan)
+    rules = any(one.tensor_parallel or one.sequence_parallel or one.sums for one in plan.lineage)
+    if not rules and not sections.data_parallel:
+        _warn_nothing("the plan holds no rules and no data_parallel section", (), "add rules", findings)
+    for section in SECTIONS:
+        if section in there and not getattr(plan, section) and section not in plan.sums:
+            _warn_nothing(f"`{section}` holds no rules", (section,), "add rules, or remove it", findings)
+    if plan.data_parallel is not None and not plan.data_parallel.given:
+        _warn_nothing("`data_parallel` says nothing", ("data_parallel",), "remove it", findings)
+    for field in ("activation_checkpointing", "compile"):
+        own, effective = getattr(plan, field), getattr(sections, field)
+        if own is not None and not effective.modules:
+            inherited = any(one.modules for p in plan.lineage if (one := getattr(p, field)) is not None)
+            has_units = sections.data_parallel is not None and bool(sections.data_parallel.units)
+            if not inherited and ("modules" in effective.given or not has_units):
+                message = f"`{field}` names no modules"
+                _warn_nothing(message, (field,), "add `modules`, or remove it", findings)
+
+
+def _warn_nothing(message: str, path: tuple[str, ...], help: str, findings: Findings) -> None:
+    findings.add(NOTHING_SAID, message, path, "key", help=help, severity=Severity.WARNING)

@@ -1,0 +1,183 @@
+"""`extends`: from the word in a plan to the text of its parent, without leaving the plan's folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardplan.core.diagnostics import Code
+from shardplan.core.suggest import closest
+
+from .limits import MAX_ANCESTORS
+from .parse_findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
+from .plan_files import CANNOT_READ, ENDINGS, CannotRead, builtin_plans, read_text
+
+LISTED = "`shardplan list` shows the built-in plans"
+NO_PARENT = Code(
+    code="SP108",
+    title="the plan to extend is not found",
+    text="""
+    `extends` names a built-in plan, or, with the ending .yaml, .yml or .json, a file in the same folder. A
+    plan given as a dict has no folder and can extend built-in plans only.
+    """,
+    bad="""
+    version: "1"
+    extends: lama
+    """,
+    good="""
+    version: "1"
+    extends: llama
+    """,
+)
+CIRCLE = Code(
+    code="SP109",
+    title="plans extend each other in a circle, or too deep",
+    text="""
+    A plan cannot, through what it extends, extend itself. At most 8 plans may stand above one another.
+    """,
+    bad="""
+    # mine.yaml
+    version: "1"
+    extends: mine.yaml
+    """,
+    good="""
+    # mine.yaml
+    version: "1"
+    extends: base.yaml
+    """,
+)
+OUTSIDE = Code(
+    code="SP110",
+    title="a file outside the plan's folder",
+    text="""
+    A plan reads nothing but files of its own folder, so that a plan from elsewhere can be looked at without
+    harm: no path separators, no `..`, no symbolic link that leads out. Copy the parent beside the plan, or
+    extend a built-in plan.
+    """,
+    bad="""
+    version: "1"
+    extends: ../common/base.yaml
+    """,
+    good="""
+    version: "1"
+    extends: base.yaml
+    """,
+)
+
+PATH = ("extends",)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a document comes from.
+
+    Args:
+        display: its name in findings.
+        name: the plan's name, where the document does not say one.
+        format: how to read its text.
+        folder: where files that it extends are; None where there is no such place.
+        identity: the real path, by which a circle is seen; None without a file.
+    """
+
+    display: str
+    name: str
+    format: Literal["yaml", "json"] = "yaml"
+    folder: Path | None = None
+    identity: str | None = None
+
+
+def file_origin(path: Path, display: str) -> Origin:
+    """The origin of a plan in a file."""
+    format: Literal["yaml", "json"] = "json" if path.suffix.lower() == ".json" else "yaml"
+    return Origin(display, path.stem, format, path.parent, _real(path))
+
+
+def _real(path: Path) -> str:
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # what no path can hold; reading it says so
+        return str(path)
+
+
+def builtin_origin(name: str, taken: tuple[str, ...] = ()) -> Origin:
+    """The origin of a built-in plan.
+
+    Args:
+        taken: display names of other documents, which it must not share.
+    """
+    path = builtin_plans()[name]
+    display = f"plans/{path.name}"
+    return file_origin(path, display if display not in taken else f"shardplan/{display}")
+
+
+def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tuple[Origin, str] | None:
+    """The parent's origin and text; None, and a finding, where there is none that may be read.
+
+    Args:
+        word: what `extends` says.
+        chain: the plan that says it, and before it those that extend it.
+    """
+    origin = _locate(word, chain, findings)
+    if origin is None:
+        return None
+    identities = [one.identity for one in chain]
+    if origin.identity in identities:
+        circle = [one.display for one in chain[identities.index(origin.identity) :]] + [origin.display]
+        message = f"a plan extends itself: {' -> '.join(circle)}"
+        findings.add(CIRCLE, message, PATH, help="extend another plan")
+        return None
+    if len(chain) > MAX_ANCESTORS:
+        message = f"more than {MAX_ANCESTORS} plans extend one another"
+        findings.add(CIRCLE, message, PATH, help="join some of them")
+        return None
+    assert origin.identity is not None
+    try:
+        return origin, read_text(Path(origin.identity))
+    except CannotRead as error:
+        code = TOO_LARGE if error.too_large else NO_PARENT if error.missing else CANNOT_READ
+        message = f"{quoted(origin.display, LONGEST_PATH)} {error.reason}"
+        findings.add(code, message, PATH, help=_similar(word, chain[-1].folder))
+        return None
+
+
+def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin | None:
+    child = chain[-1]
+    if "/" in word or "\\" in word or "\0" in word:
+        message = f"{quoted(word)} is outside the plan's folder"
+        help = "name a built-in plan, or a file beside this one without a folder"
+        findings.add(OUTSIDE, message, PATH, help=help)
+        return None
+    if not word.lower().endswith(ENDINGS):
+        if word in builtin_plans():
+            return builtin_origin(word, tuple(one.display for one in chain))
+        message = f"there is no built-in plan {quoted(word)}"
+        findings.add(NO_PARENT, message, PATH, help=_similar(word, child.folder))
+        return None
+    if child.folder is None:
+        message = f"{quoted(word)} is a file, but this plan has no folder"
+        findings.add(NO_PARENT, message, PATH, help=f"extend a built-in plan; {LISTED}")
+        return None
+    path = child.folder / word
+    if os.path.dirname(_real(path)) != _real(child.folder):
+        message = f"{quoted(word)} is a link out of the plan's folder"
+        findings.add(OUTSIDE, message, PATH, help="put the file itself beside the plan")
+        return None
+    return file_origin(path, os.path.join(os.path.dirname(child.display), word))
+
+
+def _similar(word: str, folder: Path | None) -> str:
+    """Plans that may have been meant: built-in ones, and files beside the plan."""
+    beside = _plan_files(folder) if folder else []
+    if f"{word}.yaml" in beside:
+        return f"write `{word}.yaml` for the file beside this plan"
+    near = closest(word, [*builtin_plans(), *beside])
+    return f"did you mean `{near}`?" if near else LISTED
+
+
+def _plan_files(folder: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(folder) if name.endswith(ENDINGS)]
+    except OSError:
+        return []

@@ -1,0 +1,268 @@
+"""What the rules of a document say: patterns, styles, options and expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from shardplan.core.diagnostics import Code, Part, Span
+from shardplan.core.expressions import MAX_LENGTH as MAX_EXPRESSION
+from shardplan.core.expressions import ExpressionError, parse_expression
+from shardplan.core.plan import SECTIONS
+from shardplan.core.sections import Sections
+from shardplan.core.suggest import closest
+from shardplan.styles import NONE, STYLES, canonical_style
+
+from .document import glob_lists
+from .globs import MAX_LENGTH as MAX_GLOB
+from .globs import GlobError, parse_glob
+from .limits import MAX_ALTERNATIVES
+from .nodes import ListNode, MapNode, Node, Path, Scalar, node_at
+from .parse_findings import TOO_LARGE, Findings, quoted
+from .rule_options import style_names, takers, takes
+
+UNKNOWN_STYLE = Code(
+    code="SP106",
+    title="there is no such style",
+    text="""
+    The style of a rule is not known. Styles are a closed list (`docs/language.md` has the table); the style
+    names of transformers' tensor-parallel plans are among them, with their older spellings.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.*.mlp.up_proj: column_wise
+    """,
+    good="""
+    tensor_parallel:
+      model.layers.*.mlp.up_proj: colwise
+    """,
+)
+NOT_TAKEN = Code(
+    code="SP107",
+    title="an option that the style does not take",
+    text="""
+    Options change what a style does, so each belongs to the styles for which it means something: `grad` to
+    those that gather a value, `output` to doors and to whole modules, `packed` to packed matrices, `argument`
+    to doors, and so on. `output` takes only the values that the style can bring about.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.*.mlp.down_proj: {style: rowwise, output: reduce_scatter}
+    """,
+    good="""
+    sequence_parallel:
+      model.layers.*.mlp.down_proj: rowwise_seq
+    """,
+)
+WRONG_GLOB = Code(
+    code="SP112",
+    title="a pattern that is no glob",
+    text="""
+    A pattern is compared with whole dotted names. `*`, `?` and `[...]` stand for characters of one segment
+    and never match a dot; `**` stands for zero or more whole segments; `{a,b}` are alternatives, which may be
+    nested, empty and longer than a segment. No alternative may leave an empty segment behind.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.*.self_attn.{q,k,v_proj: colwise
+    """,
+    good="""
+    tensor_parallel:
+      model.layers.*.self_attn.{q,k,v}_proj: colwise
+    """,
+)
+WRONG_EXPRESSION = Code(
+    code="SP113",
+    title="a text that is no expression",
+    text="""
+    `packed` and `divides` hold expressions over the numbers of the model's configuration: names (with dots
+    for nested configurations), whole numbers, `+`, `-`, `*`, `//` and parentheses. All values are whole
+    numbers, so the division is `//`.
+    """,
+    bad="""
+    tensor_parallel:
+      model.layers.*.self_attn.qkv_proj:
+        style: packed_colwise
+        packed: [hidden_size, hidden_size / 4, hidden_size / 4]
+    """,
+    good="""
+    tensor_parallel:
+      model.layers.*.self_attn.qkv_proj:
+        style: packed_colwise
+        packed: [hidden_size, hidden_size // 4, hidden_size // 4]
+    """,
+)
+NONE_WITHOUT_PARENT = Code(
+    code="SP115",
+    title="`none` in a plan that inherits nothing",
+    text="""
+    The style `none` removes a rule that the plan inherits for the same modules. A plan that extends no other
+    inherits none: leave the rule out. To keep modules whole that an earlier rule of the same section would
+    split, write `replicate` with `override: true`.
+    """,
+    bad="""
+    version: "1"
+    tensor_parallel:
+      model.layers.*.mlp.up_proj: none
+    """,
+    good="""
+    version: "1"
+    extends: llama
+    tensor_parallel:
+      model.layers.*.mlp.up_proj: none
+    """,
+)
+
+GLOB_LISTS = tuple(glob_lists(Sections))
+
+
+class _Rule(NamedTuple):
+    """A rule with the places of its parts."""
+
+    path: Path
+    style: str | None
+    style_path: Path
+    options: MapNode | None
+
+
+def check_rules(root: Node, findings: Findings) -> None:
+    """Everything about patterns, styles, options and expressions.
+
+    What has the wrong type is passed over here: it is a finding about the form.
+    """
+    _check_globs(root, findings)
+    extends = node_at(root, ("extends",)) is not None
+    for rule in _rules(root):
+        if findings.full:
+            return
+        _check_style(rule, findings, extends=extends)
+        if rule.options is not None:
+            _check_expressions(rule.options, rule.path, findings)
+
+
+def _rules(root: Node) -> Iterator[_Rule]:
+    for section in SECTIONS:
+        rules = node_at(root, (section,))
+        for entry in rules.entries if isinstance(rules, MapNode) else ():
+            path = (section, entry.key)
+            match entry.value:
+                case Scalar(str(style)):
+                    yield _Rule(path, style, path, None)
+                case MapNode() as options:
+                    said = options.get("style")
+                    text = said.value if isinstance(said, Scalar) and isinstance(said.value, str) else None
+                    yield _Rule(path, text, (*path, "style"), options)
+
+
+def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
+    if rule.style is None:
+        return
+    style = canonical_style(rule.style)
+    if style is None:
+        names = style_names()
+        near = closest(rule.style, names, cutoff=0.75)
+        help = f"did you mean `{near}`?" if near else f"the styles are {', '.join(names)}"
+        findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help)
+        return
+    if style == NONE and not extends:
+        findings.add(
+            NONE_WITHOUT_PARENT,
+            "the style `none` removes an inherited rule, but this plan extends no other",
+            rule.style_path,
+            help="remove the rule, or name the plan that it extends",
+        )
+    for entry in rule.options.entries if rule.options else ():
+        path = (*rule.path, entry.key)
+        if not takes(style, entry.key):
+            message = f"the style `{rule.style}` takes no option `{entry.key}`"
+            findings.add(NOT_TAKEN, message, path, "key", help=_who_takes(entry.key))
+        elif entry.key == "output" and isinstance(entry.value, Scalar):
+            _check_output(rule.style, style, entry.value.value, path, findings)
+
+
+def _check_output(written: str, style: str, value: object, path: Path, findings: Findings) -> None:
+    able = STYLES[style].options.output
+    others = takers("output", value) if isinstance(value, str) else ()
+    if value not in able and others:
+        only = " and ".join(f"`{one}`" for one in able)
+        message = f"the style `{written}` has no `output: {value}`, only {only}"
+        findings.add(NOT_TAKEN, message, path, help=f"`output: {value}` goes with {', '.join(others)}")
+
+
+def _who_takes(option: str) -> str:
+    names = takers(option)
+    if len(names) < len(style_names()) - 1:
+        return f"remove it; it goes with {', '.join(names)}"
+    return "remove it"
+
+
+def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None:
+    for option in ("packed", "divides"):
+        node = options.get(option)
+        items = node.items if isinstance(node, ListNode) else (node,)
+        for i, item in enumerate(items):
+            if not isinstance(item, Scalar) or not isinstance(item.value, str):
+                continue
+            if not 0 < len(item.value) <= MAX_EXPRESSION or (option == "packed" and item is node):
+                continue  # the form is wrong
+            try:
+                parse_expression(item.value)
+            except ExpressionError as error:
+                at = (*path, option, i) if isinstance(node, ListNode) else (*path, option)
+                span = _part(item.span, item.value, error.start, error.end)
+                message = f"{quoted(item.value)} is no expression: {error.reason}"
+                findings.add(WRONG_EXPRESSION, message, at, span=span)
+
+
+def _check_globs(root: Node, findings: Findings) -> None:
+    """Every pattern, and the number of alternatives of all together."""
+    alternatives = 0
+    for pattern, path, part, span in _globs(root):
+        if findings.full:
+            return
+        try:
+            alternatives += len(parse_glob(pattern).alternatives)
+        except GlobError as error:
+            code = TOO_LARGE if error.too_large else WRONG_GLOB
+            message = f"{quoted(pattern)} is no glob: {error.reason}"
+            if error.too_large or not pattern:
+                message = error.reason
+            findings.add(code, message, path, part, span=_part(span, pattern, error.start, error.end))
+        if alternatives > MAX_ALTERNATIVES:
+            findings.add(
+                TOO_LARGE,
+                f"the patterns of this plan stand for more than {MAX_ALTERNATIVES} alternatives",
+                path,
+                part,
+                help="write `*` for what is the same in all layers",
+            )
+            return
+
+
+def _globs(root: Node) -> Iterator[tuple[str, Path, Part, Span | None]]:
+    for section in SECTIONS:
+        rules = node_at(root, (section,))
+        for entry in rules.entries if isinstance(rules, MapNode) else ():
+            yield entry.key, (section, entry.key), "key", entry.span
+            outputs = entry.value.get("sum_outputs") if isinstance(entry.value, MapNode) else None
+            yield from _items(outputs, (section, entry.key, "sum_outputs"))
+    for path in GLOB_LISTS:
+        yield from _items(node_at(root, path), path)
+
+
+def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, Part, Span | None]]:
+    for i, item in enumerate(globs.items if isinstance(globs, ListNode) else ()):
+        if isinstance(item, Scalar) and isinstance(item.value, str) and 0 < len(item.value) <= MAX_GLOB:
+            yield item.value, (*path, i), "value", item.span
+
+
+def _part(span: Span | None, text: str, start: int, end: int) -> Span | None:
+    """The place of some characters of a text; all of it, where it is written with escapes or over lines."""
+    if span is None or span.line != span.end_line:
+        return span
+    quotes = {0: 0, 2: 1}.get(span.end_column - span.column - len(text))
+    if quotes is None:
+        return span
+    first = span.column + quotes + start
+    return replace(span, column=first, end_column=max(first + end - start, first + 1))

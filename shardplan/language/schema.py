@@ -1,0 +1,28 @@
+"""The JSON Schema of plans, draft 2020-12, made from the models; `schemas/plan.schema.json` is for editors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+
+def json_schema() -> dict[str, Any]:
+    """The schema: whatever can be said of a document's form without reading other texts."""
+    from .document import PlanDocument
+
+    schema = PlanDocument.model_json_schema()
+    return {"$schema": DIALECT, "title": schema["title"], **_plain(schema)}
+
+
+def _plain(schema: Any) -> Any:
+    """Without what pydantic adds: titles, and the default None, which a document cannot say."""
+    if isinstance(schema, dict):
+        return {
+            key: _plain(value)
+            for key, value in schema.items()
+            if not (key == "default" and value is None) and not (key == "title" and isinstance(value, str))
+        }
+    if isinstance(schema, list):
+        return [_plain(item) for item in schema]
+    return schema

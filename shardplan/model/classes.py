@@ -1,0 +1,85 @@
+"""Which class a configuration is built with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
+
+from shardplan.core.diagnostics import Diagnostic, Severity
+
+from .config_numbers import text_config
+from .model_codes import CANNOT_BUILD, UNKNOWN_CLASS
+from .model_findings import finding, refuse
+
+MAPPINGS = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_MAPPING)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelClass:
+    """A class, the configuration to give it (the text part of a composite one, for a text-only class), and
+    warnings."""
+
+    cls: type[PreTrainedModel]
+    config: PreTrainedConfig
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+
+def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -> ModelClass:
+    """`config.architectures[0]` where transformers has it; else the type's class with a language-model head,
+    with an image-text head, or without a head, the first that there is.
+
+    Raises:
+        PlanError: SP509 where there is none, or the named class is for another configuration.
+    """
+    listed = config.architectures
+    named = next(iter(listed), None) if isinstance(listed, (list, tuple)) else listed or None
+    cls = _named(named)
+    if cls is not None:
+        if _takes(cls, config):
+            return ModelClass(cls, config)
+        text = text_config(config)
+        if _takes(cls, text):
+            return ModelClass(cls, text)
+        raise refuse(
+            CANNOT_BUILD,
+            f"{shown} names the architecture {named!r}, which is not for the model type {config.model_type}",
+            help="correct `architectures` or `model_type`",
+            file=file,
+        )
+    by_type = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
+    if by_type is None:
+        raise refuse(CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file)
+    usual = by_type[0] if isinstance(by_type, tuple) else by_type
+    assert usual is not None, by_type  # a type that transformers knows has a class
+    # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
+    given = config if _takes(usual, config) else text_config(config)
+    if named is None:
+        return ModelClass(usual, given)
+    warning = finding(
+        UNKNOWN_CLASS,
+        f"{shown} names the architecture {named!r}, which transformers does not have; {usual.__name__} is used",
+        severity=Severity.WARNING,
+        help=f'write "architectures": ["{usual.__name__}"], or name a class of transformers',
+        file=file,
+    )
+    return ModelClass(usual, given, (warning,))
+
+
+def _named(name: object) -> type[PreTrainedModel] | None:
+    """The model class of transformers with that name; its lazy module imports nothing that it does not
+    list."""
+    if not isinstance(name, str) or not name.isidentifier():
+        return None
+    cls = getattr(transformers, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def _takes(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    return cls.config_class is not None and isinstance(config, cls.config_class)

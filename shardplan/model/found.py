@@ -1,0 +1,179 @@
+"""From what the user named to a model on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.tree import ModuleTree
+
+from .adapters import unwrapped
+from .build_tree import tree_of
+from .classes import model_class
+from .config_files import read_cached, read_folder_or_file
+from .model_codes import CANNOT_BUILD, UNKNOWN_SETTING
+from .model_configs import config_of_file, config_of_type
+from .model_findings import reason, refuse
+from .model_words import classify
+from .offline import offline
+from .own_models import call, find_callable
+from .settings import Setting
+
+AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModel)
+Builder = Callable[[str, torch.dtype], nn.Module]
+Inputs = Callable[[int], Mapping[str, Any]]
+NO_SETTINGS: Mapping[str, Setting] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class FoundModel:
+    """A model that the user named.
+
+    Args:
+        name: what the user wrote.
+        config: the transformers configuration that the class is built from, or None for a module without one.
+        tree: the picture of the model.
+        builder: builds it on a device in a dtype.
+        diagnostics: warnings met on the way.
+        module: the user's own module, where that is what was given.
+        inputs: what to call the reduced model with: seed -> keyword arguments of its `forward`.
+        reduced: builds a small model of the same structure, where the user names one.
+        own_code: whether the user's own code built the model, so that it may have more than its class and configuration
+            say.
+        meta: what `tree` is the picture of, on the meta device: to be looked at, not changed; None where `module` is.
+    """
+
+    name: str
+    config: PreTrainedConfig | None
+    tree: ModuleTree
+    builder: Builder
+    diagnostics: tuple[Diagnostic, ...] = ()
+    module: nn.Module | None = None
+    inputs: Inputs | None = None
+    reduced: Callable[[], nn.Module] | None = None
+    own_code: bool = False
+    meta: nn.Module | None = None
+
+    def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
+        """A fresh model: on the meta device without memory, elsewhere with the class's own random
+        initialisation.
+
+        A model from `module:callable` keeps the dtypes that the callable gives it.
+
+        Raises:
+            PlanError: SP508, SP509.
+        """
+        return self.builder(device, dtype)
+
+
+def find_model(
+    word: str, *, trust_remote_code: bool = False, overrides: Mapping[str, Setting] = NO_SETTINGS
+) -> FoundModel:
+    """Finds and builds (on the meta device) the model that a word names. Reads no weights, opens no
+    connection.
+
+    Args:
+        word: a folder or `config.json`, a hub id in the local cache, a model type of transformers,
+            `module:callable`.
+        trust_remote_code: run the code that a configuration's `auto_map` names.
+        overrides: settings of the configuration to change, dotted names for nested ones.
+
+    Raises:
+        PlanError: SP501 to SP510.
+    """
+    kind = classify(word).kind
+    if kind == "callable":
+        if overrides:
+            raise refuse(
+                UNKNOWN_SETTING,
+                f"{word} is built by its own code and has no settings: {', '.join(overrides)}",
+                help="change them in the callable",
+            )
+        return _from_callable(word)
+    if kind == "type":
+        return found_from_config(config_of_type(word, overrides), word)
+    read = read_cached if kind == "hub" else read_folder_or_file
+    file = read(word, trust_remote_code=trust_remote_code)
+    config = config_of_file(file, overrides, trust_remote_code=trust_remote_code)
+    if file.own_code:
+        return _found(word, config, _remote_builder(config, file.shown))
+    return found_from_config(config, word, file.shown)
+
+
+def found_from_config(config: PreTrainedConfig, name: str | None = None, file: str | None = None) -> FoundModel:
+    """The model of a configuration object.
+
+    Args:
+        config: it is copied, not changed.
+        name: for messages; the model type without it.
+        file: the file that it came from, for messages.
+
+    Raises:
+        PlanError: SP509.
+    """
+    name = name or config.model_type
+    chosen = model_class(config, file or name, file)
+
+    def build(device: str, dtype: torch.dtype) -> nn.Module:
+        own = copy.deepcopy(chosen.config)
+        return _guarded(lambda: chosen.cls._from_config(own, dtype=dtype), device, file or name, file)
+
+    return _found(name, chosen.config, build, chosen.diagnostics)
+
+
+def tree_of_config(config: PreTrainedConfig) -> ModuleTree:
+    """The picture of the model of a configuration object.
+
+    Raises:
+        PlanError: SP509.
+    """
+    return found_from_config(config).tree
+
+
+def _found(
+    name: str, config: PreTrainedConfig | None, builder: Builder, diagnostics: tuple[Diagnostic, ...] = ()
+) -> FoundModel:
+    model = builder("meta", torch.float32)
+    return FoundModel(name, config, tree_of(model), builder, diagnostics, meta=model)
+
+
+def _from_callable(word: str) -> FoundModel:
+    function = find_callable(word)
+
+    def build(device: str, dtype: torch.dtype) -> nn.Module:
+        return unwrapped(call(function, word, device))
+
+    model = build("meta", torch.float32)
+    config = getattr(model, "config", None)
+    config = config if isinstance(config, PreTrainedConfig) else None
+    return FoundModel(word, config, tree_of(model), build, own_code=True, meta=model)
+
+
+def _remote_builder(config: PreTrainedConfig, shown: str) -> Builder:
+    """Builds with the class that `auto_map` names, through transformers' own loader of such code."""
+    named = getattr(config, "auto_map", None) or {}
+    auto = next((auto for auto in AUTO_CLASSES if auto.__name__ in named), AutoModelForCausalLM)
+
+    def build(device: str, dtype: torch.dtype) -> nn.Module:
+        own = copy.deepcopy(config)
+        return _guarded(lambda: auto.from_config(own, trust_remote_code=True, dtype=dtype), device, shown, shown)
+
+    return build
+
+
+def _guarded(make: Callable[[], nn.Module], device: str, shown: str, file: str | None) -> nn.Module:
+    try:
+        with offline(), torch.device(device):
+            return make()
+    except PlanError:
+        raise
+    except Exception as error:  # modelling code raises whatever an impossible configuration leads to
+        raise refuse(CANNOT_BUILD, f"building the model of {shown} fails", notes=(reason(error),), file=file) from error

@@ -1,0 +1,110 @@
+"""From a configuration file or a model type to a transformers configuration object."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from shardplan.core.diagnostics import PlanError
+
+from .config_files import ConfigFile
+from .model_codes import CANNOT_BUILD, NO_MODEL_TYPE, UNKNOWN_TYPE
+from .model_findings import did_you_mean, reason, refuse
+from .offline import offline
+from .settings import Setting, with_settings
+
+# Counts of modules that are made one by one. A configuration beyond these is a mistake or an attack: building
+# it would take hours, not memory.
+MAX_LAYERS = 10_000
+MAX_EXPERTS = 1_000_000  # layers times experts
+LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
+EXPERTS = re.compile(r"(^|_)experts$|^expert_num$")
+
+
+def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_remote_code: bool) -> PreTrainedConfig:
+    """The configuration in a file, with the user's settings.
+
+    Raises:
+        PlanError: SP503, SP504, SP509, SP510.
+    """
+    model_type = file.data.get("model_type")
+    if not isinstance(model_type, str) or not model_type:
+        raise refuse(
+            NO_MODEL_TYPE,
+            f"{file.shown} has no model_type",
+            help='add the architecture\'s name, as in "model_type": "llama"',
+            file=file.shown,
+        )
+    if model_type not in CONFIG_MAPPING and not file.own_code:
+        raise refuse(
+            UNKNOWN_TYPE,
+            f"{file.shown} has the model_type {model_type!r}, which transformers does not know",
+            help=did_you_mean(model_type, CONFIG_MAPPING) or "install a transformers that has it",
+            file=file.shown,
+        )
+    # The folder, where the file is its config.json: code that the configuration brings lies beside it.
+    source = file.path.parent if file.path.name == "config.json" else file.path
+    trust = bool(file.own_code) and trust_remote_code
+
+    def read() -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(str(source), local_files_only=True, trust_remote_code=trust)
+
+    return _checked(read, file.data, settings, file.shown, file.shown)
+
+
+def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrainedConfig:
+    """The default configuration of a model type, with the user's settings.
+
+    Raises:
+        PlanError: SP504, SP509, SP510.
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise refuse(
+            UNKNOWN_TYPE,
+            f"{model_type!r} is neither a model type that transformers knows nor module:callable",
+            help=did_you_mean(model_type, CONFIG_MAPPING)
+            or f"for a folder in the current directory write ./{model_type}",
+        )
+    return _checked(CONFIG_MAPPING[model_type], {}, settings, model_type, None)
+
+
+def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None) -> Any:
+    try:
+        with offline():
+            config = make()
+            if settings:
+                data = with_settings(data, config, settings, shown)
+                config = type(config)(**{**data, "name_or_path": config.name_or_path})
+    except PlanError:
+        raise
+    except Exception as error:  # whatever transformers or the model's own code raises
+        raise refuse(
+            CANNOT_BUILD,
+            f"transformers refuses the configuration of {shown}",
+            notes=(reason(error),),
+            file=file,
+        ) from error
+    excess = next(_excess(config), None)
+    if excess is not None:
+        raise refuse(CANNOT_BUILD, f"{shown} cannot be built: {excess}", file=file)
+    return config
+
+
+def _excess(config: PreTrainedConfig) -> Iterator[str]:
+    """What is more than can be built, in this configuration and those nested in it."""
+    layers, experts = 1, 1
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _excess(value)
+        elif isinstance(value, int) and LAYERS.search(name):
+            layers = max(layers, value)
+            if value > MAX_LAYERS:
+                yield f"{name} is {value}, more than the {MAX_LAYERS} layers that are built"
+        elif isinstance(value, int) and EXPERTS.search(name):
+            experts = max(experts, value)
+    if layers * experts > MAX_EXPERTS:
+        yield f"{layers} layers of {experts} experts are more than the {MAX_EXPERTS} that are built"

@@ -1,0 +1,245 @@
+"""Giving a reduced model what the live one has beside its class and configuration."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.model.rebinding import NotBound, Rebinding, handles_in
+
+from .layers import NUMBER
+from .live import FLAGS, HOOKS, IGNORED, NUMBERS, Live, not_noise, pairs, same
+
+Triple = tuple[str, nn.Module, nn.Module, nn.Module]  # name in the original, live, plain, reduced
+
+
+def carry(live: Live, small: nn.Module, original: Callable[[str], str]) -> nn.Module:
+    """Change a reduced model so that it differs from what its class and configuration build as the live one does.
+
+    Args:
+        small: changed in place.
+        original: the name that a module of the reduced model has in the original.
+
+    Raises:
+        NotBound: what it cannot be given.
+    """
+    return _Carrying(live, small, original).run()
+
+
+class _Carrying:
+    def __init__(self, live: Live, small: nn.Module, original: Callable[[str], str]):
+        self.live, self.small = live, small
+        self.triples = list(_triples(live, small, original))
+        self.sizes: dict[int, set[int]] = defaultdict(set)  # of parameters, original -> reduced
+        self.numbers: dict[tuple[str, int], set[int]] = defaultdict(set)  # of attributes
+        self.counterparts: dict[int, Any] = {}
+        self.made: list[tuple[nn.Module, nn.Module]] = []
+        plain = {name: one for name, one, _ in pairs(live.plain, live.plain)}
+        for name, reduced, _ in pairs(small, small):
+            if original(name) in plain:
+                self._measure(plain[original(name)], reduced)
+        for _, own, _, reduced in self.triples:
+            self._know(own, reduced)
+        self.rebinding = Rebinding(self.counterparts, live.model)
+        reference = next(p for p in small.parameters() if p.is_floating_point())
+        self.device, self.dtype = reference.device, reference.dtype
+
+    def _know(self, own: nn.Module, reduced: nn.Module) -> None:
+        self.counterparts[id(own)] = reduced
+        if hasattr(own, "config"):
+            self.counterparts[id(own.config)] = reduced.config
+        for leaf, tensor in (*own._parameters.items(), *own._buffers.items()):
+            new = getattr(reduced, leaf, None)
+            if isinstance(tensor, Tensor) and isinstance(new, Tensor):
+                self.counterparts[id(tensor)] = new
+
+    def _measure(self, plain: nn.Module, reduced: nn.Module) -> None:
+        for leaf, parameter in plain._parameters.items():
+            new = reduced._parameters.get(leaf)
+            if parameter is not None and new is not None and parameter.ndim == new.ndim:
+                for large, size in zip(parameter.shape, new.shape, strict=True):
+                    self.sizes[large].add(size)
+        for key, value in vars(plain).items():
+            if type(value) is int and type(vars(reduced).get(key)) is int:
+                self.numbers[key, value].add(vars(reduced)[key])
+
+    def run(self) -> nn.Module:
+        changed = [triple for triple in self.triples if triple[0] in self.live.differences]
+        for name, own, plain, reduced in changed:
+            with _At(name or type(own).__name__):
+                self._structure(own, plain, reduced)
+        for name, own, plain, reduced in changed:  # these may use any module of the model
+            with _At(name or type(own).__name__):
+                self._attributes(own, plain, reduced)
+        for child, new in self.made:
+            with _At(type(child).__name__):
+                for key in vars(child).keys() - IGNORED - set(FLAGS):
+                    self._attribute(key, child, None, new)
+        self._all_are_there()
+        return self.small
+
+    def _all_are_there(self) -> None:
+        """What differs where the reduced model has nothing, it must have elsewhere: at a layer of the same kind."""
+        there = {(NUMBER.sub(".*", name), self.live.differences.get(name)) for name, *_ in self.triples}
+        for name, found in self.live.differences.items():
+            if (NUMBER.sub(".*", name), found) not in there:
+                raise NotBound(f"{name}: differs from its class and configuration ({found[0][0]})")
+
+    def _structure(self, own: nn.Module, plain: nn.Module, reduced: nn.Module) -> None:
+        if type(own) is not type(plain):
+            try:
+                reduced.__class__ = type(own)
+            except TypeError as error:
+                raise NotBound(str(error)) from error
+        self._parameters(own, plain, reduced)
+        self._buffers(own, plain, reduced)
+        self._children(own, plain, reduced)
+
+    def _attributes(self, own: nn.Module, plain: nn.Module, reduced: nn.Module) -> None:
+        here, there = vars(own), vars(plain)
+        for key in here:
+            if key in IGNORED or key in FLAGS or not not_noise(own, key):
+                continue
+            if key not in there or not same(key, here[key], there[key]):
+                self._attribute(key, own, plain, reduced)
+        for key in there.keys() - here.keys() - IGNORED:
+            vars(reduced).pop(key, None)
+
+    def _attribute(self, key: str, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
+        value = vars(own)[key]
+        if key in HOOKS:
+            for flags in FLAGS:
+                if flags in vars(own):
+                    vars(reduced)[flags] = copy.copy(vars(own)[flags])
+        if type(value) is int:
+            value = self._number(key, value, None if plain is None else vars(plain).get(key), vars(reduced).get(key))
+        elif isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            value = self._tensor(key, value)
+        elif not isinstance(value, NUMBERS):
+            value = self._object(key, value)
+        vars(reduced)[key] = value
+
+    def _number(self, key: str, value: int, plain: Any, reduced: Any) -> int:
+        """A number that is no size stays; a size becomes the reduced model's."""
+        known = self.numbers.get((key, value)) or self.sizes.get(value, set())
+        if type(plain) is int and plain == reduced:
+            return value
+        if len(known) == 1:
+            return next(iter(known))
+        if known or type(plain) is int:
+            raise NotBound(f"the attribute {key} is {value}, a size that has no one counterpart in a reduced model")
+        return value
+
+    def _tensor(self, key: str, value: Tensor) -> Tensor:
+        if value.is_meta or value.grad_fn is not None or self._shape(key, value) != tuple(value.shape):
+            raise NotBound(f"the attribute {key} is a tensor of shape {tuple(value.shape)}, computed for its sizes")
+        new = value.detach().clone().to(self.device)
+        return new.to(self.dtype) if new.is_floating_point() else new
+
+    def _object(self, key: str, value: Any) -> Any:
+        new = self.rebinding.value(value)
+        memo = {**self.counterparts, **{id(one): one for one in self.counterparts.values()}, **handles_in([value])}
+        try:
+            return copy.deepcopy(new, memo)
+        except Exception as error:  # whatever a foreign object raises when it is copied
+            raise NotBound(f"the attribute {key} cannot be copied ({type(error).__name__}: {error})") from error
+
+    def _shape(self, key: str, tensor: Tensor) -> tuple[int, ...]:
+        shape = []
+        for size in tensor.shape:
+            known = self.sizes.get(size, {size})
+            if len(known) > 1:
+                raise NotBound(f"{key} has the size {size}, which has no one counterpart in a reduced model")
+            shape.append(next(iter(known)))
+        return tuple(shape)
+
+    def _parameters(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
+        others = plain._parameters if plain is not None else {}
+        for leaf, parameter in own._parameters.items():
+            other = others.get(leaf)
+            if parameter is None:
+                reduced._parameters[leaf] = None
+            elif other is None or parameter.shape != other.shape:
+                reduced._parameters[leaf] = self._parameter(leaf, parameter)
+        for leaf in reduced._parameters.keys() - own._parameters.keys():
+            del reduced._parameters[leaf]
+
+    def _parameter(self, leaf: str, parameter: nn.Parameter) -> nn.Parameter:
+        """One of the reduced size, about as large in its values; the same for the same."""
+        if id(parameter) not in self.counterparts:
+            shape = self._shape(leaf, parameter)
+            dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
+            new = torch.empty(shape, device=self.device, dtype=dtype)
+            if not new.is_meta:
+                values = parameter.detach().float()
+                known = not parameter.is_meta
+                mean, spread = (values.mean().item(), values.std(correction=0).item()) if known else (0.0, 0.1)
+                new.copy_(mean + spread * torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+            self.counterparts[id(parameter)] = nn.Parameter(new, requires_grad=parameter.requires_grad)
+        return self.counterparts[id(parameter)]
+
+    def _buffers(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
+        others = plain._buffers if plain is not None else {}
+        for leaf, buffer in own._buffers.items():
+            other = others.get(leaf)
+            if buffer is None:
+                reduced._buffers[leaf] = None
+            elif other is None or buffer.shape != other.shape:
+                reduced._buffers[leaf] = self._tensor(f"the buffer {leaf}", buffer)
+        for leaf in reduced._buffers.keys() - own._buffers.keys():
+            del reduced._buffers[leaf]
+        reduced._non_persistent_buffers_set = set(own._non_persistent_buffers_set)
+
+    def _children(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
+        others = plain._modules if plain is not None else {}
+        if isinstance(own, nn.ModuleList) and len(own._modules) != len(others):
+            raise NotBound(f"holds {len(own._modules)} modules, and by class and configuration {len(others)}")
+        for leaf, child in own._modules.items():
+            if child is None:
+                reduced._modules[leaf] = None
+            elif others.get(leaf) is None:
+                reduced._modules[leaf] = self._made(child)
+        for leaf in reduced._modules.keys() - own._modules.keys():
+            del reduced._modules[leaf]
+
+    def _made(self, child: nn.Module) -> nn.Module:
+        """A module that class and configuration do not have, of the reduced model's sizes."""
+        if id(child) in self.counterparts:
+            return self.counterparts[id(child)]
+        new = type(child).__new__(type(child))
+        nn.Module.__init__(new)
+        self.counterparts[id(child)] = new
+        self._parameters(child, None, new)
+        self._buffers(child, None, new)
+        for leaf, inner in child._modules.items():
+            new._modules[leaf] = None if inner is None else self._made(inner)
+        self.made.append((child, new))
+        if hasattr(child, "config"):
+            new.config = self.counterparts.get(id(child.config), self.small.config)
+        return new
+
+
+def _triples(live: Live, small: nn.Module, original: Callable[[str], str]) -> Iterator[Triple]:
+    found = {name: (own, plain) for name, own, plain in pairs(live.model, live.plain)}
+    for name, reduced, _ in list(pairs(small, small)):
+        if (there := original(name)) in found:  # else its parent says that it was taken away
+            yield there, *found[there], reduced
+
+
+class _At:
+    """Names the module at which something cannot be carried over."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, NotBound):
+            raise NotBound(f"{self.name}: {error}") from None

@@ -1,0 +1,78 @@
+"""Further arguments beside text, for parts of a model that text alone does not reach: the states of an encoder, which
+cross-attention reads; token types."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardplan.model.config_numbers import config_value, text_config
+
+from .outcome import loss_of
+from .scale import hidden_size
+
+Extra = Callable[[Tensor, int], Any]  # (input_ids [batch, sequence], seed) -> the argument
+WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
+
+
+def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> dict[str, Extra]:
+    """The arguments with which parameters are reached that text alone leaves without a gradient, by name.
+
+    Args:
+        model: the reduced model; it is run.
+        config: its configuration.
+        inputs: text.
+    """
+    taken = inspect.signature(type(model).forward).parameters
+    candidates = [(name, extra) for name, extra in _candidates(config) if name in taken]
+    if not candidates or (missing := _unreached(model, inputs)) is None or not missing:
+        return {}
+    found: dict[str, Extra] = {}
+    for name, extra in candidates:
+        if name in found:
+            continue
+        left = _unreached(model, {**inputs, name: extra(inputs["input_ids"], 0)})
+        if left is not None and missing - left:
+            found[name], missing = extra, missing & left
+    return found
+
+
+def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
+    text = text_config(config)
+    widths = [config_value(text, name) for name in WIDTHS] + [hidden_size(text)]
+    for width in dict.fromkeys(w for w in widths if isinstance(w, int) and w > 0):
+        yield "encoder_hidden_states", partial(_states, width=width)
+        yield "encoder_outputs", partial(_outputs, width=width)
+    yield "token_type_ids", _types
+
+
+def _states(ids: Tensor, seed: int, width: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*ids.shape, width, generator=generator)
+
+
+def _outputs(ids: Tensor, seed: int, width: int) -> tuple[Tensor]:
+    return (_states(ids, seed, width),)
+
+
+def _types(ids: Tensor, seed: int) -> Tensor:
+    """The first part of each row of one type, the rest of another."""
+    return (torch.arange(ids.shape[1]) >= ids.shape[1] // 3).long().expand_as(ids).contiguous()
+
+
+def _unreached(model: nn.Module, inputs: Mapping[str, Any]) -> set[str] | None:
+    """The trained parameters without a gradient; None where the model does not run."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loss_of(model(**inputs)).backward()
+        return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
+    except Exception:  # of the modelling code: who runs the model next says it
+        return None
+    finally:
+        model.zero_grad(set_to_none=True)

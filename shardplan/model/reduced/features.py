@@ -1,0 +1,115 @@
+"""Inputs that are not text: spectrograms, waves and pictures for models whose forward begins with them, and what their
+decoders read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardplan.model.config_numbers import config_value
+
+from .images import BATCH
+from .model_inputs import labels_of, text_inputs
+
+SAMPLES = 4  # frames of a wave's features for each token
+UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
+
+
+@dataclass(frozen=True)
+class Features:
+    """Inputs of one kind.
+
+    Args:
+        kind: "audio", "picture" or "seq2seq".
+        make: seed -> keyword arguments of `forward`.
+    """
+
+    kind: str
+    make: Callable[[int], dict[str, Any]]
+
+
+def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
+    """The inputs of a model whose forward takes something else than one text; None for the others."""
+    takes = inspect.signature(model.forward).parameters
+    decodes = "decoder_input_ids" in takes
+    main = next((name for name in MAKERS if name in takes), None) if "input_ids" not in takes else None
+    if main is None and not ("input_ids" in takes and decodes):
+        return None
+    labels = labels_of(type(model))
+
+    def make(seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed + 1)
+        text = (
+            text_inputs(config, "next" if labels == "next" and decodes else None, seq_len, seed, None)
+            if decodes
+            else {}
+        )
+        ids = text.pop("input_ids", None)
+        made: dict[str, Any] = {}
+        if main is None:
+            made["input_ids"] = ids.flip(1)  # the two sides read other tokens
+        else:
+            made[main] = MAKERS[main](config, seq_len, generator)
+        if decodes:
+            made["decoder_input_ids"] = ids
+            made |= text
+        elif labels is not None and "labels" in takes and (found := _classes(config, generator)) is not None:
+            made["labels"] = found
+        return made
+
+    kind = "seq2seq" if main is None else KINDS[main]
+    return Features(kind, make)
+
+
+def _classes(config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
+    count = getattr(config, "num_labels", None)
+    return torch.randint(count, (BATCH,), generator=generator) if isinstance(count, int) and count > 1 else None
+
+
+def _spectrogram(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
+    """[BATCH, bins, frames]; as long as the encoder's table of positions after its convolutions, where there is one; else
+    [BATCH, frames, bins]."""
+    bins = config_value(config, "num_mel_bins")
+    if isinstance(bins, int):
+        positions = config_value(config, "max_source_positions")
+        frames = 2 * positions if isinstance(positions, int) else SAMPLES * seq_len
+        return torch.randn(BATCH, bins, frames, generator=generator)
+    width = config_value(config, "feature_projection_input_dim", config_value(config, "input_dim", 80))
+    return torch.randn(BATCH, seq_len, width, generator=generator)
+
+
+def _wave(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
+    """[BATCH, samples], of which the convolutions make `seq_len` features; a spectrogram [BATCH, frames, bins] where the
+    configuration has bins."""
+    bins, frames = config_value(config, "num_mel_bins"), config_value(config, "max_length")
+    if isinstance(bins, int) and isinstance(frames, int):
+        return torch.randn(BATCH, frames, bins, generator=generator)
+    if not config_value(config, "conv_kernel"):
+        return torch.randn(BATCH, UNKNOWN_STRIDE * seq_len, generator=generator)
+    length = seq_len
+    strides, kernels = config_value(config, "conv_stride", ()), config_value(config, "conv_kernel", ())
+    for stride, kernel in zip(reversed(tuple(strides)), reversed(tuple(kernels)), strict=True):
+        length = (length - 1) * stride + kernel
+    return torch.randn(BATCH, length, generator=generator)
+
+
+def _picture(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
+    """[BATCH, channels, height, width] of the configuration's image."""
+    part = next((c for c in (config, getattr(config, "vision_config", None)) if hasattr(c, "image_size")), config)
+    size = config_value(part, "image_size", 32)
+    height, width = size if isinstance(size, (list, tuple)) else (size, size)
+    return torch.randn(BATCH, config_value(part, "num_channels", 3), height, width, generator=generator)
+
+
+MAKERS: Mapping[str, Callable[[PreTrainedConfig, int, torch.Generator], Tensor]] = {
+    "input_features": _spectrogram,
+    "input_values": _wave,
+    "pixel_values": _picture,
+}
+KINDS = {"input_features": "audio", "input_values": "audio", "pixel_values": "picture"}

@@ -1,0 +1,120 @@
+"""What a reduced transformers model is called with: text, images beside it, features in its place, or what the user gives."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from shardplan.model.config_numbers import config_value, text_config
+from shardplan.model.found import Inputs
+
+from .extras import extras_of
+from .features import features_of
+from .images import Fitting, fitting
+from .model_inputs import Labels, Padding, image_inputs, labels_of, text_inputs
+from .own_copies import checked
+from .precision import cast
+
+IDS = ("input_ids", "decoder_input_ids", "labels")
+Feed = Callable[[str, int, Padding | None], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Feeding:
+    """The inputs of a reduced model.
+
+    Args:
+        kinds: of inputs.
+        feed: (kind, seed, padding) -> keyword arguments of `forward`.
+        unseen: why images that the model takes are not among them.
+    """
+
+    kinds: tuple[str, ...]
+    feed: Feed
+    unseen: str = ""
+
+
+def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str, inputs: Inputs | None) -> Feeding:
+    """The inputs of a reduced model: the user's, or those that its forward takes.
+
+    Args:
+        model: the reduced model; it is run to see which images it takes.
+        config: its configuration.
+        seq_len: of text.
+        inputs: the user's function, called with a seed and, where it takes two arguments, the reduced configuration.
+    """
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    if inputs is not None:
+        own = checked(given(inputs, config), name)
+        return Feeding(("own",), lambda kind, seed, padding: {n: cast(v, dtype) for n, v in own(seed).items()})
+    labels = labels_of(type(model))
+    features = features_of(model, config, seq_len)
+    if features is not None:
+        return Feeding((features.kind,), lambda kind, seed, padding: features.make(seed))
+    images, unseen = _images(model, config, labels, seq_len)
+    extras = extras_of(model, config, text_inputs(config, labels, seq_len, 0, None))
+
+    def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
+        if kind in images:
+            return image_inputs(config, labels, seq_len, seed, padding, images[kind])
+        made = text_inputs(config, labels, seq_len, seed, padding)
+        if kind in extras:
+            extra = extras[kind](made["input_ids"], seed)
+            made[kind] = tuple(cast(x, dtype) for x in extra) if isinstance(extra, tuple) else cast(extra, dtype)
+        return made
+
+    return Feeding(("text", *images, *extras), feed, unseen)
+
+
+def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
+    """The user's function for a model whose configuration is reduced: its token ids are brought below the size of the
+    reduced vocabulary, by their remainder; negative ones (labels that do not count) stay."""
+    rows = config_value(text_config(config), "vocab_size")
+    takes = [
+        p
+        for p in inspect.signature(inputs).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
+    ]
+    function: Callable[..., Mapping[str, Any]] = inputs
+
+    def call(seed: int) -> Mapping[str, Any]:
+        made = function(seed, config) if len(takes) > 1 else function(seed)
+        if not isinstance(made, Mapping) or not isinstance(rows, int):
+            return made
+        return {name: _below(value, rows) if name in IDS else value for name, value in made.items()}
+
+    return call
+
+
+def _below(ids: Any, rows: int) -> Any:
+    if not isinstance(ids, Tensor) or ids.is_floating_point():
+        return ids
+    return torch.where(ids < 0, ids, ids % rows)
+
+
+def _images(
+    model: nn.Module, config: PreTrainedConfig, labels: Labels | None, seq_len: int
+) -> tuple[dict[str, Fitting], str]:
+    """The kinds of images that a small model takes, and why those are left out that it takes in an unknown form."""
+    found: dict[str, Fitting] = {}
+    unseen = []
+
+    def tries(images: Fitting) -> None:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            inputs = image_inputs(config, labels, seq_len, 0, None, images)
+            dtype = next(model.parameters()).dtype
+            model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})
+
+    for kind in ("image", "video"):
+        images = fitting(model, config, kind, tries)
+        if isinstance(images, Fitting):
+            found[kind] = images
+        elif images:
+            unseen.append(f"{kind}s: {images}")
+    return found, "; ".join(unseen)

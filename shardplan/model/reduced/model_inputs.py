@@ -1,0 +1,117 @@
+"""What the small model is called with."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+
+from shardplan.model.config_numbers import text_config
+
+from .fields import SPECIAL
+from .images import BATCH, Fitting
+
+IGNORED = -100  # the label that the losses of transformers and torch leave out
+
+Padding = Literal["left", "right"]
+Labels = Literal["next", "class", "classes"]
+
+
+def sequence_length(tp: int) -> int:
+    """A length that tp divides, with several positions per rank."""
+    return max(16, 8 * tp)
+
+
+def labels_of(cls: type[nn.Module]) -> Labels | None:
+    """What the class's loss compares with: the next tokens, a class per row, a class per token; None: it has
+    no loss."""
+    if cls.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
+        return "class"
+    if cls.__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
+        return "classes"
+    return "next" if "labels" in inspect.signature(cls.forward).parameters else None
+
+
+def text_inputs(
+    config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
+) -> dict[str, Any]:
+    """Token ids [batch, sequence] that between them use as much of the vocabulary as fits, and labels.
+
+    Args:
+        config: the small model's.
+        labels: see `labels_of`.
+        seq_len: the sequence's length.
+        seed: other ids for each.
+        padding: pad the second row by a quarter on that side, and give an `attention_mask`.
+    """
+    text = text_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    special = set(special_tokens(config))
+    rows = int(getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+    allowed = torch.tensor([i for i in range(rows) if i not in special])
+    wanted = BATCH * seq_len
+    draws = [allowed[torch.randperm(len(allowed), generator=generator)] for _ in range(-(-wanted // len(allowed)))]
+    ids = torch.cat(draws)[:wanted].reshape(BATCH, seq_len)
+    pad = getattr(text, "pad_token_id", None)
+    if isinstance(pad, int) and 0 <= pad < rows:
+        ids[0, 1] = pad  # the row that `padding_idx` keeps from learning is looked up too
+    result: dict[str, Any] = {"input_ids": ids}
+    classes = config.num_labels
+    if labels == "class":
+        assert classes is not None
+        result["labels"] = torch.randint(classes, (BATCH,), generator=generator)
+    elif labels == "classes":
+        assert classes is not None
+        result["labels"] = torch.randint(classes, ids.shape, generator=generator)
+    elif labels == "next":
+        result["labels"] = ids.clone()
+        result["labels"][0, : seq_len // 4] = IGNORED
+    if padding is not None:
+        quarter = seq_len // 4
+        padded = slice(0, quarter) if padding == "left" else slice(seq_len - quarter, seq_len)
+        result["attention_mask"] = torch.ones_like(ids)
+        result["attention_mask"][1, padded] = 0
+        if labels in ("next", "classes"):
+            result["labels"][1, padded] = IGNORED
+        if labels == "next" and padding == "left":
+            result["labels"][1, quarter] = IGNORED  # predicted from a position that sees nothing
+    return result
+
+
+def image_inputs(
+    config: PreTrainedConfig,
+    labels: Labels | None,
+    seq_len: int,
+    seed: int,
+    padding: Padding | None,
+    images: Fitting,
+) -> dict[str, Any]:
+    """As text_inputs, with one image (or video) per row: its tokens after the first quarter, and its arrays. The sequence
+    is a multiple of `seq_len`, long enough for the image and a token between what may be padded on either side."""
+    length = seq_len * -(-2 * (images.count + 2) // seq_len)
+    begin = length // 4 + 1
+    result = text_inputs(config, labels, length, seed, padding)
+    image = torch.zeros_like(result["input_ids"], dtype=torch.bool)
+    image[:, begin : begin + images.count] = True
+    result["input_ids"][image] = images.token
+    if labels == "next":
+        result["labels"][image] = IGNORED
+    result |= {name: image.long() * number for name, number in images.types.items()}
+    return result | images.arrays(config, seed)
+
+
+def special_tokens(config: PreTrainedConfig) -> list[int]:
+    """Ids that stand for images, sounds and their borders."""
+    return [
+        value
+        for part in {id(c): c for c in (config, text_config(config))}.values()
+        for name, value in vars(part).items()
+        if SPECIAL.fullmatch(name) and isinstance(value, int) and name.endswith(("_id", "_index"))
+    ]

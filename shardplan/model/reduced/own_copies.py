@@ -1,0 +1,155 @@
+"""Modules without a transformers configuration: copied as they are, or as the small one that the user names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.core.diagnostics import PlanError
+from shardplan.model.build_tree import kind_of
+from shardplan.model.found import FoundModel, Inputs
+from shardplan.model.model_findings import reason, refuse
+from shardplan.model.rebinding import NotBound, copied
+
+from .images import BATCH
+from .precision import in_dtype
+from .reduced_codes import NO_INPUTS, NO_TWIN, NOT_CARRIED, TOO_LARGE
+from .weights import randomise
+
+LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
+GIVE_INPUTS = "give `inputs`, a function from a seed to keyword arguments of `forward`"
+MOST_BYTES = 2 * 2**30  # of the weights of a module that is copied whole; the ranks' shards take as much once more
+
+
+def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
+    """What builds copies of a module on the CPU, all with the same random weights, in training mode without
+    dropout. Their functions are bound to the copy.
+
+    Raises:
+        PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers whose
+            values nothing tells; SP524 where a function of it cannot be bound to a copy.
+    """
+    parameters = (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
+    size = sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.itemsize) for p in parameters)
+    if size > MOST_BYTES:
+        raise refuse(
+            TOO_LARGE,
+            f"{name} has {size / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, more than the "
+            f"{MOST_BYTES / 2**30:g} GiB that are copied",
+            help="give `reduced` (`--reduced module:callable`): a function without arguments that builds a small model of "
+            "the same classes",
+        )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            original = _on_cpu(model, name)
+        return maker_of(original, seed, dtype)
+    except NotBound as error:
+        raise not_carried(name, error) from error
+
+
+def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
+    """What builds copies of a module, which is changed: random weights, training mode, no dropout.
+
+    Raises:
+        NotBound: a function of it cannot be bound to a copy.
+    """
+    randomise(original, seed)
+    for module in original.modules():
+        if kind_of(module) == "dropout":
+            vars(module)["p"] = 0.0
+    in_dtype(original, dtype).train()
+    copied(original)  # what cannot be copied is said here, once
+    return lambda: copied(original)
+
+
+def not_carried(name: str, error: NotBound) -> PlanError:
+    """What to raise for a change of a live model that its reduced model cannot have."""
+    return refuse(
+        NOT_CARRIED,
+        f"{name} was changed in a way that its reduced model cannot have: {error}",
+        help="change the model after apply_plan, or give `reduced`: a function that builds a small model with the same "
+        "changes",
+    )
+
+
+def checked(inputs: Inputs, name: str) -> Inputs:
+    """The user's function for inputs, whose mistakes are findings.
+
+    Raises:
+        PlanError: SP522, when it is called.
+    """
+
+    def call(seed: int) -> Mapping[str, Any]:
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                made = inputs(seed)
+        except Exception as error:  # the user's own code
+            raise refuse(NO_INPUTS, f"`inputs` of {name} raised", notes=(reason(error),)) from error
+        if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
+            raise refuse(
+                NO_INPUTS,
+                f"`inputs` of {name} gave a {type(made).__name__}",
+                help="return a dict: argument of `forward` -> value",
+            )
+        return made
+
+    return call
+
+
+def inputs_of(module: nn.Module, name: str, seq_len: int) -> Inputs:
+    """Token ids [2, seq_len] for the first argument of `forward`, below the size of the first embedding.
+
+    Raises:
+        PlanError: SP522.
+    """
+    embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
+    argument = next(iter(inspect.signature(module.forward).parameters), None)
+    if embedding is None or argument is None:
+        raise refuse(NO_INPUTS, f"nothing says what to call {name} with", help=GIVE_INPUTS)
+
+    def inputs(seed: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        return {argument: torch.randint(embedding.num_embeddings, (BATCH, seq_len), generator=generator)}
+
+    return inputs
+
+
+def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> PlanError:
+    """What to raise where token ids are not what a module takes."""
+    return refuse(
+        NO_INPUTS,
+        f"{name} cannot be called with token ids as {', '.join(inputs)}",
+        notes=(reason(error),),
+        help=GIVE_INPUTS,
+    )
+
+
+def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
+    if isinstance(model, FoundModel):
+        return model.build("cpu")
+    result = copied(model)
+    if not any(t.is_meta for t in (*result.parameters(), *result.buffers())):
+        return result.to("cpu")
+    result.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in (*result.parameters(), *result.buffers()):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    filled = {(id(b), b._version) for b in result.buffers()}
+    for module in result.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    unset = [n for n, b in result.named_buffers() if (id(b), b._version) in filled or bool(b.isnan().any())]
+    if unset:
+        raise refuse(
+            NO_TWIN,
+            f"{name} is on the meta device and nothing tells the values of its buffers",
+            notes=tuple(unset),
+            help="build it on the CPU, or name the callable that builds it (`module:callable`)",
+        )
+    return result

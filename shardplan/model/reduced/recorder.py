@@ -1,0 +1,179 @@
+"""Recording a forward run: its operations, and what modules are given and return, by hooks on every module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardplan.core.tree import ancestors
+
+from .functions import functions_of
+from .lines import model_line
+from .nests import named_results, replaced, tensors_in
+from .probing import parts_of
+from .recorded_operations import OperationRecorder
+from .trace import Event, Trace
+
+
+class Recorder(OperationRecorder):
+    """Records a run of a model. A subclass may move values at the boundaries of modules. The arguments are those of
+    OperationRecorder."""
+
+    def argument_shape(self) -> torch.Size:
+        """The shape of the first argument of the module whose forward runs now."""
+        return self.trace.values[self._entered[-1][0]].shape
+
+    # What a subclass changes.
+
+    def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
+        """New values for some of a module's arguments, by name."""
+        return {}
+
+    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
+        """New values for some of the tensors in a module's result, by position among them."""
+        return {}
+
+    def parameter_inputs(self, name: str) -> tuple[str, ...]:
+        """The parameters that an atom reads."""
+        return self._parameters[name]
+
+    # Modules.
+
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        if self._mapped is not None:
+            return None
+        name = self._names[id(module)]
+        self._calls[name] += 1
+        for body in self._bodies:
+            body.opened = True
+        with self._paused():
+            inputs = self._arguments(module, args, kwargs)
+            named = {n: v for n, v in inputs if isinstance(v, Tensor)}
+            before = tuple(self.number(t, f"{name}.{n}") for n, t in named.items())
+            self._scopes.append((name, self._calls[name]))
+            moved = self.moved_arguments(self._scopes[-1], module, dict(inputs))
+            after = tuple(
+                self._new(moved[n], (v,)) if n in moved else v for (n, _), v in zip(named.items(), before, strict=True)
+            )
+            place = (*self._scopes[-1], "in")
+            self._add(Event("enter", type(module).__name__, place, before, after, tuple(named), model_line()))
+            if moved:
+                positions = [n for n, _ in inputs]
+                args = tuple(moved.get(positions[i], a) for i, a in enumerate(args))
+                kwargs = {n: moved.get(n, v) for n, v in kwargs.items()}
+        self._entered.append(after)
+        self._inside += name in self.atoms
+        return args, kwargs
+
+    @staticmethod
+    def _arguments(module: nn.Module, args: tuple, kwargs: dict) -> list[tuple[str, Any]]:
+        names = argument_names(module)
+        positional = [(names[i] if i < len(names) else f"#{i}", a) for i, a in enumerate(args)]
+        return [*positional, *kwargs.items()]
+
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        if self._mapped is not None:
+            return output
+        name, call = self._scopes[-1]
+        assert name == self._names[id(module)], (name, self._names[id(module)])
+        entered = self._entered.pop()
+        with self._paused():
+            if name in self.atoms:
+                self._inside -= 1
+                self._atom(module, entered, args, kwargs, output)
+            results = list(named_results(output))
+            before = tuple(self.number(t, f"out.{n}") for n, t in results)
+            moved = self.moved_results((name, call), module, [t for _, t in results])
+            after = tuple(self._new(moved[i], (v,)) if i in moved else v for i, v in enumerate(before))
+            self._add(
+                Event("leave", type(module).__name__, (name, call, "out"), before, after, tuple(n for n, _ in results))
+            )
+            if moved:
+                output = replaced(output, {id(t): moved[i] for i, (_, t) in enumerate(results) if i in moved})
+        self._scopes.pop()
+        return output
+
+    def _atom(self, module: nn.Module, entered: tuple[int, ...], args: tuple, kwargs: dict, output: Any) -> None:
+        place = (*self._scopes[-1], "atom")
+        held = dict(module.named_parameters(remove_duplicate=False))
+        parameters = {p: held[p] for p in self.parameter_inputs(place[0]) if p in held}
+        inputs = (*entered, *(self.number(p) for p in parameters.values()))
+        self._note_captured(inputs)
+        if place in self.probes:
+            given = [t for _, t in self._arguments(module, args, kwargs) if isinstance(t, Tensor)]
+
+            def again(changed: Sequence[Tensor]) -> list[Tensor]:
+                new = {id(old): t for old, t in zip(given, changed, strict=False)}
+                for parameter, data in zip(parameters.values(), changed[len(given) :], strict=True):
+                    parameter.data = data
+                return [*tensors_in(module.forward(*replaced(args, new), **replaced(dict(kwargs), new)))]
+
+            saved = [p.data for p in parameters.values()]
+            try:
+                self.trace.parts[place] = parts_of(again, [*given, *parameters.values()], self.probes[place])
+            finally:
+                for parameter, data in zip(parameters.values(), saved, strict=True):
+                    parameter.data = data
+        outputs = tuple(self._new(t, inputs, computed=True) for t in tensors_in(output))
+        self._add(Event("op", type(module).__name__, place, inputs, outputs, source=model_line()))
+
+    def run(self, inputs: Mapping[str, Any]) -> Any:
+        """Run the model once. An exception of the model becomes the last event.
+
+        Returns:
+            What the model returned, or None after an exception.
+        """
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if id(parameter) not in self._numbers:
+                self.trace.parameters[self._new(parameter, copy=False)] = name
+        handles: list[RemovableHandle] = []
+        for name, module in self.model.named_modules():
+            if any(above in self.atoms for above in ancestors(name)):
+                continue
+            # Behind the module's own hooks, as the moves of an applied plan are.
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
+        try:
+            with torch.random.fork_rng(devices=[]), functions_of(self), self:
+                torch.manual_seed(0)
+                return self.model(**inputs)
+        except Exception as error:
+            self._add(self._fail("", (), error))
+            return None
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._alive.clear()
+            self._numbers.clear()
+
+
+def argument_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's forward."""
+    if "forward" in vars(module):  # set on the instance
+        return tuple(inspect.signature(module.forward).parameters)
+    return _argument_names(type(module).forward)
+
+
+@cache
+def _argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = ()) -> Trace:
+    """Run a model once and record it.
+
+    Raises:
+        Exception: what the model raises.
+    """
+    recorder = Recorder(model, atoms)
+    recorder.run(inputs)
+    if recorder.trace.crash is not None:
+        model(**inputs)
+        raise AssertionError(f"raises only when it is recorded: {recorder.trace.crash.message}")
+    return recorder.trace

@@ -1,0 +1,211 @@
+"""The small copy of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardplan.core.diagnostics import PlanError
+from shardplan.model.build_tree import tree_of
+from shardplan.model.found import FoundModel, Inputs
+from shardplan.model.model_findings import reason, refuse
+
+from .feeding import feeding
+from .model_inputs import Padding, sequence_length
+from .named_reduced import named_by_user
+from .own_copies import checked, inputs_of, module_maker, not_callable
+from .precision import cast, without_half
+from .reduced_codes import NOT_RUNNING
+from .reduced_transformers import live, maker, original_of, small_of
+from .routed_experts import reaching
+from .weights import without_noise
+
+
+@dataclass(frozen=True, eq=False)
+class Twin:
+    """A small model of the same classes as a large one, for running both sharded and unsharded.
+
+    Args:
+        name: the original's.
+        tp: the number of ranks that it was made for.
+        seq_len: the length of its inputs; tp divides it.
+        config: the small configuration, or None for a module without one.
+        kinds: the kinds of inputs that it takes: "text", "image" and "video", one of `features.py`, or "own".
+        layers: which of the original's layers it has.
+        maker: builds a model with the twin's weights.
+        feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
+        unseen: why images that the model takes are not among its inputs.
+    """
+
+    name: str
+    tp: int
+    seq_len: int
+    config: PreTrainedConfig | None
+    kinds: tuple[str, ...]
+    layers: tuple[int, ...]
+    maker: Callable[[], nn.Module]
+    feeder: Callable[[str, int, Padding | None], dict[str, Any]]
+    unseen: str = ""
+
+    def build(self) -> nn.Module:
+        """A fresh model on the CPU in training mode without dropout; each call gives the same weights."""
+        return self.maker()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around a forward of the unsharded model.
+
+        Raises:
+            PlanError: SP523: it raised.
+        """
+        try:
+            yield
+        except PlanError:  # about its inputs
+            raise
+        except Exception as error:  # whatever the modelling code raises
+            raise refuse(NOT_RUNNING, f"the small copy of {self.name} does not run", notes=(reason(error),)) from error
+
+    def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
+        """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].
+
+        Args:
+            seed: other values for each.
+            kind: one of `kinds`; None is the first.
+            padding: also give an `attention_mask` that pads the second row on that side.
+
+        Raises:
+            ValueError: the twin takes no inputs of that kind.
+        """
+        kind = self.kinds[0] if kind is None else kind
+        if kind not in self.kinds:
+            raise ValueError(f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}")
+        return self.feeder(kind, seed, padding)
+
+
+def make_twin(
+    model: FoundModel | nn.Module,
+    *,
+    tp: int,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tied: bool | None = None,
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+    inputs: Inputs | None = None,
+) -> Twin:
+    """A small copy of a model.
+
+    Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query
+    attention stays grouped); every kind of layer is there once, at least two layers; dropout and other noise
+    are off; no parameter is zero or one. Adapters of peft are at the same layers, of a small rank, and what is frozen
+    beside them is frozen. A module without a transformers configuration is copied as it is.
+
+    Args:
+        model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
+            configuration).
+        tp: the number of ranks that it will be split over.
+        seed: of the weights. The same seed gives the same weights in every dtype, up to rounding.
+        dtype: of the parameters.
+        tied: whether embedding and head are one Parameter; None: as in the original.
+        attn_implementation: "sdpa" or "eager"; None: the class's default.
+        experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the
+            default.
+        inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
+
+    Raises:
+        PlanError: SP520, SP521, SP522, SP524, SP526.
+        ValueError: `tied` for a model that cannot be so.
+    """
+    if not isinstance(tp, int) or tp < 1:
+        raise ValueError(f"tp must be a positive integer, not {tp!r}")
+    reduced = None
+    own_code = isinstance(model, nn.Module) or model.own_code
+    if isinstance(model, FoundModel):
+        inputs, reduced = inputs or model.inputs, model.reduced
+        model = model.module if model.module is not None else model
+    name, module, config, cls, tree, adapters = original_of(model)
+    implementations = {
+        "attn_implementation": attn_implementation,
+        "experts_implementation": experts_implementation,
+    }
+    options = {key: value for key, value in implementations.items() if value is not None}
+    if config is None or cls is None:
+        if tied is not None or attn_implementation is not None:
+            raise ValueError(f"{name} has no transformers configuration to change")
+        if reduced is not None:
+            model = named_by_user(reduced, tree, name, seed)
+        return _module_twin(model, name, tp, seed, dtype, inputs)
+    seq_len = sequence_length(tp)
+    if reduced is not None:
+        named = named_by_user(reduced, tree, name, seed)
+        return _named_twin(named, name, tp, seed, dtype, inputs, options)
+    found = live(module, config, cls, name) if own_code else None
+    small, kept, adapted = small_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
+    build = maker(cls, small, adapted, seed, {"dtype": dtype, **options})
+    if tied is not None and bool(tree_of(build()).tied) != tied:
+        raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
+    fed = feeding(build(), small, seq_len, name, inputs)
+
+    def make(weights: int) -> Callable[[], nn.Module]:
+        return maker(cls, small, adapted, weights, {"dtype": dtype, **options})
+
+    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), small)
+    return Twin(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+
+
+def _named_twin(
+    model: nn.Module,
+    name: str,
+    tp: int,
+    seed: int,
+    dtype: torch.dtype,
+    inputs: Inputs | None,
+    options: Mapping[str, str],
+) -> Twin:
+    """The twin of a transformers model for which the user names the small one."""
+    assert isinstance(model, PreTrainedModel), "its root is of the original's class"
+    if "attn_implementation" in options:
+        model.set_attn_implementation(options["attn_implementation"])
+    if "experts_implementation" in options:
+        model.set_experts_implementation(options["experts_implementation"])
+    without_noise(model)
+    build = module_maker(model, name, seed, dtype)
+    seq_len = sequence_length(tp)
+    fed = feeding(build(), model.config, seq_len, name, inputs)
+    return Twin(name, tp, seq_len, model.config, fed.kinds, (), build, fed.feed, fed.unseen)
+
+
+def _module_twin(
+    model: FoundModel | nn.Module, name: str, tp: int, seed: int, dtype: torch.dtype, inputs: Inputs | None
+) -> Twin:
+    """The twin of a module without configuration: itself with random weights."""
+    seq_len = sequence_length(tp)
+    build = module_maker(model, name, seed, dtype)
+    module = build()
+    own = checked(inputs if inputs is not None else inputs_of(module, name, seq_len), name)
+
+    def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
+        return {argument: cast(value, dtype) for argument, value in own(seed).items()}
+
+    error = _tried(module, feed("own", 0, None))
+    if error is not None and _tried(without_half(build()), feed("own", 0, None)) is None:
+        return Twin(name, tp, seq_len, None, ("own",), (), lambda: without_half(build()), feed)
+    if error is not None and inputs is None:
+        raise not_callable(name, feed("own", 0, None), error) from error
+    return Twin(name, tp, seq_len, None, ("own",), (), build, feed)
+
+
+def _tried(model: nn.Module, inputs: Mapping[str, Any]) -> Exception | None:
+    """What a model raises on its inputs."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model(**inputs)
+    except Exception as error:  # of the user's own forward
+        return error
+    return None

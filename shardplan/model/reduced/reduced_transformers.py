@@ -1,0 +1,159 @@
+"""From a transformers model to the reduced model of the same class: its configuration, its layers, its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardplan.core.tree import ModuleTree
+from shardplan.model.adapters import unwrapped
+from shardplan.model.build_tree import tree_of
+from shardplan.model.config_numbers import config_value, text_config
+from shardplan.model.found import FoundModel
+from shardplan.model.model_findings import reason, refuse
+from shardplan.model.offline import offline
+from shardplan.model.rebinding import NotBound
+
+from .carry import carry
+from .layers import Kept, candidates, layer_lists, skeleton
+from .live import Live, live_of
+from .model_inputs import labels_of, sequence_length
+from .own_copies import LARGEST, not_carried
+from .reduced_adapters import Adapters, adapt, adapters_of
+from .reduced_codes import NO_TWIN
+from .shrink import small_config
+from .weights import fill_zero_buffers, randomise
+
+Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a small copy
+
+
+def maker(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, adapted: Adapting, seed: int, options: Mapping[str, Any]
+) -> Callable[[], nn.Module]:
+    """What builds models that all have the same random weights."""
+
+    def make() -> nn.Module:
+        return adapted(_construct(cls, config, "cpu", seed, **options)).train()
+
+    @cache
+    def state() -> dict[str, torch.Tensor]:
+        first = make()
+        randomise(first, seed)
+        return {key: value.clone() for key, value in first.state_dict().items()}
+
+    def build() -> nn.Module:
+        fresh = make()
+        fresh.load_state_dict(state())
+        fill_zero_buffers(fresh, seed)  # those that no state holds
+        return fresh
+
+    return build
+
+
+def original_of(
+    model: FoundModel | nn.Module,
+) -> tuple[str, nn.Module, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree, Adapters | None]:
+    """Name, module, configuration, class, picture and adapters of the original; no configuration where it is no transformers
+    model."""
+    if isinstance(model, FoundModel):
+        name, module, tree = model.name, model.meta if model.meta is not None else model.build("meta"), model.tree
+    else:
+        module = unwrapped(model)
+        name, tree = type(module).__name__, tree_of(module)
+    if isinstance(module, PreTrainedModel):
+        return name, module, module.config, type(module), tree, adapters_of(module)
+    return name, module, None, None, tree, None
+
+
+def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel], name: str) -> Live | None:
+    """What the model has beside its class and configuration.
+
+    Raises:
+        PlanError: SP520: they build no model; SP524: what no reduced model can have.
+    """
+    try:
+        return live_of(module, _construct(cls, config, "meta", 0))
+    except NotBound as error:
+        raise not_carried(name, error) from error
+    except Exception as error:  # of the configuration and the modelling code
+        raise refuse(
+            NO_TWIN, f"{name} cannot be built from its class and configuration", notes=(reason(error),)
+        ) from error
+
+
+def small_of(
+    config: PreTrainedConfig,
+    cls: type[PreTrainedModel],
+    tree: ModuleTree,
+    adapters: Adapters | None,
+    name: str,
+    live: Live | None,
+    *,
+    tp: int,
+    tied: bool | None,
+) -> tuple[PreTrainedConfig, Kept, Adapting]:
+    """The small configuration, the layers that it keeps (the fewest whose modules come out as the original's), and what
+    puts the adapters, and what else the live model has, into its model."""
+    text = text_config(config)
+    count = config_value(text, "num_hidden_layers")
+    count = count if isinstance(count, int) and count > 0 else 1
+    lists = layer_lists(tree, count)
+    failures: list[str] = []
+    others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
+    for kept in candidates(tree, count, vars(text), others):
+        try:
+            small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
+            if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
+                text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
+            adapted = _adapting(adapters, live, lists, kept)
+            plain = _construct(cls, small, "meta", 0)
+            with torch.device("meta"):
+                made = tree_of(adapted(plain))
+        except NotBound as error:
+            raise not_carried(name, error) from error
+        except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
+            failures.append(reason(error))
+            continue
+        size = sum(parameter.numel for _, parameter in made.parameters.values())
+        if size > LARGEST:
+            failures.append(f"the small model would have {size:,} parameters, more than {LARGEST:,}")
+            continue
+        if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
+            return small, kept, adapted
+        failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
+    raise refuse(
+        NO_TWIN,
+        f"no small copy of {name} can be made for tp={tp}",
+        notes=tuple(dict.fromkeys(failures)),
+        help="name a small configuration of the architecture, or a `module:callable` that builds one",
+    )
+
+
+def _adapting(adapters: Adapters | None, live: Live | None, lists: tuple[str, ...], kept: Kept) -> Adapting:
+    def original(name: str) -> str:
+        for listing in lists:
+            index, dot, rest = name.removeprefix(f"{listing}.").partition(".")
+            if name.startswith(f"{listing}.") and index.isdecimal():
+                return f"{listing}.{kept.layers[int(index)]}{dot}{rest}"
+        return name
+
+    def adapted(model: nn.Module) -> nn.Module:
+        model = model if adapters is None else adapt(model, adapters, original)
+        return model if live is None else carry(live, model, original)
+
+    return adapted
+
+
+def _construct(
+    cls: type[PreTrainedModel], config: PreTrainedConfig, device: str, seed: int, **options: Any
+) -> PreTrainedModel:
+    """A model from a copy of the configuration; the random state outside is left as it was."""
+    with offline(), torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(seed)
+        return cls._from_config(copy.deepcopy(config), **{"dtype": torch.float32, **options})

@@ -1,0 +1,57 @@
+"""Weights with which every expert of the reduced model gets tokens: what no token reaches would not be proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from shardplan.model.config_numbers import text_config
+
+from .fields import role
+from .outcome import loss_of
+
+TRIES = 4
+STEP = 7919  # between the seeds that are tried
+
+Maker = Callable[[], nn.Module]
+
+
+def reaching(make: Callable[[int], Maker], seed: int, inputs: Mapping[str, Any], config: PreTrainedConfig) -> Maker:
+    """The first of a few makers of random weights with which all experts get tokens, or the fewest get none; the first
+    for a model without experts.
+
+    Args:
+        make: a seed -> what builds models with these weights.
+        seed: the first to try.
+        inputs: keyword arguments of forward.
+        config: the reduced model's.
+    """
+    numbers = vars(text_config(config)).items()
+    counts = {value for name, value in numbers if role(name) == "experts" and isinstance(value, int) and value > 1}
+    first = make(seed)
+    if not counts:
+        return first
+    best, fewest = first, unreached(first(), inputs, counts)
+    for i in range(1, TRIES):
+        if not fewest:
+            break
+        chosen = make(seed + STEP * i)
+        missing = unreached(chosen(), inputs, counts)
+        if missing < fewest:
+            best, fewest = chosen, missing
+    return best
+
+
+def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> int:
+    """How many experts get no gradient, over all stacks of as many as one of `counts`; 0 for a model that does not run."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            loss_of(model(**inputs)).backward()
+    except Exception:  # of the modelling code; who runs the model next says it
+        return 0
+    stacks = [p for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts and p.requires_grad]
+    return sum(p.shape[0] if p.grad is None else int((p.grad.flatten(1).abs().amax(1) == 0).sum()) for p in stacks)

@@ -1,0 +1,257 @@
+"""From a configuration to a small one of the same architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from math import isqrt
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shardplan.model.config_numbers import config_value, text_config
+
+from .counts import like
+from .fields import Role, role
+from .layers import Kept
+from .scale import Scale, hidden_size, is_size, scale_of, tower_scale
+
+CHUNK = 8
+STATE = 8
+EXPERTS = 4
+PATCH = 4  # pixels
+SIDE = 4  # patches
+STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
+# Widths of a model beside the text model that are the text model's.
+HANDED_ON = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
+
+
+def small_config(
+    config: PreTrainedConfig, *, tp: int, seq_len: int, kept: Kept, tied: bool | None = None
+) -> PreTrainedConfig:
+    """A configuration of the same class with small numbers.
+
+    Args:
+        config: the original; it is not changed.
+        tp: the number of ranks; every count keeps its relation to it.
+        seq_len: windows are made smaller than this, position tables not.
+        kept: the layers of the text model to keep.
+        tied: whether embedding and head share their weight; None: as the original.
+
+    Raises:
+        Exception: whatever the configuration's class raises on a combination that it refuses.
+    """
+    text = text_config(config)
+    scale = scale_of(text, config, tp, seq_len, kept)
+    data = _shrunk(config, scale, text)
+    if tied is not None:
+        data["tie_word_embeddings"] = tied
+        for name, value in vars(config).items():
+            if value is text and name in data:
+                data[name]["tie_word_embeddings"] = tied
+    small = type(config)(**data)
+    _no_cache(small)
+    return small
+
+
+def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a configuration and of those nested in it, made small."""
+    skipped = ("transformers_version", "model_type", *(STAGES if "stage_names" in config.to_dict() else ()))
+    data = {key: value for key, value in config.to_dict().items() if key not in skipped}
+    for name, value in vars(config).items():
+        if not isinstance(value, PreTrainedConfig):
+            continue
+        inner = tower_scale(value, config, scale) if value is not text and _is_model(value, scale) else scale
+        data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
+        if inner is not scale and scale.hidden is not None:
+            handed_on = (n for n, v in vars(value).items() if HANDED_ON.fullmatch(n) and v == scale.hidden)
+            data[name] |= {n: scale.widths[scale.hidden] for n in handed_on if vars(value)[n] != inner.hidden}
+    nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
+    for name in data.keys() - nested:
+        if name == "per_layer_config":
+            data[name] = {
+                str(scale.kept.layers.index(int(i))): {n: _field(v, scale, n) for n, v in overrides.items()}
+                for i, overrides in data[name].items()
+                if int(i) in scale.kept.layers
+            }
+        else:
+            data[name] = _field(data[name], scale, name)
+    _mamba(data, scale)
+    _images(data, config)
+    return data
+
+
+def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
+    """Whether a nested configuration describes another model than the scale is for."""
+    hidden, heads = hidden_size(config), config_value(config, "num_attention_heads")
+    return hidden is not None and (hidden != scale.hidden or (isinstance(heads, int) and heads not in scale.heads))
+
+
+def _field(value: Any, scale: Scale, name: str) -> Any:
+    """One field made small."""
+    what = role(name)
+    if what is not None and value is not None:
+        return SHRINK[what](value, scale, name)
+    if name.startswith("rope_") or name == "rope":
+        return _rope(value, scale)
+    if isinstance(value, (list, tuple)) and len(value) == scale.kept.count and _is_plain(value):
+        return scale.kept.of(value)
+    return value
+
+
+def _rope(value: Any, scale: Scale) -> Any:
+    """Rotary parameters: one factor for each rotary frequency, and sections of them (multimodal rope), get
+    shorter."""
+    if not isinstance(value, dict):
+        return value
+    result = {}
+    for name, item in value.items():
+        if name in ("short_factor", "long_factor") and isinstance(item, list):
+            result[name] = item[: max(1, int(len(item) * scale.rotary))]
+        elif name == "mrope_section" and isinstance(item, list):
+            ends = [int(sum(item[: i + 1]) * scale.rotary) for i in range(len(item))]
+            result[name] = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+        else:
+            result[name] = _rope(item, scale)
+    return result
+
+
+def _mamba(data: dict[str, Any], scale: Scale) -> None:
+    """State-space heads times their dim is the inner width, which is a multiple of the hidden size or
+    given."""
+    names = {what: name for name in data if (what := role(name)) in ("mamba_heads", "mamba_head_dim")}
+    hidden = scale.widths.get(scale.hidden or 0)
+    if len(names) < 2 or hidden is None:
+        return
+    expand = data.get("mamba_expand") or data.get("expand") or 1
+    inner = data.get("mamba_d_ssm") or int(expand * hidden)
+    heads = next(n for n in (4, 2, 1) if inner % n == 0)
+    data[names["mamba_heads"]], data[names["mamba_head_dim"]] = heads, inner // heads
+
+
+def _images(data: dict[str, Any], config: PreTrainedConfig) -> None:
+    """An image becomes 4 x 4 patches (or as few as it had), pooled to 2 x 2 tokens where tokens were
+    pooled."""
+    sides: dict[int, int] = {}
+    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        image, patch = _side(getattr(part, "image_size", None)), _side(getattr(part, "patch_size", None))
+        if image and patch:
+            sides[id(part)] = image // patch
+    patch = _side(data.get("patch_size"))
+    if id(config) in sides:
+        for name, side in (("patch_size", PATCH), ("image_size", PATCH * min(SIDE, sides[id(config)]))):
+            data[name] = [side, side] if isinstance(data[name], (list, tuple)) else side
+    elif patch:
+        data["patch_size"] = PATCH
+    window = getattr(config, "window_size", None)
+    if patch and isinstance(window, int) and window > patch and window % patch == 0:  # in pixels
+        data["window_size"] = PATCH * min(SIDE, window // patch)
+    table = data.get("num_position_embeddings")
+    if patch and isinstance(table, int) and isqrt(table) ** 2 == table:
+        data["num_position_embeddings"] = min(SIDE, isqrt(table)) ** 2
+    tokens = getattr(config, "mm_tokens_per_image", None)
+    if isinstance(tokens, int) and sides:
+        side = max(sides.values())
+        kernel = min(2, max(1, side // isqrt(tokens)))
+        data["mm_tokens_per_image"] = (min(SIDE, side) // kernel) ** 2
+    points = data.get("image_grid_pinpoints")
+    whole = _side(getattr(getattr(config, "vision_config", None), "image_size", None))
+    if points and whole and sides:
+        small = PATCH * min(SIDE, max(sides.values()))
+        data["image_grid_pinpoints"] = [[side * small // whole for side in point] for point in points]
+
+
+def _side(value: Any) -> int | None:
+    """In pixels; of a list, the first."""
+    value = value[0] if isinstance(value, (list, tuple)) and value else value
+    return value if is_size(value) else None
+
+
+def _no_cache(config: PreTrainedConfig) -> None:
+    for value in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
+        if hasattr(value, "use_cache"):
+            value.use_cache = False
+
+
+def _is_plain(values: Any) -> bool:
+    return all(isinstance(value, (str, int, float)) for value in values)
+
+
+def _mapped(table: str) -> Callable[[Any, Scale, str], Any]:
+    """A shrinker that looks values up; a list with one per layer keeps those of the kept layers."""
+
+    def shrink(value: Any, scale: Scale, name: str) -> Any:
+        if isinstance(value, (list, tuple)):
+            values = scale.kept.of(value) if len(value) == scale.kept.count else value
+            return [shrink(item, scale, name) for item in values]
+        mapping = getattr(scale, table)
+        return mapping.get(value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    return shrink
+
+
+def _positions(value: Any, scale: Scale, name: str) -> Any:
+    return min(value, scale.positions) if isinstance(value, int) and value > 0 and scale.positions else value
+
+
+def _capped(limit: Callable[[Scale], int]) -> Callable[[Any, Scale, str], Any]:
+    def shrink(value: Any, scale: Scale, name: str) -> Any:
+        return min(value, limit(scale)) if isinstance(value, int) and value > 0 else value
+
+    return shrink
+
+
+def _layers(value: Any, scale: Scale, name: str) -> Any:
+    return min(value, len(scale.kept.layers)) if isinstance(value, int) else value
+
+
+def _layer_indices(value: Any, scale: Scale, name: str) -> Any:
+    return scale.kept.indices(value) if isinstance(value, (list, tuple)) else value
+
+
+def _first_layers(value: Any, scale: Scale, name: str) -> Any:
+    return scale.kept.before(value) if isinstance(value, int) else value
+
+
+def _last_layers(value: Any, scale: Scale, name: str) -> Any:
+    return len(scale.kept.layers) - scale.kept.before(scale.kept.count - value)
+
+
+def _experts(value: Any, scale: Scale, name: str) -> Any:
+    if not isinstance(value, int) or value <= EXPERTS:
+        return value
+    return like(value, scale.tp, at_least=EXPERTS, multiple_of=2 if value % 2 == 0 else 1)
+
+
+def _dropout(value: Any, scale: Scale, name: str) -> Any:
+    return 0.0 if isinstance(value, float) else 0 if type(value) is int else value
+
+
+SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
+    "dropout": _dropout,
+    "token": _mapped("tokens"),
+    "layer_indices": _layer_indices,
+    "first_layers": _first_layers,
+    "last_layers": _last_layers,
+    "layers": _layers,
+    "heads": _mapped("heads"),
+    "head_dim": _mapped("head_dims"),
+    "hidden": _mapped("widths"),
+    "width": _mapped("widths"),
+    "vocabulary": _mapped("vocabulary"),
+    "positions": _positions,
+    "window": _capped(lambda scale: scale.seq_len // 2 - 1),
+    "chunk": _capped(lambda scale: CHUNK),
+    "shared_experts": _capped(lambda scale: 2),
+    "experts": _experts,
+    "top_k": _capped(lambda scale: 2),
+    "groups": _capped(lambda scale: 2),
+    "top_groups": _capped(lambda scale: 1),
+    "state": _capped(lambda scale: STATE),
+    "mamba_heads": _capped(lambda scale: 4),
+    "mamba_head_dim": _capped(lambda scale: CHUNK),
+    "mamba_groups": _capped(lambda scale: 2),
+    "image": lambda value, scale, name: value,
+    "patch": lambda value, scale, name: value,
+    "image_tokens": lambda value, scale, name: value,
+}

@@ -1,0 +1,76 @@
+"""Weights that leave nothing unproven: no parameter at zero or one, matrices of about unit gain."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import nn
+
+from shardplan.model.build_tree import kind_of
+
+from .fields import role
+
+NOISE = 0.1  # added to what the model initialises in a structured way: norm weights, biases, decay rates
+
+
+@torch.no_grad()
+def randomise(model: nn.Module, seed: int) -> None:
+    """Sets every parameter of a model, in place; the result depends on the seed and the parameters' names
+    alone.
+
+    Matrices of linear layers, embeddings and expert stacks are normal with standard deviation 1/sqrt(features
+    in), so that attention and routing are not uniform. Everything else keeps its own initial value plus a
+    little noise: a weight of exactly one or a bias of zero would hide wrong gradients behind symmetric ones.
+    """
+    done: set[int] = set()
+    for owner_name, owner in model.named_modules():
+        kind = kind_of(owner)
+        for name, parameter in owner.named_parameters(recurse=False):
+            if id(parameter) in done or not parameter.is_floating_point():
+                continue
+            done.add(id(parameter))
+            generator = torch.Generator().manual_seed(_seed(seed, f"{owner_name}.{name}"))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+            if parameter.ndim < 2 or not (kind in ("linear", "conv1d", "embedding") or _is_random(parameter)):
+                initial = torch.nan_to_num(parameter.float(), nan=0.0, posinf=0.0, neginf=0.0)
+                parameter.copy_(initial + NOISE * noise)
+            else:
+                features_in = parameter.shape[0] if kind == "conv1d" else parameter.shape[-1]
+                parameter.copy_(noise / math.sqrt(features_in))
+    fill_zero_buffers(model, seed)
+
+
+@torch.no_grad()
+def fill_zero_buffers(model: nn.Module, seed: int) -> None:
+    """Sets each floating-point buffer that is zero throughout to small positive numbers, in place: a gate of zero would
+    hide a wrong value behind it. The result depends on the seed and the buffers' names alone."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not buffer.is_meta and not buffer.any():
+            generator = torch.Generator().manual_seed(_seed(seed, name))
+            noise = torch.rand(buffer.shape, generator=generator, dtype=torch.float32)
+            buffer.copy_(NOISE * (0.5 + noise))
+
+
+def _is_random(parameter: torch.Tensor) -> bool:
+    """Whether it looks drawn from a distribution around zero rather than set to something."""
+    values = parameter.float()
+    if not torch.isfinite(values).all():
+        return True  # memory that the model left uninitialised
+    spread = values.std()
+    return bool(spread > 0 and values.mean().abs() < spread / 2)
+
+
+def _seed(seed: int, name: str) -> int:
+    return zlib.crc32(name.encode(), seed) % 2**31
+
+
+def without_noise(model: nn.Module) -> None:
+    """Sets the probabilities of dropout to zero, in modules and in the attributes that their code reads."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and role(name) == "dropout":
+                vars(module)[name] = 0.0
+        if kind_of(module) == "dropout":
+            vars(module)["p"] = 0.0

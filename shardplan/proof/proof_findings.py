@@ -1,0 +1,120 @@
+"""What a proof says against a plan, as findings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.layout.model import UNPROVEN_HELP
+from shardplan.compiler.lower import Program
+from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, variant_name
+from shardplan.core.report import Comparison, VariantProof
+from shardplan.core.tree import ancestors, block, full_name, named, parent
+
+from .proof_codes import DIFFERS, UNREACHED
+from .prove import Proven
+from .reach import touched
+
+MOST_ROWS = 5  # of what differs, in a finding's notes
+ORDER = {"output": 0, "buffer": 1, "gradient": 2}
+
+
+def findings_of(
+    proven: Proven, small: ModelLayouts, *, allow_unproven: bool = False
+) -> dict[Overlays, tuple[Diagnostic, ...]]:
+    """By variant: what differs, and what is split and was not reached.
+
+    Args:
+        small: the reduced model that was run.
+        allow_unproven: what was not reached is a warning.
+    """
+    proofs = {proof.variant: proof for proof in proven.report.variants}
+    return {
+        on: (
+            *_differing(proofs[variant_name(on)], program.resolved, small),
+            *_unreached(proven.missing[on], program, small, allow_unproven),
+        )
+        for on, program in proven.programs.items()
+    }
+
+
+def _differing(proof: VariantProof, plan: ResolvedPlan, small: ModelLayouts) -> Iterator[Diagnostic]:
+    wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
+    if not wrong:
+        return
+    blamed = next((found for row in reversed(wrong) if (found := _blamed(plan, row)) is not None), None)
+    kinds = {kind: [row for row in wrong if row.kind == kind] for kind in ORDER}
+    what = ", ".join(_counted(kind, len(rows)) for kind, rows in kinds.items() if rows)
+    shown = [row for rows in kinds.values() for row in sorted(rows, key=_badness)[:MOST_ROWS]][:MOST_ROWS]
+    notes = [f"{row.kind} {row.name}: {_amount(row)} ({row.where})" for row in shown]
+    if len(wrong) > len(shown):
+        notes.append(f"and {len(wrong) - len(shown)} more")
+    about = [name for row in wrong if row.kind != "output" for name in _in_model(row, small)]
+    yield Diagnostic(
+        code=DIFFERS.code,
+        severity=Severity.ERROR,
+        message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
+        primary=Label(blamed.rule.location, "next to what differs") if blamed is not None else None,
+        notes=tuple(notes),
+        help="`shardplan verify` prints every tensor; what is around the first that differs is to stay whole, "
+        "or to be reduced or gathered before",
+        modules=tuple(dict.fromkeys(about)),
+    )
+
+
+def _in_model(row: Comparison, small: ModelLayouts) -> tuple[str, ...]:
+    if row.kind == "gradient":
+        return small.names_in_model([row.name])
+    owner, leaf = parent(row.name), row.name.rpartition(".")[2]
+    return tuple(full_name(name, leaf) for name in small.names_in_model([owner]))
+
+
+def _counted(kind: str, count: int) -> str:
+    return f"{count} {kind}{'' if count == 1 else 's'}"
+
+
+def _badness(row: Comparison) -> float:
+    return -row.error if row.error == row.error else float("-inf")
+
+
+def _amount(row: Comparison) -> str:
+    return (
+        "of another shape, missing or not finite"
+        if row.error == float("inf")
+        else f"{row.error:.1e} of its largest value"
+    )
+
+
+def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:
+    """The rule of what differs, else of the nearest module around it or in its block."""
+    if row.kind == "output":
+        return None
+    around = [row.name, *ancestors(row.name)]
+    found = next((plan.assignments[name] for name in around if name in plan.assignments), None)
+    if found is not None:
+        return found
+    home = full_name(block(row.name), "") if block(row.name) else None
+    inside = (a for name, a in plan.assignments.items() if home is not None and name.startswith(home))
+    return next(inside, None)
+
+
+def _unreached(
+    missing: Sequence[str], program: Program, small: ModelLayouts, allow_unproven: bool
+) -> Iterator[Diagnostic]:
+    by_rule: dict[Assignment | None, list[str]] = {}
+    for name in touched(missing, program, small):
+        by_rule.setdefault(_rule_of(program.resolved, name), []).append(name)
+    for assignment, names in by_rule.items():
+        yield Diagnostic(
+            code=UNREACHED.code,
+            severity=Severity.WARNING if allow_unproven else Severity.ERROR,
+            message=f"no run reaches {named(names)}: the plan is not proven there",
+            primary=Label(assignment.rule.location, "is not proven") if assignment is not None else None,
+            help=None if allow_unproven else f"leave it whole, or {UNPROVEN_HELP}",
+            modules=small.names_in_model(names),
+        )
+
+
+def _rule_of(plan: ResolvedPlan, name: str) -> Assignment | None:
+    return next((plan.assignments[n] for n in (name, *ancestors(name)) if n in plan.assignments), None)

@@ -1,0 +1,84 @@
+"""Estimates as records of their JSON form."""
+
+from __future__ import annotations
+
+from shardplan.core.estimates import CATEGORIES, Estimate, Memory, Question, Sweep
+
+from .records import (
+    VERSION,
+    AskedRecord,
+    BoundRecord,
+    EstimateRecord,
+    EstimateReport,
+    FlopsRecord,
+    MemoryPart,
+    MemoryRecord,
+    Mesh,
+    RefusedRecord,
+    SweepReport,
+    TermRecord,
+    TrafficRecord,
+)
+
+
+def estimate_record(estimate: Estimate) -> EstimateReport:
+    return EstimateReport("estimate", VERSION, _asked(estimate.asked), _estimate(estimate), estimate.not_modelled)
+
+
+def sweep_record(sweep: Sweep) -> SweepReport:
+    first = sweep.estimates[0]
+    return SweepReport(
+        kind="sweep",
+        version=VERSION,
+        asked=_asked(first.asked),
+        devices=sweep.gpus,
+        estimates=tuple(map(_estimate, sweep.estimates)),
+        refused=tuple(RefusedRecord(Mesh.of(sizes), reason) for sizes, reason in sweep.refused),
+        not_modelled=first.not_modelled,
+    )
+
+
+def _asked(asked: Question) -> AskedRecord:
+    return AskedRecord(
+        asked.model,
+        asked.plan,
+        asked.sequence_parallel,
+        asked.step.seq_len,
+        asked.step.micro_batch,
+        asked.step.precision,
+        asked.step.optimizer,
+    )
+
+
+def _estimate(one: Estimate) -> EstimateRecord:
+    return EstimateRecord(
+        mesh=Mesh.of(one.sizes),
+        parameters=one.parameters,
+        held=one.held,
+        memory=_memory(one.memory),
+        flops=tuple(FlopsRecord(dtype, operations) for dtype, operations in one.flops.items()),
+        traffic=tuple(TrafficRecord(t.axis, t.collective, t.calls, t.bytes) for t in one.traffic),
+        layers=one.layers,
+        traced=one.traced,
+        bound=_bound(one),
+    )
+
+
+def _memory(memory: Memory) -> MemoryRecord:
+    parts = tuple(MemoryPart(c, memory.peak.get(c, 0), memory.most[c]) for c in CATEGORIES if memory.most.get(c))
+    host = tuple(MemoryPart(category, 0, size) for category, size in memory.host.items())
+    return MemoryRecord(memory.total, memory.phase, memory.module, parts, host)
+
+
+def _bound(one: Estimate) -> BoundRecord | None:
+    if one.bound is None or one.device is None:
+        return None
+    return BoundRecord(
+        device=one.device.name,
+        device_memory=one.device.memory,
+        fits=bool(one.fits),
+        seconds=one.bound.seconds,
+        by=one.bound.by,
+        terms=tuple(TermRecord(what, seconds) for what, seconds in one.bound.terms.items()),
+        tokens_per_second=one.tokens_per_second,
+    )

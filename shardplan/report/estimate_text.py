@@ -1,0 +1,160 @@
+"""Estimates as text."""
+
+from __future__ import annotations
+
+from shardplan.core.estimates import CATEGORIES, Estimate, Memory, Sweep
+from shardplan.core.mesh import MeshSizes
+
+from .color import Paint
+from .table import table
+from .width import printable
+
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+BOUNDS = "Bounds, not promises: a step takes this long at least, with everything at its full speed and overlapped."
+
+
+def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) -> str:
+    """Memory, communication, computation, the bound where there is one, and what is left out.
+
+    Args:
+        width: of the terminal in columns; tables are as wide as they need without it.
+    """
+    paint = Paint(color)
+    parts = [
+        _asked(estimate, paint),
+        _memory(estimate, paint, width),
+        _traffic(estimate, paint, width),
+        _computation(estimate),
+        *([_bound(estimate, paint, width)] if estimate.bound else []),
+        "\n".join([paint("strong", "not modelled"), *(f"  {text}" for text in estimate.not_modelled)]),
+    ]
+    return "\n\n".join(parts)
+
+
+def sweep_text(sweep: Sweep, *, color: bool, width: int | None = None) -> str:
+    """A line for each mesh.
+
+    Args:
+        width: of the terminal in columns; the table is as wide as it needs without it.
+    """
+    paint = Paint(color)
+    first = sweep.estimates[0]
+    assert first.device is not None
+    header = (
+        "mesh",
+        "peak",
+        f"fits {bytes_text(first.device.memory)}",
+        "least time",
+        "bounded by",
+        "tokens/s a device",
+    )
+    rows: list[tuple[str, ...]] = [header]
+    for one in sweep.estimates:
+        rows.append(tuple(paint("good" if one.fits else "error", cell) for cell in _sweep_row(one)))
+    lines = table(rows, right=(1, 2, 3, 5), width=width)
+    parts = [f"{_title(first)}\n{sweep.gpus:,} devices ({first.device.name})", "\n".join(lines)]
+    if sweep.refused:
+        parts.append("\n".join(f"{mesh_text(sizes)}: {printable(why)}" for sizes, why in sweep.refused))
+    parts += [BOUNDS, "not modelled: " + "; ".join(first.not_modelled)]
+    return "\n\n".join(parts)
+
+
+def mesh_text(sizes: MeshSizes) -> str:
+    """ "dp_shard 64 x tp 8"."""
+    return sizes.text() or "1 device"
+
+
+def bytes_text(number: float) -> str:
+    """ "1.50 GiB"."""
+    for size, unit in UNITS:
+        if number >= size:
+            return f"{number / size:.2f} {unit}"
+    return f"{number:.0f} B"
+
+
+def _title(estimate: Estimate) -> str:
+    asked = estimate.asked
+    overlay = ", sequence parallel" if asked.sequence_parallel else ""
+    return (
+        f"{printable(asked.model)} ({estimate.parameters:,} parameters), plan {printable(asked.plan)}{overlay}\n"
+        f"{asked.step.micro_batch:,} x {asked.step.seq_len:,} tokens on a data-parallel rank, {asked.step.precision}, optimizer "
+        f"{asked.step.optimizer}"
+    )
+
+
+def _asked(estimate: Estimate, paint: Paint) -> str:
+    traced = " and ".join(map(str, estimate.traced))
+    how = f"{traced} of {estimate.layers} layers traced" if len(estimate.traced) > 1 else "all layers traced"
+    size = f"{mesh_text(estimate.sizes)} ({estimate.sizes.world_size:,} devices), {how}"
+    return "\n".join([paint("strong", _title(estimate)), size])
+
+
+def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:
+    memory = estimate.memory
+    rows = [_header(("memory of a rank", "at the peak", "at most"), paint)]
+    rows += [
+        (f"  {category}", bytes_text(memory.peak.get(category, 0)), bytes_text(memory.most[category]))
+        for category in CATEGORIES
+        if memory.most.get(category)
+    ]
+    rows.append(("  sum", bytes_text(memory.total), ""))
+    rows += [(f"  on the host: {category}", "", bytes_text(size)) for category, size in memory.host.items()]
+    lines = table(rows, right=(1, 2), width=width)
+    lines.append(f"  the peak is in the {_place(memory)}")
+    if estimate.device is not None:
+        verdict = "fits" if estimate.fits else "does not fit"
+        fraction = memory.total / estimate.device.memory
+        text = f"  {verdict} {estimate.device.name}: {fraction:.0%} of {bytes_text(estimate.device.memory)}"
+        lines.append(paint("good" if estimate.fits else "error", text))
+    return "\n".join(lines)
+
+
+def _header(titles: tuple[str, ...], paint: Paint) -> tuple[str, ...]:
+    return tuple(paint("strong", title) for title in titles)
+
+
+def _place(memory: Memory) -> str:
+    """What runs. The model's own backward, before that of any module, is the loss's."""
+    if memory.phase == "optimizer step":
+        return memory.phase
+    itself = "the loss" if memory.phase == "backward" else "the model's own code"
+    return f"{memory.phase} of {printable(memory.module) or itself}"
+
+
+def _traffic(estimate: Estimate, paint: Paint, width: int | None) -> str:
+    if not estimate.traffic:
+        return "no communication"
+    rows = [_header(("communication of a step", "calls", "sent by a rank"), paint)]
+    rows += [(f"  {one.axis} {one.collective}", f"{one.calls:,}", bytes_text(one.bytes)) for one in estimate.traffic]
+    return "\n".join(table(rows, right=(1, 2), width=width))
+
+
+def _computation(estimate: Estimate) -> str:
+    said = ", ".join(f"{n / 1e12:,.2f} TFLOP in {dtype}" for dtype, n in estimate.flops.items())
+    return f"computation of a rank in a step: {said or 'no products'}"
+
+
+def _bound(estimate: Estimate, paint: Paint, width: int | None) -> str:
+    bound, device = estimate.bound, estimate.device
+    assert bound is not None and device is not None
+    head = f"a step takes at least {seconds_text(bound.seconds)} on {device.name}, bounded by: {bound.by}"
+    rows = [(f"  {term}", seconds_text(seconds)) for term, seconds in bound.terms.items()]
+    speed = f"  at most {estimate.tokens_per_second or 0:,.0f} tokens/s a device"
+    return "\n".join([paint("strong", head), *table(rows, right=(1,), width=width), speed])
+
+
+def _sweep_row(one: Estimate) -> tuple[str, ...]:
+    assert one.bound is not None
+    return (
+        mesh_text(one.sizes),
+        bytes_text(one.memory.total),
+        "yes" if one.fits else "no",
+        seconds_text(one.bound.seconds),
+        one.bound.by,
+        f"{one.tokens_per_second or 0:,.0f}",
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """ "1.23 s", "4.56 ms"."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"

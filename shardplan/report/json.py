@@ -1,0 +1,112 @@
+"""Reports as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from shardplan.core.diagnostics import Diagnostic, Label
+from shardplan.core.estimates import Estimate, Sweep
+from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
+from shardplan.core.sources import SourceMap
+
+from .estimate_json import estimate_record, sweep_record
+from .records import (
+    VERSION,
+    ComparisonRecord,
+    Count,
+    Finding,
+    FindingsReport,
+    Mesh,
+    Place,
+    ProofRecord,
+    VerificationReport,
+)
+
+
+def to_json(report: Report | VerifyReport | Estimate | Sweep) -> dict[str, Any]:
+    """The report as JSON data, as schemas/report.schema.json describes it."""
+    if isinstance(report, Estimate | Sweep):
+        return asdict(sweep_record(report) if isinstance(report, Sweep) else estimate_record(report))
+    record = _verification(report) if isinstance(report, VerifyReport) else _findings(report)
+    return asdict(record)
+
+
+def json_text(data: Any) -> str:
+    """JSON data as indented text. Raises ValueError for a number that JSON does not have."""
+    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+
+
+def _findings(report: Report) -> FindingsReport:
+    proofs = report.proof.variants if report.proof is not None else ()
+    return FindingsReport(
+        kind="findings",
+        version=VERSION,
+        ok=report.ok,
+        plans=report.plans,
+        model=report.model,
+        mesh=Mesh.of(report.sizes) if report.sizes else None,
+        checked_tp=report.checked_tp,
+        variants=report.variants,
+        allowed_tp=report.allowed_tp,
+        stages=report.stages,
+        proven=report.proven,
+        unreached=tuple(dict.fromkeys(name for proof in proofs for name in proof.unreached)),
+        count=Count(len(report.errors), len(report.warnings)),
+        findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
+        secondary=tuple(_finding(d, report.sources) for d in report.secondary),
+    )
+
+
+def _finding(diagnostic: Diagnostic, sources: SourceMap) -> Finding:
+    return Finding(
+        code=diagnostic.code,
+        severity=diagnostic.severity.value,
+        message=diagnostic.message,
+        primary=_place(diagnostic.primary, sources) if diagnostic.primary else None,
+        related=tuple(_place(label, sources) for label in diagnostic.related),
+        notes=diagnostic.notes,
+        help=diagnostic.help,
+        modules=diagnostic.modules,
+    )
+
+
+def _place(label: Label, sources: SourceMap) -> Place:
+    span = sources.span(label.location)
+    return Place(
+        file=label.location.file,
+        path=label.location.path,
+        part=label.location.part,
+        line=span.line if span else None,
+        column=span.column if span else None,
+        end_line=span.end_line if span else None,
+        end_column=span.end_column if span else None,
+        text=label.text,
+    )
+
+
+def _verification(report: VerifyReport) -> VerificationReport:
+    return VerificationReport(
+        kind="verification",
+        version=VERSION,
+        ok=report.ok,
+        plan=report.plan,
+        model=report.model,
+        mesh=Mesh.of(report.sizes),
+        processes=report.processes,
+        seconds=round(report.seconds, 3),
+        proofs=tuple(map(_proof, report.variants)),
+    )
+
+
+def _proof(proof: VariantProof) -> ProofRecord:
+    missed = (proof.unreached, proof.unproven)
+    rows = tuple(map(_comparison, proof.rows))
+    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, rows)
+
+
+def _comparison(row: Comparison) -> ComparisonRecord:
+    error = row.error if math.isfinite(row.error) else None
+    return ComparisonRecord(row.name, row.kind, error, row.where, row.verdict, row.dtype)

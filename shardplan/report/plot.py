@@ -1,0 +1,42 @@
+"""A sweep as a plot: memory against speed. Needs matplotlib, the extra `plot`."""
+
+from __future__ import annotations
+
+from shardplan.core.estimates import Sweep
+
+from .estimate_text import mesh_text
+
+GIB = 2**30
+
+
+def plot_sweep(sweep: Sweep, file: str) -> None:
+    """Write a plot; the ending of the file's name (.png, .svg, .pdf) says in which form.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        ValueError: an ending that matplotlib does not know.
+        OSError: the file cannot be written.
+    """
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    # Texts as texts, and ids that do not change from run to run.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "shardplan", "font.size": 9}):
+        figure = Figure(figsize=(8, 5), layout="constrained")
+        axes = figure.subplots()
+        first = sweep.estimates[0]
+        assert first.device is not None
+        for one in sweep.estimates:
+            at = (one.memory.total / GIB, one.tokens_per_second or 0.0)
+            axes.plot(*at, "o", color="tab:blue", fillstyle="full" if one.fits else "none")
+            axes.annotate(mesh_text(one.sizes), at, xytext=(4, 4), textcoords="offset points", fontsize=7, rotation=45)
+        axes.axvline(first.device.memory / GIB, color="tab:red", linestyle="--", label=f"memory of {first.device.name}")
+        axes.set_xscale("log")
+        axes.set_xlabel("peak memory of a rank (GiB)")
+        axes.set_ylabel("at most this many tokens/s a device")
+        axes.set_ylim(bottom=0)
+        axes.margins(0.15)
+        axes.set_title(f"{first.asked.model} on {sweep.gpus:,} devices: bounds, not promises")
+        axes.legend(loc="lower left")
+        metadata = {"Date": None} if file.lower().endswith(".svg") else None
+        figure.savefig(file, metadata=metadata)

@@ -1,0 +1,241 @@
+"""A program for people: what a plan does to each module, and what a step communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from shardplan.compiler.lower import Program
+from shardplan.compiler.lower.describe import leaving, placement
+from shardplan.compiler.lower.expected_collectives import COLLECTIVES, expected_collectives
+from shardplan.core.layout import R
+from shardplan.core.module_program import ModuleProgram, ParameterProgram
+from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.sources import SourceMap
+from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
+
+from .color import Paint
+from .short_names import fold_names
+from .table import table
+from .text import place_text
+from .width import printable
+
+WIDTH = 120  # columns of what is shown elsewhere than on a terminal
+HEADER = ("module, and what a rank holds", "style and moves", "count", "bytes", "plan")
+LAYOUTS = (
+    "I: whole, with a complete gradient; R: whole, with a partial gradient; V(d): split along dim d; P: a partial sum"
+)
+NUMERIC = {2, 3}  # columns set to the right
+BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int8": 1,
+    "uint8": 1,
+}
+UNITS = ("B", "KB", "MB", "GB", "TB")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter of a module, or of equal modules: the numbers are sums over them.
+
+    Args:
+        name: its short name.
+        text: placement and shape on one rank (the one with the most, where they differ).
+        whole: the number of parameters of the unsharded module(s); 0 for one that is tied to an earlier one.
+        local: that number on one rank.
+        size: the bytes of the local ones.
+    """
+
+    name: str
+    text: str
+    whole: int
+    local: int
+    size: int
+
+    def times(self, n: int) -> Held:
+        return replace(self, whole=self.whole * n, local=self.local * n, size=self.size * n)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A module, or equal modules of repeated layers.
+
+    Args:
+        name: the module's name, folded where it stands for several.
+        styles: what the plan's rules say of it and of its single parameters.
+        lines: where these rules stand.
+        parameters: what it owns.
+        moves: the moves of its arguments and of its output.
+    """
+
+    name: str
+    styles: tuple[str, ...]
+    lines: tuple[str, ...]
+    parameters: tuple[Held, ...]
+    moves: tuple[str, ...]
+
+
+def program_text(
+    program: Program, sources: SourceMap, *, color: bool, all_rows: bool = False, width: int = WIDTH
+) -> str:
+    """The table of modules (repeated equal layers as one, unless `all_rows`), the totals, the collectives.
+
+    Args:
+        width: the columns that no line exceeds.
+    """
+    paint = Paint(color)
+    rows = tuple(module_rows(program, sources))
+    shown = rows if all_rows else fold(rows)
+    header = [paint("strong", title) for title in HEADER]
+    modules = table([header, *(line for row in shown for line in _lines(row))], right=NUMERIC, width=width)
+    below = [*_totals(program, rows), "", *_collectives(program, paint)]
+    legend = ["", *table([(LAYOUTS,)], width=width)] if any(row.moves for row in rows) else []
+    return "\n".join([*modules, "", *table([(line,) for line in below], width=width), *legend])
+
+
+def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
+    """One row for each module that the program has something to say of, in the model's order."""
+    tree = program.resolved.tree
+    first_name = first_names(tree)
+    for module in program.modules.values():
+        styles, lines = styles_and_lines(program.resolved, module.name, sources)
+        info = tree.modules[module.name]
+        yield Row(
+            name=module.name,
+            styles=styles,
+            lines=lines,
+            parameters=tuple(_held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters),
+            moves=tuple(_moves(module)),
+        )
+
+
+def styles_and_lines(resolved: ResolvedPlan, name: str, sources: SourceMap) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the rules of a module and of its single parameters say, and where they stand."""
+    rules = _rules(resolved, name)
+    lines = (place_text(rule.location, sources).rpartition(":")[0] for rule in rules)
+    return tuple(dict.fromkeys(rule.style for rule in rules)), tuple(dict.fromkeys(lines))
+
+
+def first_names(tree: ModuleTree) -> dict[str, str]:
+    """The other names of tied parameters -> the first one."""
+    return {name: group[0] for group in tree.tied for name in group[1:]}
+
+
+def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """Rows that differ in the numbers of their names only, as one row with the sums."""
+    groups: dict[Row, list[Row]] = {}
+    for row in rows:
+        template = ".".join("#" if part.isdecimal() else part for part in row.name.split("."))
+        groups.setdefault(replace(row, name=template), []).append(row)
+    folded = []
+    for group in groups.values():
+        names = fold_names(row.name for row in group)
+        if len(names) > 1:  # no product of ranges: each row keeps its own numbers
+            folded += group
+        else:
+            parameters = tuple(held.times(len(group)) for held in group[0].parameters)
+            folded.append(replace(group[0], name=names[0], parameters=parameters))
+    return tuple(folded)
+
+
+def local_shape(how: ParameterProgram, info: ParameterInfo, tp: int) -> tuple[int, ...]:
+    """The shape on the first rank, which has the most: dims that tp does not divide are split in
+    ceil-chunks."""
+    if how.dim is None:
+        return info.shape
+    return tuple(-(-size // tp) if i == how.dim else size for i, size in enumerate(info.shape))
+
+
+def byte_text(size: int) -> str:
+    """Decimal units: "262.1 MB"."""
+    value = float(size)
+    for unit in UNITS:
+        if value < 1000 or unit == UNITS[-1]:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1000
+    raise AssertionError
+
+
+def _held(how: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mapping[str, str]) -> Held:
+    info = module.parameter(how.name)
+    assert info is not None, (module.name, how.name)
+    shape = local_shape(how, info, tp)
+    text = f"{placement(how)} {list(shape)}" + (", partial gradient" if how.computed == R else "")
+    tied = first_name.get(f"{module.name}.{how.name}" if module.name else how.name)
+    if tied is not None:
+        return Held(how.name, f"{text}, tied to {tied}", 0, 0, 0)
+    local = ParameterInfo(how.name, shape).numel
+    return Held(how.name, text, info.numel, local, local * BYTES.get(info.dtype, 4))
+
+
+def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
+    """The rule of a module, and those of its single parameters."""
+    inside = [a for parameter, a in resolved.parameters.items() if resolved.tree.owner(parameter) == name]
+    own = resolved.modules.get(name)
+    return [assignment.rule for assignment in ([own] if own else []) + inside]
+
+
+def _moves(module: ModuleProgram) -> Iterator[str]:
+    for boundary in module.enter:
+        argument = {"*": "floats ", None: ""}.get(boundary.argument, f"{boundary.argument} ")
+        yield f"in {argument}{boundary.src} -> {boundary.dst}{', again in backward' if boundary.regather else ''}"
+    if module.leave is not None:
+        yield f"out {leaving(module)}"
+    if module.group is not None:
+        count = len(module.group.parameters)
+        yield f"{count} gradients in one all-reduce" if count > 1 else "1 gradient all-reduced"
+
+
+def _lines(row: Row) -> Iterator[tuple[str, ...]]:
+    """The row's cells: its name and then its parameters, beside the styles and then the moves."""
+    held = ((f"  {p.name}  {p.text}", f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
+    names, counts, sizes = zip((row.name or "(model)", "", ""), *held, strict=True)
+    for cells in zip_longest(names, (*row.styles, *row.moves), counts, sizes, row.lines, fillvalue=""):
+        yield tuple(map(printable, cells))
+
+
+def _totals(program: Program, rows: Iterable[Row]) -> list[str]:
+    held = [parameter for row in rows for parameter in row.parameters]
+    whole, local, size = (sum(getattr(p, name) for p in held) for name in ("whole", "local", "size"))
+    tp = program.resolved.sizes.tp or 1
+    return [f"tp {tp}: {whole:,} parameters, {local:,} ({byte_text(size)}) on each rank"]
+
+
+def _collectives(program: Program, paint: Paint) -> list[str]:
+    counts = expected_collectives(program.modules) if (program.resolved.sizes.tp or 1) > 1 else {}
+    lines = [paint("strong", "collectives of a training step on the tp axis")]
+    for when, counter in counts.items():
+        said = ", ".join(f"{counter[op]} {op.replace('_', '-')}" for op in COLLECTIVES if counter[op])
+        lines.append(f"  {when}: {said or 'none'}")
+    lines += _trade(program)
+    return lines if counts else [f"{lines[0]}: none"]
+
+
+def _trade(program: Program) -> list[str]:
+    """What the plan could have otherwise: memory for communication, and collectives beside the computation."""
+    moves = [boundary for module in program.modules.values() for boundary in module.enter]
+    again = sum(boundary.regather for boundary in moves)
+    kept = sum(boundary.src.kind == "V" and boundary.dst.kind in ("R", "I") for boundary in moves) - again
+    lines = []
+    if kept:
+        lines.append(
+            f"  {kept} gathered values are kept for backward; with `regather` their shards are, for {kept} more all-gathers"
+        )
+    if again:
+        lines.append(
+            f"  {again} gathered values are gathered again in backward (`regather`): {again} of its all-gathers; only their shards "
+            "are kept until then"
+        )
+    section = program.resolved.compile
+    if section is not None and section.async_tensor_parallel:
+        lines.append(
+            "  in compiled modules inductor splits products and runs them beside gathers and scatters (`async_tensor_parallel`): "
+            "the same bytes in more and smaller pieces"
+        )
+    return lines

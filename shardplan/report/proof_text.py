@@ -1,0 +1,95 @@
+"""The numeric proof of a plan as a table."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from shardplan.core.mesh import AXES, Axis, MeshSizes
+from shardplan.core.report import Comparison, VariantProof, Verdict, VerifyReport
+
+from .color import Paint, Role
+from .short_names import fold_names
+from .table import table
+from .text import named_few
+from .width import printable
+
+VERDICTS: dict[Verdict, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
+VARIANTS = {"tensor_parallel": "tensor parallel", "sequence_parallel": "sequence parallel"}
+HEADER = ("  tensor", "worst error", "where", "verdict")
+RANKS = {True: "real processes", False: "simulated in one process"}
+
+
+def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False, width: int | None = None) -> str:
+    """One table for each variant (repeated layers on one line, unless `all_rows`) and the verdict.
+
+    Args:
+        width: of the terminal in columns; the tables are as wide as they need without it.
+    """
+    paint = Paint(color)
+    parts = [_variant(proof, report, paint, all_rows, width) for proof in report.variants]
+    return "\n\n".join([*parts, _verdict(report, paint)])
+
+
+def sizes_text(sizes: MeshSizes) -> str:
+    """ "dp_shard 2, tp 2": the axes above 1, and tp where it is known."""
+    shown = {axis: getattr(sizes, axis) for axis in AXES}
+    return ", ".join(f"{axis} {n}" for axis, n in shown.items() if n and (n > 1 or axis is Axis.TP))
+
+
+def fold_rows(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Rows of repeated layers with the same verdict as one row, with the worst error among them."""
+    groups: dict[tuple[str, ...], list[Comparison]] = {}
+    for row in rows:
+        template = re.sub(r"(?<![^.])\d+(?![^.])", "#", row.name)
+        groups.setdefault((row.kind, row.verdict, row.dtype, template), []).append(row)
+    return tuple(folded for group in groups.values() for folded in _fold(group))
+
+
+def _fold(group: Sequence[Comparison]) -> list[Comparison]:
+    worst = max(group, key=lambda row: (row.error != row.error, row.error))
+    return [replace(worst, name=name) for name in fold_names(row.name for row in group)]
+
+
+def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: bool, width: int | None) -> str:
+    rows = proof.rows if all_rows else fold_rows(proof.rows)
+    title = f"{VARIANTS[proof.variant]}, {sizes_text(report.sizes)} ({RANKS[report.processes]})"
+    header = (*HEADER[:-1], paint("strong", HEADER[-1]))
+    counts = Counter(row.verdict for row in proof.rows)
+    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    worst = f", worst {proof.worst.error:.1e} at {printable(proof.worst.name)}" if proof.worst else ""
+    missed = {
+        "not reached, and not split": proof.unreached,
+        "not reached, and so not proven (--allow-unproven)": proof.unproven,
+    }
+    return "\n".join(
+        [
+            paint("strong", title),
+            *table([header, *(_cells(row, paint) for row in rows)], right=(1,), width=width),
+            f"{len(proof.rows)} compared: {total}{worst}",
+            f"{proof.parameters:,} parameters, {proof.sharded_share:.1%} of them split over tp",
+            *(f"{what}: {named_few(names)} ({len(names)} in all)" for what, names in missed.items() if names),
+        ]
+    )
+
+
+def _cells(row: Comparison, paint: Paint) -> tuple[str, ...]:
+    verdict = paint(VERDICTS[row.verdict], _verdict_word(row))
+    return f"  {printable(row.name)}", f"{row.error:.1e}", row.where, verdict
+
+
+def _verdict_word(row: Comparison) -> str:
+    """The verdict, with the precision where that is not the usual float32."""
+    return row.verdict if row.dtype == "float32" else f"{row.verdict} ({row.dtype})"
+
+
+def _verdict(report: VerifyReport, paint: Paint) -> str:
+    if report.ok:
+        return paint("good", f"proven: {report.plan} computes what {report.model} computes")
+    if any(row.verdict == "differs" for row in report.rows):
+        return paint("error", f"refuted: {report.plan} does not compute what {report.model} computes")
+    if any(proof.unproven for proof in report.variants):
+        return paint("error", f"not proven: no run reaches all that {report.plan} splits of {report.model}")
+    return paint("error", f"not proven: {report.plan} splits nothing of {report.model}, or nothing could be compared")

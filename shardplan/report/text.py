@@ -1,0 +1,168 @@
+"""Findings for people, in the manner of rustc: the sentence, the lines of the plan, the facts, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from shardplan.core.diagnostics import Diagnostic, Label, Location, Severity
+from shardplan.core.report import Report, count_text, ordered
+from shardplan.core.sources import SourceMap
+
+from .color import Paint, Role
+from .short_names import brace_names, fold_names
+from .snippet import Mark, gutter_width, snippet
+from .width import printable
+
+ROLES: dict[Severity, Role] = {Severity.ERROR: "error", Severity.WARNING: "warning"}
+MOST_NAMES = 4  # folded module names printed with a finding; JSON has all
+
+
+def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
+    """The findings, then the count, and for a plan against a model the tp sizes that it allows and what is proven.
+
+    Args:
+        verbose: also what follows from the findings, which else is counted.
+    """
+    paint = Paint(color)
+    total = count_text(report.diagnostics)
+    if report.secondary:
+        total += f", and {len(report.secondary)} that follow{'s' if len(report.secondary) == 1 else ''} from them"
+        total += "" if verbose else " (--verbose)"
+    role: Role = "error" if not report.ok else "warning" if report.diagnostics else "good"
+    parts = [text(report.diagnostics, report.sources, color=color)]
+    if report.secondary and verbose:
+        parts += ["What follows:", text(report.secondary, report.sources, color=color)]
+    parts.append(paint(role, total))
+    body = "\n\n".join(part for part in parts if part)
+    if report.allowed_tp is not None:
+        body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
+    body += "".join(f"\n{line}" for line in proof_lines(report))
+    if report.stages[-1] == "names":
+        body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
+    return body
+
+
+def _by_size(report: Report) -> str:
+    """Which of the listed sizes were not looked at: the layouts are checked at one."""
+    others = [size for size in report.allowed_tp or () if size not in (1, report.checked_tp)]
+    if "layouts" not in report.stages or not report.ok or not others:
+        return ""
+    return f" (checked at {report.checked_tp}; the others by size alone)"
+
+
+def proof_lines(report: Report) -> list[str]:
+    """What is proven, and what was not reached, of a report whose layouts were checked and have no errors."""
+    if "layouts" not in report.stages or not report.ok:
+        return []
+    if report.proof is None:
+        return ["not proven: the numeric proof was not run"]
+    equal = min(sum(row.verdict == "equal" for row in proof.rows) for proof in report.proof.variants)
+    lines = [f"proven at tp={report.proof.sizes.tp}: {equal} tensors are the unsharded model's"]
+    missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
+    if missed:
+        names = [name for name in report.proof.variants[0].unreached if name in missed]
+        lines.append(f"not reached, and not split: {named_few(names)} ({len(names)} in all)")
+    return lines
+
+
+def named_few(names: Iterable[str]) -> str:
+    """The names, folded over layers, the first few of them."""
+    folded = brace_names(fold_names(names))
+    return ", ".join((*folded[:MOST_NAMES], *(["..."] if len(folded) > MOST_NAMES else [])))
+
+
+def text(diagnostics: Iterable[Diagnostic], sources: SourceMap, *, color: bool) -> str:
+    """The findings in the order of the plan's lines, an empty line between them; no newline at the end."""
+    paint = Paint(color)
+    return "\n\n".join("\n".join(_finding(d, sources, paint)) for d in ordered(diagnostics, sources))
+
+
+def _finding(diagnostic: Diagnostic, sources: SourceMap, paint: Paint) -> list[str]:
+    role = ROLES[diagnostic.severity]
+    head = paint(role, f"{diagnostic.severity}[{diagnostic.code}]")
+    lines = [head + paint("strong", f": {printable(diagnostic.message)}")]
+    here, elsewhere = _split_labels(diagnostic, sources)
+    marks = _marks(here, sources, role)
+    width = gutter_width(marks)
+    if diagnostic.primary is not None:
+        lines += _place(diagnostic.primary.location, here, marks, width, sources, paint)
+    equals = " " * width + " " + paint("gutter", "=") + " "
+    for note in (*diagnostic.notes, *_where(diagnostic)):
+        lines += [equals + printable(line) for line in note.splitlines()]
+    if diagnostic.help:
+        first, *rest = map(printable, diagnostic.help.splitlines())
+        lines.append(f"{equals}{paint('help', 'help')}: {first}")
+        lines += [" " * (width + 9) + line for line in rest]
+    for label in elsewhere:
+        lines += _note(label, sources, paint)
+    return lines
+
+
+def _split_labels(diagnostic: Diagnostic, sources: SourceMap) -> tuple[list[Label], list[Label]]:
+    """The labels that share a snippet with the primary one (it comes first), and those that need their
+    own."""
+    if diagnostic.primary is None:
+        return [], list(diagnostic.related)
+    here: list[Label] = [diagnostic.primary]
+    elsewhere: list[Label] = []
+    for label in diagnostic.related:
+        same = label.location.file == diagnostic.primary.location.file
+        shown = sources.span(label.location) is not None and sources.span(diagnostic.primary.location) is not None
+        (here if same and shown else elsewhere).append(label)
+    return here, elsewhere
+
+
+def _marks(labels: Iterable[Label], sources: SourceMap, role: Role) -> list[Mark]:
+    """The labels as marks, the first of them primary; those without a span have none."""
+    return [
+        Mark(span, label.text, primary=i == 0, role=role if i == 0 else "note")
+        for i, label in enumerate(labels)
+        if (span := sources.span(label.location)) is not None
+    ]
+
+
+def _place(
+    location: Location,
+    labels: Iterable[Label],
+    marks: list[Mark],
+    width: int,
+    sources: SourceMap,
+    paint: Paint,
+) -> list[str]:
+    """`--> file:line:column` and the marked lines; without a text, the path into the document and the
+    labels."""
+    arrow = " " * (width - 2) + paint("gutter", "-->")
+    lines = [f"{arrow} {printable(place_text(location, sources))}"]
+    source = sources.files.get(location.file)
+    if marks and source is not None and source.lines:
+        return lines + snippet(source, marks, width, paint)
+    equals = " " * width + " " + paint("gutter", "=") + " "
+    return lines + [equals + printable(label.text) for label in labels if label.text]
+
+
+def _note(label: Label, sources: SourceMap, paint: Paint) -> list[str]:
+    """A label in another document: a note of its own."""
+    place = [Label(label.location)]
+    marks = _marks(place, sources, "note")
+    return [
+        f"{paint('note', 'note')}: {printable(label.text or 'see also')}",
+        *_place(label.location, place, marks, gutter_width(marks), sources, paint),
+    ]
+
+
+def place_text(location: Location, sources: SourceMap) -> str:
+    """`file:line:column`, or `<dict>["tensor_parallel"]["lm_head"]` for a document without text."""
+    span = sources.span(location)
+    if span is not None:
+        return f"{location.file}:{span.line}:{span.column}"
+    keys = (f'["{key}"]' if isinstance(key, str) else f"[{key}]" for key in location.path)
+    return location.file + "".join(keys)
+
+
+def _where(diagnostic: Diagnostic) -> tuple[str, ...]:
+    """The modules concerned, folded, unless the finding names its only one already."""
+    said = (diagnostic.message, *diagnostic.notes)
+    if not diagnostic.modules or (len(diagnostic.modules) == 1 and any(diagnostic.modules[0] in s for s in said)):
+        return ()
+    count = f" ({len(diagnostic.modules)} in all)" if len(diagnostic.modules) > 1 else ""
+    return (f"where: {named_few(diagnostic.modules)}{count}",)

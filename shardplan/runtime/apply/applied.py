@@ -1,0 +1,183 @@
+"""What was done to a model, and what can be asked of it afterwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardplan.compiler.lower.expected_collectives import expected_collectives
+from shardplan.compiler.lower.program import Program
+from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.plan import variant_name
+from shardplan.model.adapters import unwrapped
+from shardplan.runtime.parallel.async_tp import Fused
+from shardplan.runtime.parallel.regime import Shared
+
+from .backends import FUNCTIONS
+from .fsdp2 import reshard
+from .plan_mesh import PlanMesh
+from .state import keep_optimizer_order, packed_parameters
+
+_KEY = "_shardplan_applied"
+
+
+@dataclass(frozen=True)
+class Applied:
+    """The record of an `apply_plan`.
+
+    Args:
+        program: the compiled plan.
+        diagnostics: the warnings it was compiled with.
+        steps: the phases that ran, in order.
+        model: what `apply_plan` returned.
+        shared: the switches of the tensor-parallel styles; None where tp is 1.
+        mesh: what the plan was applied on.
+        fused: what asynchronous tensor parallelism came to; None without it.
+        proof: how the plan is known to be right, in words, or why it is not proven.
+    """
+
+    program: Program
+    diagnostics: tuple[Diagnostic, ...]
+    steps: tuple[str, ...]
+    model: nn.Module
+    shared: Shared | None
+    mesh: PlanMesh
+    fused: Fused | None = None
+    proof: str = "not proven"
+
+    def __str__(self) -> str:
+        plan = self.program.resolved.plan
+        lines = [f"plan {plan.name} on tp={self.tp}: {', '.join(self.steps)}"]
+        if self.tp > 1:
+            lines.append(f"  {self.proof}")
+            lines += [f"  {when}: {_counted(c)}" for when, c in self.collectives.items()]
+        lines += [f"  {d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
+        return "\n".join(lines)
+
+    @property
+    def tp(self) -> int:
+        """The size of the tp axis."""
+        return self.mesh.tp_size
+
+    @property
+    def collectives(self) -> Mapping[str, Counter[str]]:
+        """The collectives of one step on the tp axis, by direction ("forward", "backward"): `expected_collectives`."""
+        if self.shared is None:
+            return {"forward": Counter(), "backward": Counter()}
+        return expected_collectives(self.program.by_name[self.shared.regime.variant])
+
+    @property
+    def async_collectives(self) -> Mapping[str, Counter[str]]:
+        """What asynchronous tensor parallelism came to in the graphs that were compiled until now: the operators of
+        collectives "fused" with products, and the collectives "left" as they are.
+
+        Raises:
+            ValueError: the plan does not ask for it, or no step was run yet.
+        """
+        if self.fused is None:
+            raise ValueError("the plan has no `compile: {async_tensor_parallel: true}`")
+        if not self.fused.graphs:
+            raise ValueError("nothing was compiled yet: run a step first")
+        return {"fused": self.fused.fused, "left": self.fused.left}
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Check that the optimizer holds this model's parameters: one made before `apply_plan` holds dead tensors.
+
+        Raises:
+            ValueError: names how many of its tensors are no parameter of the model.
+        """
+        reshard(self.model)
+        alive = {id(p) for p in self.model.parameters()}
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        dead = [p for p in held if id(p) not in alive]
+        if dead:
+            raise ValueError(
+                f"{len(dead)} of the optimizer's {len(held)} tensors are not parameters of the model (shapes "
+                f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
+                "apply_plan replaces parameters, so make the optimizer after it"
+            )
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """The optimizer as the plan's data-parallel backend needs it: the same object, with Megatron-FSDP made to work with
+        its wrapper, and otherwise as it was.
+
+        Raises:
+            ValueError: the optimizer holds tensors that are not parameters of the model.
+        """
+        self.check_optimizer(optimizer)
+        section = self.program.resolved.data_parallel
+        if section is None or "data parallel" not in self.steps:
+            return optimizer
+        return FUNCTIONS[section.backend].optimizer(optimizer)
+
+    def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a
+        checkpoint can be read at another tp; and its load_state_dict take whole tensors and those of other meshes.
+
+        Raises:
+            ValueError: the optimizer holds tensors that are not parameters of the model.
+        """
+        self.check_optimizer(optimizer)
+        packed = packed_parameters(self.program) if self.tp > 1 else {}
+        keep_optimizer_order(optimizer, unwrapped(self.model), packed, self.tp)
+
+
+def _counted(counter: Counter[str]) -> str:
+    return ", ".join(f"{n} {op}" for op, n in sorted(counter.items())) or "no collectives"
+
+
+def remember(record: Applied, model: nn.Module) -> None:
+    """Attach the record to the model, to the model inside it if peft wraps one, and to the wrapper around it if there is
+    one."""
+    unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = record
+    record.model.__dict__[_KEY] = record
+
+
+def mark_unusable(model: nn.Module, step: str) -> None:
+    """Say that a step failed half-way."""
+    unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = step
+
+
+def applied(model: nn.Module) -> Applied:
+    """What `apply_plan` did to a model.
+
+    Raises:
+        ValueError: no plan was applied, or applying it failed half-way.
+    """
+    record = model.__dict__.get(_KEY)
+    if isinstance(record, str):
+        raise ValueError(f"this model is unusable: applying a plan failed in the step {record!r}; build it anew")
+    if record is None:
+        raise ValueError("no plan was applied to this model")
+    return record
+
+
+def was_touched(model: nn.Module) -> bool:
+    """Whether `apply_plan` has changed the model before, to the end or not."""
+    return _KEY in model.__dict__ or _KEY in unwrapped(model).__dict__
+
+
+@contextmanager
+def without_sequence_parallel(model: nn.Module) -> Iterator[Any]:
+    """Run the model with the tensor-parallel moves of the same plan: for evaluation and decoding, where sequences have
+    lengths that tp does not divide.
+
+    Raises:
+        ValueError: no plan was applied to the model.
+    """
+    record = applied(model)
+    if record.shared is None:
+        yield model
+        return
+    before = record.shared.regime.variant
+    record.shared.regime.variant = variant_name(record.program.resolved.overlays - {"sequence_parallel"})
+    try:
+        yield model
+    finally:
+        record.shared.regime.variant = before

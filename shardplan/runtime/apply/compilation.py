@@ -1,0 +1,75 @@
+"""Per-module torch.compile of a module's forward: hooks (doors of the block, FSDP2) stay outside the graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.sections import Compile
+from shardplan.runtime.parallel.async_tp import Fused, enable_symmetric_memory
+from shardplan.runtime.parallel.forward import wrap_forward
+from shardplan.runtime.parallel.inductor import Inductor
+from shardplan.runtime.parallel.reading import Reads
+
+ASYNC_DEVICES = ("cuda",)
+
+
+class Compiled:
+    """Around a module's forward: the same forward, compiled at its first call."""
+
+    def __init__(self, section: Compile, backend: str | Inductor):
+        self.fullgraph, self.backend = section.fullgraph, backend
+        self.compiled: Callable[..., Any] | None = None
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        if self.compiled is None:
+            self.compiled = torch.compile(forward, fullgraph=self.fullgraph, backend=self.backend)
+        return self.compiled(*args, **kwargs)
+
+
+def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp: DeviceMesh | None) -> Fused | None:
+    """Compile the forward of the named modules, each on its own.
+
+    Args:
+        tp: the one-dimensional tp mesh, if there is one.
+
+    Returns:
+        What that comes to, once the modules have run; None without it.
+
+    Raises:
+        ValueError: asynchronous tensor parallelism on devices without it.
+    """
+    fused = None
+    if section.async_tensor_parallel:
+        assert tp is not None  # SP383
+        if tp.device_type not in ASYNC_DEVICES:
+            raise ValueError(f"async_tensor_parallel needs a mesh of CUDA devices, not of {tp.device_type}")
+        enable_symmetric_memory(tp)
+        fused = Fused()
+        model.register_forward_hook(_warn_once(fused))
+    backend = Inductor(fused) if tp is not None and section.backend == "inductor" else section.backend
+    for name in names:
+        # The graph of a block gets its parameters as plain tensors: they are read around it.
+        wrap_forward(model.get_submodule(name), Compiled(section, backend), inside=Reads)
+    return fused
+
+
+def _warn_once(fused: Fused) -> Callable[..., None]:
+    warned = False
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal warned
+        if fused.graphs and not fused.fused and not warned:
+            warned = True
+            warnings.warn(
+                "async_tensor_parallel: inductor fused no collective with a product in the compiled modules, which run as "
+                "without it (applied(model).async_collectives)",
+                stacklevel=2,
+            )
+
+    return look

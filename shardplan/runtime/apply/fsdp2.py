@@ -1,0 +1,116 @@
+"""The data-parallel wrapping pass with FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
+from shardplan.core.tree import ancestors
+from shardplan.runtime.parallel.failures import at_module
+
+from .wrapped import Wrapped
+
+
+def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
+    """Shard the units, inner ones first, then the root, which keeps what no unit holds. Returns the same model.
+
+    Args:
+        mesh: [dp_replicate,] dp_shard.
+    """
+    shard_units(model, mesh, section, wrapped)
+    fully_shard(model, **_options(model, mesh, section, wrapped), mp_policy=_policy(section.mixed_precision))
+    return model
+
+
+def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> None:
+    """Shard the units, inner ones first, and leave the root to the caller.
+
+    Args:
+        mesh: [dp_replicate,] dp_shard.
+    """
+    options = _options(model, mesh, section, wrapped)
+    # Units hand on what they compute in: a value in the model's output dtype would meet parameters of another one.
+    options["mp_policy"] = replace(_policy(section.mixed_precision), output_dtype=None)
+    last = wrapped.units[-1:]
+    for name in sorted((*wrapped.units, *wrapped.parts), key=lambda unit: -unit.count(".")):
+        with at_module(name):
+            kept = name in last or any(above in last for above in ancestors(name))
+            fully_shard(model.get_submodule(name), **options, reshard_after_forward=_reshard(section, kept))
+    if section.prefetch is not None:
+        _prefetch(model, wrapped, section.prefetch)
+
+
+def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> dict[str, Any]:
+    """The arguments that all calls of `fully_shard` share."""
+    return {
+        "mesh": mesh,
+        "offload_policy": _offload(section),
+        "ignored_params": _left_alone(model, mesh, wrapped.ignored),
+    }
+
+
+def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set[nn.Parameter]:
+    """The parameters that FSDP2 does not hold, on the mesh's device, where it would put the others."""
+    parameters = {model.get_parameter(name) for name in names}
+    for parameter in parameters:
+        if not parameter.is_meta and parameter.device.type != mesh.device_type:
+            parameter.data = parameter.data.to(mesh.device_type)
+    return parameters
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the sharded parameters back: FSDP2 leaves gathered ones in their place after a forward without a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _reshard(section: DataParallel, last: bool) -> bool | int:
+    return not last if section.reshard_after_forward == "all_but_last" else section.reshard_after_forward
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+def _policy(section: MixedPrecision | None) -> MixedPrecisionPolicy:
+    if section is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(section.param),
+        reduce_dtype=_dtype(section.reduce),
+        output_dtype=_dtype(section.output),
+        cast_forward_inputs=section.cast_forward_inputs,
+    )
+
+
+def _offload(section: DataParallel) -> OffloadPolicy:
+    return CPUOffloadPolicy(pin_memory=section.cpu_offload == "pinned") if section.cpu_offload else OffloadPolicy()
+
+
+def _unit(model: nn.Module, name: str) -> FSDPModule:
+    unit = model.get_submodule(name)
+    assert isinstance(unit, FSDPModule), name
+    return unit
+
+
+def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch) -> None:
+    """Say how many units are gathered ahead; each comes with the parts inside it."""
+    groups = [
+        [_unit(model, name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
+        for unit in wrapped.units
+    ]
+    for i, (unit, *_) in enumerate(groups):
+        if (ahead := prefetch.forward) is not None:
+            unit.set_modules_to_forward_prefetch([m for group in groups[i + 1 : i + 1 + ahead] for m in group])
+        if (ahead := prefetch.backward) is not None:
+            before = [m for group in reversed(groups[max(0, i - ahead) : i]) for m in group]
+            # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
+            unit.set_modules_to_backward_prefetch(before or [unit])

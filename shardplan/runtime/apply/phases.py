@@ -1,0 +1,199 @@
+"""The phases in their order, and the function that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.compiler.check.parameter_hooks import hooked, replaces
+from shardplan.compiler.lower.program import Program
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.mesh import Axis
+from shardplan.core.tree import full_name
+from shardplan.model.adapters import unwrapped
+from shardplan.runtime.parallel.async_tp import Fused
+from shardplan.runtime.parallel.failures import module_of
+from shardplan.runtime.parallel.regime import Shared
+from shardplan.styles.backends import BACKENDS
+
+from .applied import Applied, mark_unusable, remember, was_touched
+from .autocast import autocast_forward
+from .backends import FUNCTIONS
+from .checkpointing import checkpoint_modules
+from .compilation import compile_modules
+from .contract import check_unchanged, names_of
+from .heads import use_sharded_loss
+from .kept_ties import restore_ties, tied_groups
+from .plan_mesh import PlanMesh
+from .refusals import refuse_attention_maps, refuse_changes
+from .shard import shard
+from .state import keep_original_order, load_any_layout, packed_parameters
+from .wrapped import Wrapped
+
+
+@dataclass
+class Work:
+    """What the phases act on."""
+
+    model: nn.Module  # as the caller has it
+    inner: nn.Module  # the model that the program is for: the same, or what peft wraps
+    mesh: PlanMesh
+    program: Program
+    src_data_rank: int | None
+    ties: tuple[tuple[str, ...], ...] = ()
+    shared: Shared | None = None
+    result: nn.Module | None = None
+    fused: Fused | None = None
+    autocast: torch.dtype | None = None
+    steps: list[str] = field(default_factory=list)
+
+
+def _tensor_parallel(work: Work) -> bool:
+    work.ties = tied_groups(work.inner)
+    tp = work.mesh.tp
+    if tp is None or tp.size() == 1:
+        return False
+    work.shared = shard(work.inner, tp, work.program, src_data_rank=work.src_data_rank)
+    use_sharded_loss(work.inner, work.program)
+    return True
+
+
+def _ties(work: Work) -> bool:
+    restore_ties(work.inner, work.ties)
+    return bool(work.ties)
+
+
+def _checkpoints(work: Work) -> bool:
+    packed = packed_parameters(work.program) if work.shared is not None else {}
+    keep_original_order(work.inner, packed, work.mesh.tp_size)
+    load_any_layout(work.inner, packed)
+    return bool(packed)
+
+
+def _activation_checkpointing(work: Work) -> bool:
+    resolved, section = work.program.resolved, work.program.resolved.activation_checkpointing
+    if section is not None:
+        checkpoint_modules(work.inner, resolved.ac_modules, section, resolved.compile_modules)
+    return bool(resolved.ac_modules)
+
+
+def _compile(work: Work) -> bool:
+    resolved = work.program.resolved
+    if resolved.compile is not None:
+        work.fused = compile_modules(work.inner, resolved.compile_modules, resolved.compile, work.mesh.tp)
+    return resolved.compile is not None
+
+
+def _autocast(work: Work) -> bool:
+    if work.autocast is not None:
+        autocast_forward(work.model, work.mesh.mesh.device_type, work.autocast)
+    return work.autocast is not None
+
+
+def _data_parallel(work: Work) -> bool:
+    resolved = work.program.resolved
+    work.mesh.check_sections(resolved)
+    if resolved.data_parallel is None:
+        return False
+    backend = BACKENDS[resolved.data_parallel.backend]
+    mesh = work.mesh.data_parallel(backend)
+    if mesh is None:
+        return False
+    prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
+    units, parts, ignored = (
+        tuple(full_name(prefix, name) for name in names)
+        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
+    )
+    together = work.mesh.together(mesh) if backend.joint_group else None
+    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get(Axis.TP), together)
+    work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
+    assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} says otherwise"
+    return True
+
+
+def _refusals(work: Work) -> bool:
+    if work.shared is not None:
+        refuse_attention_maps(work.inner)
+    if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
+        for model in {id(model): model for model in (work.model, work.inner)}.values():
+            refuse_changes(model)
+    return False  # nothing that a user asked for
+
+
+def _replaces(work: Work) -> bool:
+    """As `check.parameter_hooks.replaces`, for a mesh: FSDP2 replaces parameters on an axis of size 1 too."""
+    section = work.program.resolved.data_parallel
+    if replaces(work.program.resolved) or section is None:
+        return replaces(work.program.resolved)
+    backend = BACKENDS[section.backend]
+    return backend.shards and work.mesh.data_parallel(backend) is not None
+
+
+# The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
+# checkpoint around the compiled forward (docs/decisions/0002), FSDP2 last (its hooks outermost).
+PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
+    ("tensor parallel", _tensor_parallel),
+    ("ties", _ties),
+    ("packed checkpoints", _checkpoints),
+    ("compile", _compile),
+    ("activation checkpointing", _activation_checkpointing),
+    ("autocast", _autocast),
+    ("data parallel", _data_parallel),
+    ("refusals", _refusals),
+)
+
+
+def refuse_used(model: nn.Module) -> None:
+    """Raise ValueError for a model that holds DTensors or that a plan was applied to; it stays untouched."""
+    if was_touched(model):
+        raise ValueError("a plan was applied to this model before; build it anew")
+    placed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if placed:
+        raise ValueError(f"the model already holds DTensors ({placed[0]} and {len(placed) - 1} more): it is sharded")
+
+
+def apply_program(
+    model: nn.Module,
+    mesh: PlanMesh,
+    program: Program,
+    *,
+    src_data_rank: int | None,
+    autocast: torch.dtype | None = None,
+    diagnostics: tuple[Diagnostic, ...] = (),
+    proof: str = "not proven",
+) -> nn.Module:
+    """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
+
+    Args:
+        autocast: the dtype in which the forward runs under torch.autocast.
+        proof: how the program is known to be right, in words.
+
+    Raises:
+        PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
+        RuntimeError: a step failed; names it and the module. The model is then marked unusable.
+    """
+    work = Work(model, unwrapped(model), mesh, program, src_data_rank, autocast=autocast)
+    if _replaces(work) and (found := tuple(hooked(program.resolved))):
+        raise PlanError(found)
+    before = names_of(model)
+    for name, phase in PHASES:
+        mark_unusable(model, name)
+        try:
+            acted = phase(work)
+        except Exception as error:
+            where = f" at {module}" if (module := module_of(error)) else ""
+            raise RuntimeError(
+                f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}{where}: {error}"
+            ) from error
+        if acted or name == PHASES[-1][0]:
+            check_unchanged(before, model, name)
+        if acted:
+            work.steps.append(name)
+    result = work.result if work.result is not None else model
+    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused, proof)
+    remember(record, model)
+    return result

@@ -1,0 +1,158 @@
+"""The mesh that a plan is applied on: its axes under our names, the tp part and the data-parallel part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.mesh import APPLIED, AXES, DATA_PARALLEL, Axis, MeshSizes, canonical_axis, duplicate_axes
+from shardplan.core.plan import ResolvedPlan
+from shardplan.runtime.parallel.process_groups import flatten
+from shardplan.styles.backends import BACKENDS, Backend
+
+
+@dataclass(frozen=True)
+class PlanMesh:
+    """A DeviceMesh read as a plan's axes.
+
+    Args:
+        mesh: the mesh as given.
+        names: our axis name -> the mesh's own name.
+    """
+
+    mesh: DeviceMesh
+    names: Mapping[Axis, str]
+
+    @property
+    def sizes(self) -> MeshSizes:
+        return MeshSizes(**{axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp())
+
+    def _no_tp(self) -> dict[str, int]:
+        return {} if Axis.TP in self.names else {"tp": 1}
+
+    @property
+    def tp_size(self) -> int:
+        """The number of ranks on the tp axis; 1 where the mesh has no such axis."""
+        return self.tp.size() if self.tp is not None else 1
+
+    @property
+    def tp(self) -> DeviceMesh | None:
+        """The one-dimensional tp mesh; None where the mesh has no such axis."""
+        return self.mesh[self.names[Axis.TP]] if Axis.TP in self.names else None
+
+    @property
+    def cp(self) -> DeviceMesh | None:
+        """The one-dimensional cp mesh; None where the mesh has no such axis."""
+        return self.mesh[self.names[Axis.CP]] if Axis.CP in self.names else None
+
+    @property
+    def data_parallel_ranks(self) -> int:
+        """The number of ranks that see other batches or other tokens."""
+        sizes = self.sizes
+        return sizes.dp_replicate * sizes.dp_shard * sizes.cp
+
+    def data_parallel(self, backend: Backend) -> DeviceMesh | None:
+        """What a backend works over: a hybrid one over [dp_replicate,] dp_shard x cp flattened, another over all of its
+        axes flattened. None where the mesh does not have them.
+        """
+        replicate = (
+            self.names.get(Axis.DP_REPLICATE) if backend.hybrid and Axis.DP_REPLICATE in backend.splits else None
+        )
+        over = DATA_PARALLEL[1:] if backend.hybrid else DATA_PARALLEL
+        axes = [axis for axis in over if axis in self.names and axis in backend.splits]
+        flat = tuple(self.names[axis] for axis in axes)
+        if not flat:
+            return None
+        name = "_".join(flat)
+        if len(flat) > 1:
+            flatten(self.mesh, flat, name)
+        return self.mesh[(replicate, name)] if replicate else self.mesh[name]
+
+    def together(self, mesh: DeviceMesh) -> ProcessGroup | None:
+        """The process group over both axes of a data-parallel mesh; None where it has one."""
+        if mesh.ndim == 1:
+            return None
+        assert mesh.mesh_dim_names is not None  # it is a part of this mesh, whose axes have names
+        name = "_".join(mesh.mesh_dim_names)
+        flatten(self.mesh, tuple(self.names[a] for a in DATA_PARALLEL if a in self.names), name)
+        return self.mesh[name].get_group()
+
+    def check_sections(self, resolved: ResolvedPlan) -> None:
+        """Raise ValueError where the mesh has data-parallel ranks, and the plan says nothing about them, or its backend
+        would not wrap the model over all of them: an axis or a device is missing."""
+        ranks = self.data_parallel_ranks
+        if ranks > 1 and resolved.data_parallel is None:
+            raise ValueError(
+                f"the mesh has {ranks} data-parallel ranks, but plan {resolved.plan.name!r} has no data_parallel "
+                'section: add one, or pass data_parallel={"backend": "fsdp2", "units": [...]}'
+            )
+        if resolved.data_parallel is None:
+            return
+        backend = BACKENDS[resolved.data_parallel.backend]
+        mesh = self.data_parallel(backend)
+        if mesh is not None and backend.device not in (None, self.mesh.device_type):
+            raise ValueError(
+                f"the backend {backend.name} needs a mesh of {backend.device} devices, not of {self.mesh.device_type}"
+            )
+        if ranks == 1:
+            return
+        if mesh is None and backend.hybrid and Axis.DP_REPLICATE in self.names:
+            raise ValueError(
+                f"the mesh has the axis {self.names[Axis.DP_REPLICATE]!r} but no dp_shard axis: hybrid sharding with "
+                f"{backend.name} needs both (a dp_shard axis of size 1 will do)"
+            )
+        if mesh is None or mesh.size() != ranks:
+            raise ValueError(
+                f"the mesh has {ranks} data-parallel ranks, and the backend {backend.name} would wrap the model over "
+                f"{mesh.size() if mesh is not None else 'none'} of them: it works with {', '.join(sorted(backend.splits))}"
+            )
+
+
+def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMesh:
+    """Read a mesh's axes.
+
+    Args:
+        mesh: a DeviceMesh with dim names; `tp` and any of dp_replicate, dp_shard, cp, or their other spellings.
+        axes: our axis name -> the mesh's, where they are none of the spellings that we know.
+
+    Raises:
+        TypeError: no DeviceMesh.
+        ValueError: an axis without a name, with a name that we do not know, two axes of one meaning, or axes in an
+            order that torch's mesh slices cannot express.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
+    if not mesh.mesh_dim_names:
+        raise ValueError("the mesh has no axis names: pass mesh_dim_names=(..., 'tp') to init_device_mesh")
+    for axis, name in (axes or {}).items():
+        if axis not in AXES or name not in mesh.mesh_dim_names:
+            raise ValueError(
+                f"axes={{{axis!r}: {name!r}}}: the axes are {', '.join(AXES)}, the mesh has {mesh.mesh_dim_names}"
+            )
+    given = {name: Axis(axis) for axis, name in (axes or {}).items()}
+    canonical: dict[str, Axis] = {}
+    for name in mesh.mesh_dim_names:
+        meant = given.get(name) or canonical_axis(name)
+        if meant is None:
+            raise ValueError(f"unknown mesh axis {name!r}: say which axis it is with axes={{'tp': {name!r}}}")
+        canonical[name] = meant
+    twice = duplicate_axes(canonical.values())
+    if twice:
+        raise ValueError(f"two axes of the mesh {mesh.mesh_dim_names} mean {twice[0]}")
+    _check_order(canonical)
+    return PlanMesh(mesh, {axis: name for name, axis in canonical.items()})
+
+
+def _check_order(canonical: Mapping[str, Axis]) -> None:
+    """FSDP2 puts its axes before tp in every parameter's mesh; where the mesh itself has another order, torch (2.13)
+    fails as soon as such a parameter is reduced over both, as clip_grad_norm_ does."""
+    given = {axis: name for name, axis in canonical.items() if axis in APPLIED}
+    expected = [given[axis] for axis in APPLIED if axis in given]
+    if list(given.values()) != expected:
+        raise ValueError(
+            f"the mesh's axes are in the order {tuple(given.values())}, and must be in the order {tuple(expected)}: "
+            "pass them to init_device_mesh so"
+        )

@@ -1,0 +1,135 @@
+"""Checkpoints: packed rows are in the original order outside, in the packed order (it depends on tp) inside; and what
+is loaded may be whole, or split over another mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import Optimizer
+
+from shardplan.compiler.lower.program import Program
+from shardplan.core.module_program import ParameterProgram
+from shardplan.core.tree import full_name, parent
+from shardplan.torchlib.packing import unpack
+
+from .slices import Packing, like, splits
+
+_PORTABLE = "_shardplan_portable"
+
+
+def to_original(value: DTensor, packed: Packing, tp: int) -> DTensor:
+    """The DTensor with its rows in the original order, still sharded over the same mesh axes. A collective."""
+    if value.is_meta:
+        return value
+    full = unpack(value.full_tensor(), packed.dim, packed.parts, tp)
+    placements = [Shard(p.dim) if splits(p) else Replicate() for p in value.placements]
+    return distribute_tensor(full, value.device_mesh, placements, src_data_rank=None)
+
+
+def to_stored(value: Tensor, stored: DTensor, packed: Packing | None) -> Tensor:
+    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank) as `stored` is stored."""
+    if value.shape != stored.shape:
+        return value  # torch's own message about the sizes names the parameter
+    if packed is None and _fits(value, stored):
+        return value
+    return like(value.full_tensor() if isinstance(value, DTensor) else value, stored, packed)
+
+
+def _fits(value: Tensor, stored: DTensor) -> bool:
+    if not isinstance(value, DTensor):
+        return False
+    return value.device_mesh == stored.device_mesh and value.placements == stored.placements
+
+
+def packed_parameters(program: Program) -> dict[str, Packing]:
+    """The packed parameters of a program by full name."""
+    return {
+        full_name(name, parameter.name): _packing(parameter)
+        for name, module in program.modules.items()
+        for parameter in module.parameters
+        if parameter.parts
+    }
+
+
+def _packing(parameter: ParameterProgram) -> Packing:
+    assert parameter.dim is not None, parameter.name  # the dim that has parts
+    return Packing(parameter.dim, parameter.parts)
+
+
+def keep_original_order(model: nn.Module, packed: Mapping[str, Packing], tp: int) -> None:
+    """Make state_dict write packed parameters with their rows in the original order."""
+    for name, one in packed.items():
+        owner = model.get_submodule(parent(name))
+        owner.register_state_dict_post_hook(_save_hook(name.rpartition(".")[2], one, tp))
+
+
+def _save_hook(leaf: str, packed: Packing, tp: int) -> Any:
+    def save(module: nn.Module, state_dict: dict, prefix: str, local_metadata: dict) -> None:
+        key = prefix + leaf
+        if key in state_dict:
+            state_dict[key] = to_original(state_dict[key], packed, tp)
+
+    return save
+
+
+def load_any_layout(model: nn.Module, packed: Mapping[str, Packing]) -> None:
+    """Make load_state_dict take whole tensors, and DTensors of other meshes (a collective on theirs)."""
+    for name, module in model.named_modules():
+        own = {leaf: packed.get(f"{name}.{leaf}" if name else leaf) for leaf in module._parameters}
+        if own:
+            module.register_load_state_dict_pre_hook(_load_hook(own))
+
+
+def _load_hook(own: Mapping[str, Packing | None]) -> Any:
+    def load(module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
+        for leaf, packed in own.items():
+            stored, value = module._parameters[leaf], state_dict.get(prefix + leaf)
+            if isinstance(stored, DTensor) and isinstance(value, Tensor):
+                state_dict[prefix + leaf] = to_stored(value, stored, packed)
+
+    return load
+
+
+def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, packed: Mapping[str, Packing], tp: int) -> None:
+    """Make the optimizer's state_dict and load_state_dict speak the original order of rows too, and take what the
+    model's do. Once is enough."""
+    if optimizer.__dict__.setdefault(_PORTABLE, False):
+        return
+    optimizer.__dict__[_PORTABLE] = True
+    packings = {id(p): packed[name] for name, p in model.named_parameters() if name in packed}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def save_one(value: Tensor, parameter: Tensor, packed: Packing | None) -> Tensor:
+        if packed is None:
+            return value
+        assert isinstance(value, DTensor)  # it has the shape of a parameter, and is placed as that is
+        return to_original(value, packed, tp)
+
+    def change(state_dict: dict, convert: Callable[[Tensor, Any, Packing | None], Tensor]) -> dict:
+        # torch.distributed.checkpoint numbers parameters by name, an optimizer itself by position.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        parameters = dict(zip(keys, held, strict=False))  # torch's own message tells that the numbers differ
+
+        def one(key: Any, value: Any) -> Any:
+            parameter = parameters.get(key)
+            if parameter is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+                return value
+            return convert(value, parameter, packings.get(id(parameter)))
+
+        changed = {
+            key: {name: one(key, value) for name, value in entries.items()}
+            for key, entries in state_dict["state"].items()
+        }
+        return {**state_dict, "state": changed}
+
+    def save(_: Optimizer, state_dict: dict) -> dict:
+        return change(state_dict, save_one)
+
+    def load(_: Optimizer, state_dict: dict) -> dict:
+        return change(state_dict, to_stored)
+
+    optimizer.register_state_dict_post_hook(save)
+    optimizer.register_load_state_dict_pre_hook(load)

@@ -1,0 +1,49 @@
+"""Asynchronous tensor parallelism: inductor splits products and runs them while gathers and scatters are on their way."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.torchlib.private import private
+
+_GraphPass: Any = private("CustomGraphPass")
+
+
+class Fused(_GraphPass):
+    """Notes what became of a compiled graph's collectives; it is called when inductor has fused what it will.
+
+    Attributes:
+        graphs: how many graphs were compiled.
+        fused: the operators that products and collectives became, with their numbers.
+        left: the collectives that were left as they are.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = 0
+        self.fused: Counter[str] = Counter()
+        self.left: Counter[str] = Counter()
+
+    def __call__(self, graph: Any) -> None:
+        self.graphs += 1
+        for node in graph.nodes:
+            namespace, _, name = str(node.target).partition(".")
+            if namespace == "symm_mem":
+                self.fused[name.partition(".")[0]] += 1
+            elif namespace == "_c10d_functional" and not name.startswith("wait_tensor"):
+                self.left[name.partition(".")[0]] += 1
+
+    def uuid(self) -> None:
+        """None: a graph is compiled, and noted, in each process; none is taken from a cache."""
+
+
+def inductor_options(fused: Fused) -> dict[str, Any]:
+    """torch.compile's `options` that fuse products with gathers and scatters."""
+    return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": fused}
+
+
+def enable_symmetric_memory(mesh: DeviceMesh) -> None:
+    """Let the ranks of a one-dimensional mesh read each other's memory, which the fused operators do."""
+    private("enable_symm_mem_for_group")(mesh.get_group().group_name)

@@ -1,0 +1,132 @@
+"""Moves at a module's boundary, as forward hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from shardplan.core.layout import I, P, R
+from shardplan.core.module_program import InputMove, ModuleProgram
+from shardplan.torchlib.attributes import owner_of
+
+from .forward import arguments_of
+from .outputs import as_dtensor, move_tail, on_first
+from .reading import read
+from .regather import note
+from .regime import Shared
+from .tensor_moves import move
+
+Programs = Mapping[str, ModuleProgram]
+
+
+class Enter:
+    """Forward pre-hook: moves the arguments."""
+
+    def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
+        self.parameters = arguments_of(module)
+        self.programs, self.shared, self.mesh = programs, shared, mesh
+        self.reads = {variant: shared.reads.get(pr.reads_in) for variant, pr in programs.items()}
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        program = self.programs[self.shared.regime.variant]
+        for boundary in program.enter:
+            args, kwargs = self._move(boundary, args, kwargs, program)
+        return args, kwargs
+
+    def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
+        reads = self.reads[self.shared.regime.variant] if boundary.once else None
+
+        def moved(x: Tensor) -> Tensor:
+            if reads is not None:
+                return reads.read(x, self.mesh)
+            src = boundary.src
+            if program.link == "door":
+                assert self.shared.link is not None
+                src = P if self.shared.link.take(x) else I
+            if not boundary.regather:
+                return move(x, self.mesh, src, boundary.dst)
+            if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
+                return checkpoint(move, x, self.mesh, src, boundary.dst, use_reentrant=False)
+            whole = move(x, self.mesh, src, boundary.dst)
+            note(whole, x, self.mesh, src.split_dim(x.ndim))
+            return whole
+
+        if boundary.argument == "*":
+
+            def each(x: Any) -> Any:
+                return moved(x) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+            return tuple(each(x) for x in args), {name: each(x) for name, x in kwargs.items()}
+        name = boundary.argument or self.parameters[0]
+        position = self.parameters.index(name) if name in self.parameters else len(args)
+        value = args[position] if position < len(args) else kwargs.get(name)
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{program.name}: style {program.style} moves the argument {name!r}, "
+                f"which is {'missing' if value is None else type(value).__name__} in this call"
+            )
+        if position < len(args):
+            return (*args[:position], moved(value), *args[position + 1 :]), kwargs
+        return args, {**kwargs, name: moved(value)}
+
+
+class Leave:
+    """Forward hook: moves the output, adds the bias that was withheld."""
+
+    def __init__(self, programs: Programs, shared: Shared, mesh: DeviceMesh):
+        self.programs, self.shared, self.mesh = programs, shared, mesh
+        # By variant: what waits for this module, and where its own partial sum waits.
+        self.waiting = {variant: shared.waiting.get((variant, pr.name)) for variant, pr in programs.items()}
+        self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
+
+    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        variant, mesh = self.shared.regime.variant, self.mesh
+        program, joins = self.programs[variant], self.joins[variant]
+        if (waiting := self.waiting[variant]) is not None:
+            output = on_first(output, waiting.take)
+        if (boundary := program.leave) is not None and joins is not None and joins.puts_off():
+            output = on_first(output, lambda x: joins.put(x, boundary.dst, mesh))
+        elif boundary is not None:
+            dst = P if self._stays_partial(program) else boundary.dst
+            output = on_first(output, lambda x: move(x, mesh, boundary.src, dst, size=boundary.size))
+        for parameter in program.parameters:
+            if not parameter.withheld:
+                continue
+            owner, leaf = owner_of(module, parameter.name)
+            if (bias := owner._parameters[leaf]) is not None:
+                output = _plus(output, read(bias, parameter, self.shared.regime))
+        if program.tail:
+            output = on_first(output, lambda x: move_tail(x, program.tail, mesh))
+        if program.outside:
+            output = tuple(
+                move(x, mesh, R, I) if i in program.outside and x is not None else x for i, x in enumerate(output)
+            )
+        if program.logits is not None:
+            output = as_dtensor(output, program.logits, mesh)
+        return output
+
+    def _stays_partial(self, program: ModuleProgram) -> bool:
+        if program.link != "source":
+            return False
+        assert self.shared.link is not None
+        return self.shared.link.keeps_partial(program.name)
+
+
+def _plus(output: Any, bias: Tensor) -> Any:
+    return on_first(output, lambda x: x + bias)
+
+
+def acts(program: ModuleProgram) -> bool:
+    """Whether `Leave` has anything to do."""
+    return bool(
+        program.leave
+        or program.tail
+        or program.outside
+        or program.logits is not None
+        or any(p.withheld for p in program.parameters)
+    )

@@ -1,0 +1,81 @@
+"""The module programs -> torch's ParallelStyle objects."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardplan.compiler.lower.homes import home_of
+from shardplan.core.layout import P
+from shardplan.core.module_program import ModuleProgram, ParameterProgram
+from shardplan.core.plan import ResolvedPlan, variant_name
+
+from .regime import PartialEmbedding, Regime, Shared
+from .shared_reads import SharedReads
+from .style import ModuleStyle
+from .waiting_sums import Waiting
+
+Variants = Mapping[str, Mapping[str, ModuleProgram]]  # `Program.by_name`
+
+
+def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, ParallelStyle], Shared]:
+    """Fresh styles for one model, by module name, and what they share.
+
+    Args:
+        plan, variants: `resolved` and `by_name` of a `Program`.
+    """
+    waiting: dict[tuple[str, str | None], Waiting] = {
+        (variant, name): Waiting((*module.joined, name), module.sum_rule)
+        for variant, modules in variants.items()
+        for name, module in modules.items()
+        if module.joined
+    }
+    tables: dict[str | None, SharedReads] = {
+        module.reads_in: SharedReads()
+        for modules in variants.values()
+        for module in modules.values()
+        if module.reads_in is not None
+    }
+    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan))
+    shared = Shared(regime, _link(variants[regime.variant]), waiting, tables)
+    reads = _reads(plan, variants)
+    styles: dict[str, ParallelStyle] = {}
+    for name in plan.tree.modules:
+        if name in reads or name in tables or any(name in modules for modules in variants.values()):
+            programs: dict[str, ModuleProgram] = {
+                variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()
+            }
+            styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
+    return styles, shared
+
+
+def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
+    """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
+    it, where there are several."""
+    units = frozenset(plan.fsdp_units)
+    found: dict[str, dict[str, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
+    for variant, modules in variants.items():
+        for name, module in modules.items():
+            home = home_of(name, units)
+            found[home][variant] += [(name[len(home) :].lstrip(".") if home else name, p) for p in module.parameters]
+    return {home: modes for home, modes in found.items() if any(len(reads) > 1 for reads in modes.values())}
+
+
+def _link(modules: Mapping[str, ModuleProgram]) -> PartialEmbedding | None:
+    doors = [m for m in modules.values() if m.link == "door"]
+    if not doors:
+        return None
+    sources = ((m.name, m.leave) for m in modules.values() if m.link == "source")
+    split = frozenset(name for name, leave in sources if leave is not None and leave.src == P)
+    seq_dim = doors[0].enter[0].dst.dim
+    assert isinstance(seq_dim, int)  # a program says which dim the sequence is
+    return PartialEmbedding(split, seq_dim)
+
+
+def _reduce_dtype(plan: ResolvedPlan) -> torch.dtype | None:
+    section = plan.data_parallel
+    reduce = section.mixed_precision.reduce if section and section.mixed_precision else None
+    return getattr(torch, reduce) if reduce else None

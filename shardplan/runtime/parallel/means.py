@@ -1,0 +1,58 @@
+"""Means over features of which every rank has some."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from shardplan.core.layout import P, R
+
+from .tensor_moves import move
+
+MEANS = (torch.mean, Tensor.mean)
+
+
+class Means:
+    """Around a norm's forward: its own code runs, and each mean over the last dim of what is shaped as its first argument is
+    that over all ranks' features. (What is reshaped before, into groups of features, has means of its own.)
+
+    Args:
+        features: their number on all ranks.
+    """
+
+    def __init__(self, features: int, mesh: DeviceMesh):
+        self.features, self.mesh = features, mesh
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        x = args[0] if args else next(iter(kwargs.values()))
+        with _OverAllRanks(x.shape, self.features, self.mesh):
+            return forward(*args, **kwargs)
+
+
+class _OverAllRanks(TorchFunctionMode):
+    def __init__(self, shape: torch.Size, features: int, mesh: DeviceMesh):
+        super().__init__()
+        self.shape, self.features, self.mesh = shape, features, mesh
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in MEANS:
+            return result
+        x = args[0] if args else kwargs["input"]
+        if x.shape != self.shape or not _reads_last(x, args, kwargs):
+            return result
+        return move(result * (x.shape[-1] / self.features), self.mesh, P, R)
+
+
+def _reads_last(x: Tensor, args: tuple, kwargs: dict) -> bool:
+    dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    if dims is None:
+        return True
+    last = (-1, x.ndim - 1)
+    return any(dim in last for dim in dims) if isinstance(dims, (tuple, list)) else dims in last

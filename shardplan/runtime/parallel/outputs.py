@@ -1,0 +1,96 @@
+"""What happens to a module's output besides one move."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from shardplan.core.layout import I, R, V
+
+from .tensor_moves import move
+
+
+def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply a change to the output; where it is no tensor, to the first tensor in it (tuples, lists, mappings and
+    dataclasses, in order), which is the one that the layout check takes for the module's result.
+
+    Raises:
+        ValueError: there is no tensor in it.
+    """
+    if isinstance(output, Tensor):
+        return change(output)
+    if type(output) is tuple and output and isinstance(output[0], Tensor):  # nearly always
+        return (change(output[0]), *output[1:])
+    found, changed = _on_first(output, change)
+    if not found:
+        raise ValueError(f"a module returned {type(output).__name__} without a tensor, and its rule moves its result")
+    return changed
+
+
+def _on_first(value: Any, change: Callable[[Tensor], Tensor]) -> tuple[bool, Any]:
+    """Whether there is a tensor in it, and the value with the first one changed."""
+    if isinstance(value, Tensor):
+        return True, change(value)
+    if isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            found, new = _on_first(item, change)
+            if found:
+                items = [*value[:i], new, *value[i + 1 :]]
+                return True, type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            found, new = _on_first(item, change)
+            if found:
+                value = copy.copy(value)
+                value[key] = new
+                return True, value
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            found, new = _on_first(getattr(value, field.name, None), change)
+            if found:
+                value = copy.copy(value)
+                object.__setattr__(value, field.name, new)  # of a frozen one too
+                return True, value
+    return False, value
+
+
+def move_tail(x: Tensor, tail: int, mesh: DeviceMesh) -> Tensor:
+    """Move the last `tail` features I -> R: every rank's heads read them, so their gradient is a partial sum."""
+    head, rest = x.split([x.shape[-1] - tail, tail], dim=-1)
+    return torch.cat([head, move(rest, mesh, I, R)], dim=-1)
+
+
+def as_dtensor(x: Tensor, size: int, mesh: DeviceMesh) -> DTensor:
+    """This rank's slice of the last dim as a DTensor of the full shape (`size` need not divide evenly)."""
+    shape = torch.Size((*x.shape[:-1], size))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+
+
+def gather_hidden_states(output: Any, length: int, seq_dim: int, mesh: DeviceMesh) -> None:
+    """Make a model output's `hidden_states` what the unsharded model returns: gather the sequence shards of the inner
+    layers. Their gradients arrive complete.
+
+    Args:
+        output: a transformers ModelOutput; changed in place. What has no `hidden_states` is left alone.
+        length: the length of a whole sequence.
+    """
+    states = getattr(output, "hidden_states", None)
+    if not isinstance(states, tuple):
+        return
+
+    def whole(state: Tensor | None) -> Tensor | None:
+        if state is None:
+            return None
+        if state.shape[seq_dim] == length:  # the last one, gathered by the final norm for the head
+            return move(state, mesh, R, I)
+        return move(state, mesh, V(seq_dim), I)
+
+    output["hidden_states"] = tuple(whole(state) for state in states)

@@ -1,0 +1,98 @@
+"""Parameters: stored as DTensors on the tp mesh, read as local tensors while a module's own forward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from shardplan.core.module_program import ParameterProgram, StandIn
+from shardplan.torchlib.attributes import owner_of
+from shardplan.torchlib.packing import pack
+
+from .reading import Member, call_with, read, slots_of
+from .regime import Regime
+
+
+def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+    """Replace a parameter of the module by a DTensor Parameter; frozen stays frozen.
+
+    Args:
+        src_data_rank: the tp rank whose values count; None: every rank's own (no communication).
+    """
+    owner, leaf = owner_of(module, parameter.name)
+    old = owner._parameters[leaf]
+    assert old is not None and not isinstance(old, DTensor), parameter.name
+    data = old.detach()
+    placement: Replicate | Shard = Replicate()
+    if parameter.dim is not None:
+        placement = Shard(parameter.dim)
+        if parameter.parts:
+            data = pack(data, parameter.dim, parameter.parts, mesh.size())
+    new = nn.Parameter(
+        distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
+    )
+    new.__dict__.update(old.__dict__)  # libraries mark parameters with attributes
+    owner.register_parameter(leaf, new)
+
+
+class LocalParameters:
+    """Around a module's forward: its DTensor parameters are local tensors, its withheld ones None or zeros.
+
+    They are exchanged in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the
+    Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here). Those of an
+    adapted layer are exchanged together, as the adapter's code reads what the layer holds.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Sequence[ParameterProgram]],
+        regime: Regime,
+    ):
+        self.parameters = parameters
+        self.regime = regime
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        stored: list[tuple[dict[str, Any], str, Tensor | None]] = []
+        try:
+            for program in self.parameters[self.regime.variant]:
+                owner, leaf = owner_of(module, program.name)
+                parameters = slots_of(owner)
+                parameter = parameters[leaf]
+                if program.withheld is not None:
+                    stored.append((parameters, leaf, parameter))
+                    parameters[leaf] = self._stand_in(parameter, program.withheld)
+                elif isinstance(parameter, DTensor):  # else an enclosing block has read it
+                    stored.append((parameters, leaf, parameter))
+                    parameters[leaf] = read(parameter, program, self.regime)
+            return forward(*args, **kwargs)
+        finally:
+            for parameters, leaf, parameter in stored:
+                parameters[leaf] = parameter
+
+    @staticmethod
+    def _stand_in(parameter: Tensor | None, what: StandIn) -> Tensor | None:
+        if parameter is None or what == "none":
+            return None
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return torch.zeros_like(local, requires_grad=False)
+
+
+class ParametersBelow:
+    """Around a forward that reads parameters of modules below it: they are local tensors in it too."""
+
+    def __init__(self, members: Mapping[str, Sequence[Member]], regime: Regime):
+        self.members = members
+        self.regime = regime
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        members, locals_ = [], []
+        for owner, name, program in self.members[self.regime.variant]:
+            parameter = owner._parameters[name]
+            members.append((owner, name, parameter))
+            locals_.append(None if parameter is None else read(parameter, program, self.regime))
+        return call_with(forward, members, locals_, args, kwargs)

@@ -1,0 +1,109 @@
+"""What all modules of one planned model share while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardplan.torchlib.private import private
+
+from .shared_reads import SharedReads
+from .waiting_sums import Waiting
+
+_current_graph_task_id = private("current_graph_task_id")
+_PARTIAL = "_shardplan_partial"  # on a tensor that reached the door: whether it was a partial sum
+
+
+@dataclass(slots=True)
+class Regime:
+    """The switches of a planned model.
+
+    Attributes:
+        variant: which of the programs the hooks run, by the name of the last section that is laid over the plan's others.
+        reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
+    """
+
+    variant: str
+    reduce_dtype: torch.dtype | None = None
+
+
+class PartialEmbedding:
+    """Knows, within one forward of the module that holds both ends, whether the value that reaches the
+    `split_seq_input` door is a partial sum from the plan's embeddings.
+
+    An embedding hands its partial sum on only where the door will see it: inside that forward. A whole table's vectors
+    join the partial sum only once the split tables gave theirs (with `inputs_embeds` these did not run: the value is
+    complete, and so must be what is added to it). Models run their tables in any order.
+
+    Args:
+        split: the names of the embeddings whose rows are split.
+        seq_dim: the sequence dimension of what the door splits.
+    """
+
+    def __init__(self, split: frozenset[str], seq_dim: int = 1):
+        self.split = split
+        self.seq_dim = seq_dim
+        self.running = False
+        self.pending: set[str] = set()
+        self.complete = False
+        self.length: int | None = None  # of the whole sequence, noted by the door
+
+    def begin(self) -> None:
+        self.running = True
+        self.pending.clear()
+        self.complete = False
+        self.length = None
+
+    def end(self) -> None:
+        self.running = False
+        self.pending.clear()
+
+    def keeps_partial(self, source: str) -> bool:
+        """Called by an embedding with its name: whether to hand on its partial sum as it is."""
+        joins = source in self.split or self.pending.issuperset(self.split)
+        if not self.running or self.complete or not joins:
+            self.complete = True
+            return False
+        self.pending.add(source)
+        return True
+
+    def take(self, x: Tensor) -> bool:
+        """Called by the door with the value that arrives: whether it is a partial sum.
+
+        A checkpoint around the door runs it again in backward, after the forward that knew; so the answer stays with
+        the tensor, which such a checkpoint hands in again.
+
+        Raises:
+            RuntimeError: it hands in a copy.
+        """
+        if not self.running and _current_graph_task_id() != -1:
+            if not hasattr(x, _PARTIAL):
+                raise RuntimeError(
+                    "a checkpoint around the sequence-parallel door recomputes it from a copy of its input "
+                    "(use_reentrant=True?): use the plan's activation_checkpointing, or use_reentrant=False"
+                )
+            return getattr(x, _PARTIAL)
+        partial = bool(self.pending) and not self.complete
+        setattr(x, _PARTIAL, partial)
+        self.pending.clear()
+        self.length = x.shape[self.seq_dim]
+        return partial
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the styles of one program share.
+
+    Args:
+        link: where the plan has a `split_seq_input` door.
+        waiting: by variant and module, what is reduced with its own partial sum.
+        reads: by module, what is moved once in each call of it for all that read it there.
+    """
+
+    regime: Regime
+    link: PartialEmbedding | None = None
+    waiting: Mapping[tuple[str, str | None], Waiting] = field(default_factory=dict)
+    reads: Mapping[str | None, SharedReads] = field(default_factory=dict)

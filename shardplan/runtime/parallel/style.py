@@ -1,0 +1,122 @@
+"""`ModuleStyle`: a ParallelStyle that carries out a `ModuleProgram` on one module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from shardplan.core.module_program import ModuleProgram, ParameterProgram
+from shardplan.torchlib.attributes import divide_attributes, owner_of
+
+from .boundaries import Enter, Leave, acts
+from .failures import at_module
+from .forward import wrap_forward
+from .means import Means
+from .outputs import gather_hidden_states
+from .parameters import LocalParameters, ParametersBelow, distribute
+from .reading import Reads
+from .regather import Regather
+from .regime import Shared
+from .shared_reads import ReadsOnce
+from .vocabulary_lookup import VocabularyLookup
+from .waiting_sums import Collects
+
+
+class ModuleStyle(ParallelStyle):
+    """One module's part of a program; to be applied once, to that module.
+
+    Args:
+        programs: by variant, as far as the plan has them. All store the parameters alike; moves and gradients differ.
+        shared: what it has in common with the styles of the other modules.
+        reads: by variant the parameters in this block, itself included, that are read together, with the names of their
+            modules relative to this one.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[str, ModuleProgram],
+        shared: Shared,
+        reads: Mapping[str, Sequence[tuple[str, ParameterProgram]]] = MappingProxyType({}),
+    ):
+        super().__init__()
+        self.programs = programs
+        self.reads = reads
+        self.shared = shared
+
+    @property
+    def program(self) -> ModuleProgram:
+        """The program that runs now."""
+        return self.programs[self.shared.regime.variant]
+
+    def __repr__(self) -> str:
+        return f"ModuleStyle({self.program.name!r}, {self.program.style})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        with at_module(self.program.name):
+            self._store(module, device_mesh)
+            self._read(module, device_mesh)
+            self._hook(module, device_mesh)
+        return module
+
+    def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        divide_attributes(module.get_submodule(self.program.layer), self.program.divide, mesh.size())
+        for parameter in self.program.parameters:
+            distribute(module, parameter, mesh, self.src_data_rank)
+
+    def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        program, regime = self.program, self.shared.regime
+        if program.parameters:
+            parameters = {variant: pr.parameters for variant, pr in self.programs.items()}
+            wrap_forward(module, LocalParameters(parameters, regime))
+        if program.vocabulary is not None:
+            wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
+        if program.features is not None:
+            wrap_forward(module, Means(program.features, mesh))
+        if any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
+            wrap_forward(module, Regather())
+        if program.also_reads:
+            members = {
+                variant: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in pr.also_reads)
+                for variant, pr in self.programs.items()
+            }
+            wrap_forward(module, ParametersBelow(members, regime))
+        waiting = [self.shared.waiting[variant, name] for variant, pr in self.programs.items() for name in pr.collects]
+        if waiting:
+            wrap_forward(module, Collects(waiting))
+        if program.name in self.shared.reads:
+            wrap_forward(module, ReadsOnce(self.shared.reads[program.name]))
+        if self.reads:
+            members = {
+                variant: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in reads)
+                for variant, reads in self.reads.items()
+            }
+            wrap_forward(module, Reads(members, regime))
+
+    def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        programs = self.programs.values()
+        if any(pr.link == "scope" for pr in programs):
+            self._hook_scope(module, mesh)
+        if any(pr.enter for pr in programs):
+            module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
+        if any(acts(pr) for pr in programs):
+            module.register_forward_hook(Leave(self.programs, self.shared, mesh))
+
+    def _hook_scope(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        link = self.shared.link
+        assert link is not None
+
+        def begin(module: nn.Module, args: Any) -> None:
+            link.begin()
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            link.end()
+            if link.length is not None and output is not None:
+                gather_hidden_states(output, link.length, link.seq_dim, mesh)
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)

@@ -1,0 +1,131 @@
+"""Partial sums that wait for another one, to be reduced by one collective: a plan's `sum_outputs`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.layout import Layout
+from shardplan.torchlib.private import private
+
+_current_graph_task_id = private("current_graph_task_id")
+
+
+class Waiting:
+    """The partial sums that wait for one module's, in one call of the block around them.
+
+    A partial sum that is made outside of a call of the block (somebody calls its module alone) waits for nothing: it is
+    reduced by itself.
+
+    Args:
+        modules: whose they are, the last being the one at which all are reduced. The names are for messages alone: compiled
+            layers share what does not depend on a name.
+        rule: the words of the plan that say so, for messages.
+    """
+
+    def __init__(self, modules: tuple[str, ...], rule: str = ""):
+        self.modules = modules
+        self.rule = rule
+        self.sums: list[Tensor] = []
+        self.running = False
+        self.with_grad = False  # the block's call records gradients
+
+    def puts_off(self) -> bool:
+        """Whether a partial sum that would wait now is not to be reduced at its own module: in the block's call, and where a
+        checkpoint inside the block runs a part of it again in backward."""
+        return self.running or _current_graph_task_id() != -1
+
+    def put(self, x: Tensor, dst: Layout, mesh: DeviceMesh) -> Tensor:
+        """Keep a partial sum; returns zeros of the shape that the reduced one would have.
+
+        Raises:
+            RuntimeError: its gradient would be lost.
+        """
+        if self.running:  # else it is run again for what its forward keeps, and the sum was made before
+            self._check_gradients()
+            self.sums.append(x)
+        shape = list(x.shape)
+        if dst.kind == "V":
+            shape[dst.split_dim(x.ndim)] //= mesh.size()
+        return x.new_zeros(shape)
+
+    def take(self, x: Tensor) -> Tensor:
+        """A partial sum with those that wait for it added.
+
+        Raises:
+            RuntimeError: the gradient of one would be lost; or a checkpoint inside the block runs this part of it again.
+        """
+        if not self.running:
+            if _current_graph_task_id() != -1:
+                raise RuntimeError(
+                    f"a checkpoint around {self.modules[-1]} alone needs the sum of {self._names} again, which the block "
+                    f"around them makes: checkpoint the block, or {self._remedy}"
+                )
+            return x
+        self._check_gradients()
+        for other in self.sums:
+            x = x + other
+        self.sums.clear()
+        return x
+
+    def begin(self) -> None:
+        self.running, self.with_grad = True, torch.is_grad_enabled()
+
+    def check_empty(self) -> None:
+        """Raises RuntimeError where something waits in vain."""
+        if self.sums:
+            raise RuntimeError(
+                f"{self.modules[-1]} did not run after {self._others}, whose partial sums wait for its own: {self._remedy}"
+            )
+
+    def end(self) -> None:
+        self.running = False
+        self.sums.clear()
+
+    def _check_gradients(self) -> None:
+        if torch.is_grad_enabled() != self.with_grad:
+            raise RuntimeError(
+                f"a part of {self._names} runs with gradients switched off, and the block around it does not (or the other "
+                "way round): the gradient of what waits would be lost. A checkpoint inside the block needs "
+                f"use_reentrant=False; else {self._remedy}"
+            )
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self.modules)
+
+    @property
+    def _others(self) -> str:
+        return ", ".join(self.modules[:-1])
+
+    @property
+    def _remedy(self) -> str:
+        return f"delete {self.rule}"
+
+
+class Collects:
+    """Around the forward of a block: nothing waits once it is over, whichever way it ends. Activation checkpointing ends its
+    second run where the last tensor is there that backward needs.
+
+    Args:
+        waiting: what may wait in it, with sequence parallelism or without.
+    """
+
+    def __init__(self, waiting: Sequence[Waiting]):
+        self.waiting = tuple(waiting)
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        for one in self.waiting:
+            one.begin()
+        try:
+            result = forward(*args, **kwargs)
+            for one in self.waiting:
+                one.check_empty()
+            return result
+        finally:
+            for one in self.waiting:
+                one.end()

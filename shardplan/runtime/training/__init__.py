@@ -1,0 +1,27 @@
+"""What a training loop needs besides the model; the losses are usable without a plan."""
+
+from shardplan.runtime.parallel.vocabulary_entropy import entropy
+from shardplan.runtime.parallel.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
+from shardplan.runtime.parallel.vocabulary_probabilities import log_probabilities
+from shardplan.runtime.parallel.vocabulary_top_k import top_k
+
+from .context_parallel import context_parallel
+from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
+from .inference import unshard
+from .local import to_local_if_dtensor
+from .padding import pad_to_multiple
+
+__all__ = [
+    "causal_lm_loss",
+    "clip_grad_by_total_norm_",
+    "clip_grad_norm_",
+    "context_parallel",
+    "entropy",
+    "get_grad_norm",
+    "log_probabilities",
+    "pad_to_multiple",
+    "to_local_if_dtensor",
+    "top_k",
+    "unshard",
+    "vocabulary_parallel_nll",
+]

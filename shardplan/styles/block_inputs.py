@@ -1,0 +1,87 @@
+"""Styles that move a value at a module's boundary and leave its parameters to other rules."""
+
+from shardplan.core.layout import SEQ, I, P, R, V
+
+from .style_record import OTHER, Options, Style, Trial
+
+STYLES = (
+    Style(
+        name="gather_seq_input",
+        summary="The door of a block under sequence parallelism: the argument is gathered along the sequence once for "
+        "all that read it.",
+        owns_parameters=False,
+        takes=(V(SEQ),),
+        inside=R,
+        options=Options(output=("all_reduce", "reduce_scatter"), grad=True),
+        comment="The door of a block: its input is gathered along the sequence, once for all that read it.",
+        trials=(
+            Trial(on=OTHER, sliced=1),
+            Trial(on=OTHER, sliced=11, output="reduce_scatter"),
+            Trial(on=OTHER, sliced=16, output="all_reduce"),
+        ),
+        source="arXiv 2205.05198",
+    ),
+    Style(
+        name="input_with_grad_allreduce",
+        summary="The door of a block under tensor parallelism: the argument's gradient is all-reduced once for all "
+        "that read it.",
+        owns_parameters=False,
+        takes=(I,),
+        inside=R,
+        options=Options(output=("all_reduce", "reduce_scatter")),
+        comment="The door of a block: one all-reduce of the gradient for all that read its input.",
+        trials=(
+            Trial(on=OTHER, whole=1, sliced=15),
+            Trial(on=OTHER, whole=11, output="all_reduce"),
+        ),
+        source="arXiv 1909.08053, the operator f",
+    ),
+    Style(
+        name="output_with_grad_allreduce",
+        summary="The same behind a module: the gradient of what it hands on is all-reduced once for all that read it (a "
+        "norm in front of parallel attention and MLP).",
+        owns_parameters=False,
+        computes=I,
+        hands=R,
+        source="arXiv 1909.08053, the operator f",
+    ),
+    Style(
+        name="split_seq_input",
+        summary="The door into the sequence-parallel region: the argument is split along the sequence; partial sums "
+        "from an embedding are reduced on the way.",
+        owns_parameters=False,
+        takes=(I, P),
+        inside=V(SEQ),
+        trials=(Trial(on=OTHER, sliced=2),),
+        source="arXiv 2205.05198",
+    ),
+    Style(
+        name="replicate_seq",
+        summary="A block that stays whole under sequence parallelism: the argument is gathered along the sequence, every "
+        "rank computes the same, and each hands on its slice.",
+        owns_parameters=False,
+        takes=(V(SEQ),),
+        inside=I,
+        computes=I,
+        hands=V(SEQ),
+        comment="Needs the whole sequence and stays whole: every rank computes the same.",
+        trials=(Trial(on=OTHER, sliced=13),),
+    ),
+    Style(
+        name="all_reduce",
+        summary="The module's output is a partial sum: all-reduce it.",
+        owns_parameters=False,
+        computes=P,
+        hands=I,
+        trials=(Trial(on=OTHER, whole=13),),
+    ),
+    Style(
+        name="reduce_scatter",
+        summary="The module's output is a partial sum: reduce it and split it along the sequence.",
+        owns_parameters=False,
+        computes=P,
+        hands=V(SEQ),
+        trials=(Trial(on=OTHER, sliced=12),),
+        source="arXiv 2205.05198",
+    ),
+)

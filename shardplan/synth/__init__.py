@@ -1,5 +1,0 @@
-"""From a model to a plan."""
-
-from .codes import CODES
-
-__all__ = ["CODES"]

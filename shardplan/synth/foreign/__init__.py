@@ -1,5 +1,0 @@
-"""Plans of other projects as ours: transformers, NeMo Automodel and NeMo-RL, torch, DeepSpeed. Imports nothing heavy."""
-
-from .codes import CODES
-
-__all__ = ["CODES"]

@@ -1,0 +1,55 @@
+"""Another function in the place of torch's attention, and which calls of it a chunked sequence allows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+SEQUENCE = 2  # the dimension in [batch, heads, sequence, features]
+
+attention = F.scaled_dot_product_attention
+
+
+@contextmanager
+def attention_replaced(by: Callable[..., Tensor]) -> Iterator[None]:
+    """Put a function in the place of `torch.nn.functional.scaled_dot_product_attention` while the context lasts.
+
+    A mode would not do: backward, and so what activation checkpointing runs again, is called with modes switched off.
+
+    Raises:
+        RuntimeError: it is replaced already.
+    """
+    if F.scaled_dot_product_attention is not attention:
+        raise RuntimeError(
+            "torch.nn.functional.scaled_dot_product_attention is replaced already: contexts are not nested"
+        )
+    F.scaled_dot_product_attention = _as_function(by)
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = attention
+
+
+@functools.cache
+def _as_function(by: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function with the name that torch knows; the same one each time, so that compiled code is not compiled again."""
+
+    @functools.wraps(attention)
+    def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
+        return by(*args, **kwargs)
+
+    return scaled_dot_product_attention
+
+
+def misfit(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> str | None:
+    """Why a call of attention is not the causal one of a sequence to itself."""
+    if attn_mask is not None:
+        return "attention with a mask of its own, such as a sliding window or padding"
+    if not is_causal or query.shape[SEQUENCE] != key.shape[SEQUENCE]:
+        return "attention that is not causal, or not of a sequence to itself"
+    return None
