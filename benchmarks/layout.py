@@ -1,6 +1,6 @@
 """What the layout check costs, after imports: `python -m benchmarks.layout [--tp N] [plan ...]`.
 
-Each line: making the small copy, its unsharded recorded run, the check of a right plan without and with its overlay; in
+Each line: making the reduced model, its unsharded recorded run, the check of a right plan without and with its overlay; in
 milliseconds of wall time, the median of five.
 """
 
@@ -25,13 +25,13 @@ from shardplan.compiler.layout import Workbench, check_layout  # noqa: E402
 from shardplan.core.mesh import MeshSizes  # noqa: E402
 from shardplan.language import parse_plan  # noqa: E402
 from shardplan.model import find_model, tree_of  # noqa: E402
-from shardplan.model.reduced import make_twin  # noqa: E402
+from shardplan.model.reduced import make_reduced_model  # noqa: E402
 
 REPEATS = 5
 PLANS = "gemma3 gemma3_text gpt2 llama mistral mixtral phi3 qwen2 qwen3 qwen3_moe".split()
 SECTION = """## The layout check
 
-`python -m benchmarks.layout`: milliseconds of wall time after imports, median of five, tp {tp}: making the small copy, its
+`python -m benchmarks.layout`: milliseconds of wall time after imports, median of five, tp {tp}: making the reduced model, its
 unsharded recorded run, and the check of the right plan without and with its overlay. A validation of both variants pays all
 four once.
 """
@@ -57,14 +57,18 @@ def main() -> None:
     for name in args.plans or PLANS:
         plan = parse_plan(name).plan
         found = find_model(plan.models[0])
-        twin = make_twin(found, tp=args.tp, experts_implementation="eager")
-        model = twin.build()
+        reduced_model = make_reduced_model(found, tp=args.tp, experts_implementation="eager")
+        model = reduced_model.build()
         tree = tree_of(model)
-        bench = Workbench(model, twin.inputs(), tree)
+        bench = Workbench(model, reduced_model.inputs(), tree)
         bound = [bind(plan, tree, MeshSizes(tp=args.tp), overlays_of(on))[0] for on in (False, True)]
         numbers = [
-            milliseconds(lambda found=found: make_twin(found, tp=args.tp).build()),
-            milliseconds(lambda model=model, twin=twin, tree=tree: Workbench(model, twin.inputs(), tree)),
+            milliseconds(lambda found=found: make_reduced_model(found, tp=args.tp).build()),
+            milliseconds(
+                lambda model=model, reduced_model=reduced_model, tree=tree: Workbench(
+                    model, reduced_model.inputs(), tree
+                )
+            ),
             *(milliseconds(lambda one=one, bench=bench: check_layout(one, bench)) for one in bound),
         ]
         print(f"| {name} | " + " | ".join(f"{number:.0f}" for number in numbers) + " |", flush=True)

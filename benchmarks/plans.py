@@ -1,9 +1,9 @@
 """What every built-in plan communicates at real dimensions, against the least: `python -m benchmarks.plans [type ...]`.
 
-A plan is applied to a model of its type's default dimensions, with the layers that the small copy has (each kind once), and a
+A plan is applied to a model of its type's default dimensions, with the layers that the reduced model has (each kind once), and a
 training step is traced on tensors without memory, as `shardplan estimate` does: every collective of the tp axis, with its
 real size. What it sends is a number for each token and one whatever the number of tokens; a third shape shows that nothing
-else is in it. The least is derived from the unsharded run of the small copy and the model's dimensions, by code that does not
+else is in it. The least is derived from the unsharded run of the reduced model and the model's dimensions, by code that does not
 read the program (tests/zoo/least.py).
 """
 
@@ -36,12 +36,12 @@ from shardplan.model import find_any
 from shardplan.model.build_tree import tree_of
 from shardplan.model.config_numbers import text_config
 from shardplan.model.found import FoundModel
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.fields import role
 from shardplan.model.reduced.layers import Kept
 from shardplan.model.reduced.shrink import SHRINK
 from tests.model_settings import find, without_dropout
-from tests.zoo.doors import Size, TooManyChoices
+from tests.zoo.block_inputs import Size, TooManyChoices
 from tests.zoo.least import least
 
 from .page import table
@@ -96,9 +96,9 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
         TooManyChoices: of places to reduce gradients at.
     """
     found = find(name)
-    twin = make_twin(found, tp=TPS[0], experts_implementation="eager")
-    short, model = cut(found, twin.layers), twin.build()
-    bench = Workbench(model, twin.inputs(kind=twin.kinds[0]), tree_of(model))
+    reduced_model = make_reduced_model(found, tp=TPS[0], experts_implementation="eager")
+    short, model = cut(found, reduced_model.layers), reduced_model.build()
+    bench = Workbench(model, reduced_model.inputs(kind=reduced_model.kinds[0]), tree_of(model))
     made: dict[str, Any] = {word: {} for word in variants}
     for word in variants:
         resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), overlays_of(VARIANTS[word]))

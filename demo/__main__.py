@@ -52,7 +52,7 @@ def _refuse_layouts() -> bool:
 def _prove() -> bool:
     shell.heading("4. A plan is proven")
     shell.say(
-        "A small copy of the architecture runs unsharded and sharded; loss, logits and every gradient are compared.",
+        "A reduced model of the architecture runs unsharded and sharded; loss, logits and every gradient are compared.",
     )
     return shell.run("verify", QWEN3, "qwen3", "--tp", "2", "--sequence-parallel", expect=0)
 

@@ -53,7 +53,9 @@ def make_mesh(device: str, tp: int, dp_replicate: int) -> DeviceMesh:
     """The ranks as [dp_replicate, dp_shard, tp]; tp last, so that its ranks are neighbours."""
     dp_shard, rest = divmod(dist.get_world_size(), tp * dp_replicate)
     if rest or not dp_shard:
-        raise SystemExit(f"{dist.get_world_size()} processes are no multiple of tp {tp} x dp_replicate {dp_replicate}")
+        raise SystemExit(
+            f"{dist.get_world_size()} processes are not a multiple of tp {tp} x dp_replicate {dp_replicate}"
+        )
     names = ("dp_replicate", "dp_shard", "tp") if dp_replicate > 1 else ("dp_shard", "tp")
     sizes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
     return init_device_mesh(device, tuple(sizes[name] for name in names), mesh_dim_names=names)
@@ -92,7 +94,7 @@ def own_part(batch: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     tp_ranks = mesh["tp"].size()
     parts, index = dist.get_world_size() // tp_ranks, dist.get_rank() // tp_ranks
     if len(batch) % parts:
-        raise SystemExit(f"--batch {len(batch)} is no multiple of the {parts} data-parallel ranks")
+        raise SystemExit(f"--batch {len(batch)} is not a multiple of the {parts} data-parallel ranks")
     return batch.chunk(parts)[index]
 
 

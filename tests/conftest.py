@@ -53,7 +53,7 @@ QUICK = {
     "test_report",
     "test_rooms",
     "test_schema",
-    "test_twin_counts",
+    "test_reduced_model_counts",
 }
 
 

@@ -27,7 +27,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, overlays_of
 from shardplan.core.report import Comparison
 from shardplan.model import find_any, tree_of
-from shardplan.model.reduced import Twin, make_twin
+from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
 from shardplan.proof.rank import whole
 from shardplan.proof.steps import cast
@@ -63,14 +63,16 @@ Call = Callable[[nn.Module, dict[str, Any]], dict[str, Tensor | None]]
 
 
 @functools.cache
-def twin(name: str, tp: int, tied: bool | None = None, attn: str | None = None, classes: str | None = None) -> Twin:
-    """The small copy of a model type, its experts run one by one; of its `classes` variant (`LlamaModel`) if that is said."""
+def reduced_model(
+    name: str, tp: int, tied: bool | None = None, attn: str | None = None, classes: str | None = None
+) -> ReducedModel:
+    """The reduced model type, its experts run one by one; of its `classes` variant (`LlamaModel`) if that is said."""
     found = find_any(AutoConfig.for_model(name, **SETTINGS.get(name, {})))
     if classes is not None:
         found.config.classifier_dropout = 0.0
         with torch.device("meta"):
             found = getattr(transformers, classes)(found.config)
-    return make_twin(found, tp=tp, tied=tied, attn_implementation=attn, experts_implementation="eager")
+    return make_reduced_model(found, tp=tp, tied=tied, attn_implementation=attn, experts_implementation="eager")
 
 
 def step(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -115,7 +117,7 @@ def program_of(
         bind_variants(read, tree_of(model), MeshSizes(tp=tp), {NO_OVERLAYS, overlays_of(sequence_parallel)})
     )
     if variants.any_error:
-        raise PlanError(variants.together)
+        raise PlanError(variants.all_findings)
     return lowered(variants, overlays_of(sequence_parallel), logits=logits, regather=regather, sections=sections)
 
 
@@ -264,8 +266,8 @@ def case(
     prepare: Callable[[nn.Module], Any] = lambda model: None,
     **options: Any,
 ) -> Case:
-    """A built-in plan (or another one) on the twin of the model type of that name."""
-    small = twin(name, tp, tied, attn, classes)
+    """A built-in plan (or another one) on the reduced model of the model type of that name."""
+    small = reduced_model(name, tp, tied, attn, classes)
     feed = small.inputs(kind=kind, padding=padding) if inputs is None else inputs
     options = {"sequence_parallel": sp, "logits": logits, **options}
     return Case(small.build, feed, plan or name, tp, call, options, prepare)

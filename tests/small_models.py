@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def small_config(name: str, *, tied: bool = False, **settings: Any) -> Any:
-    """The configuration of a small model of that type."""
+    """The configuration of a reduced model of that type."""
     return AutoConfig.for_model(name, **{**copy.deepcopy(CONFIGS[name]), "tie_word_embeddings": tied, **settings})
 
 

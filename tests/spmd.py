@@ -33,7 +33,7 @@ from shardplan.torchlib.private import private
 TYPES = {"I": spmd.I, "R": spmd.R, "V": spmd.V, "P": spmd.P}
 
 
-# Linear, in small copies, in what may be a summand (copies have no dropout and one dtype; a look-up is linear in its
+# Linear, in reduced models, in what may be a summand (copies have no dropout and one dtype; a look-up is linear in its
 # table); the engine has no rule for them.
 LINEAR = ("to", "dropout", "embedding")
 
@@ -110,7 +110,7 @@ class Typed(RankRecorder):
         with spmd.no_typecheck():
             moved = super().moved_results(scope, module, results)
         if output is not None:
-            if (misfit := self._misfit(results[0], (output.computed,), f"{bound.name} computes")) is not None:
+            if (misfit := self._misfit(results[0], (output.source,), f"{bound.name} computes")) is not None:
                 raise Misfit(misfit)
         if output is not None and output.moves:
             waits = bound.scope is not None and self.runs_inside(bound.scope)
@@ -144,14 +144,14 @@ def _decided(one: BoundModule, found: Layout) -> BoundModule:
     return replace(one, boundary=replace(one.boundary, output=replace(output, destination=found)))
 
 
-def objection(bench: Workbench, plan: ResolvedPlan, arrivals: Mapping[str, Layout]) -> str:
+def reason(bench: Workbench, plan: ResolvedPlan, incoming: Mapping[str, Layout]) -> str:
     """What the other engine says against a plan; empty where nothing.
 
     Args:
         arrivals: of the layout check, which has chosen what a gathered value is, where its readers decide on that.
     """
     ranks = plan.sizes.tp
-    bound = {name: _decided(one, arrivals.get(name, R)) for name, one in boundaries(plan).items()}
+    bound = {name: _decided(one, incoming.get(name, R)) for name, one in boundaries(plan).items()}
     with _mesh(ranks) as mesh:
         model = rank_model(bench.model, bound, ranks, 0)
         run = Typed(model, bench.atoms, bound, bench.reference, ranks, 0)

@@ -30,7 +30,7 @@ from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ParameterInfo
 from shardplan.model import find_any, tree_of
 from shardplan.model.adapters import adapters_in, unwrapped
-from shardplan.model.reduced import Twin, make_twin
+from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.parallel import reading
 from shardplan.styles import STYLES
@@ -101,12 +101,12 @@ def causal(name: str, **settings: Any) -> nn.Module:
 
 
 @functools.cache
-def twin(name: str, tp: int) -> Twin:
-    return make_twin(CASES[name].meta(), tp=tp, experts_implementation="eager")
+def reduced_model(name: str, tp: int) -> ReducedModel:
+    return make_reduced_model(CASES[name].meta(), tp=tp, experts_implementation="eager")
 
 
 def case(name: str, tp: int, *, sp: bool, **options: Any) -> Case:
-    small, adapted = twin(name, tp), CASES[name]
+    small, adapted = reduced_model(name, tp), CASES[name]
     options = {"sequence_parallel": sp, **options}
     return Case(small.build, small.inputs(), adapted.plan or adapted.model, tp, options=options)
 
@@ -133,7 +133,7 @@ def test_equal_to_the_unsharded_model(name, tp, sp):
     """Loss, logits and the gradient of everything that is trained; nothing of it is zero."""
     rows = case(name, tp, sp=sp).rows()
     assert_equal(rows)
-    assert {row.name for row in rows} == {"loss", "logits"} | trained(twin(name, tp).build())
+    assert {row.name for row in rows} == {"loss", "logits"} | trained(reduced_model(name, tp).build())
     assert {row.verdict for row in rows} == {"equal"}
 
 
@@ -151,7 +151,7 @@ def test_the_small_copy_has_the_adapters_of_the_original(name):
         tree = tree_of(model)
         return {(tree.pattern(n), str(p.adapter)) for n, (_, p) in tree.parameters.items() if p.requires_grad}
 
-    original, small = CASES[name].meta(), twin(name, 2).build()
+    original, small = CASES[name].meta(), reduced_model(name, 2).build()
     assert seen(original) == seen(small)
     assert all(bool(p.any()) for p in small.parameters())
     for _, wrapper in adapters_in(small):
@@ -160,18 +160,20 @@ def test_the_small_copy_has_the_adapters_of_the_original(name):
 
 
 def test_ranks_stay_in_relation():
-    ranks = {name.rpartition(".")[2]: w.r["default"] for name, w in adapters_in(twin("llama, ranks", 2).build())}
+    ranks = {
+        name.rpartition(".")[2]: w.r["default"] for name, w in adapters_in(reduced_model("llama, ranks", 2).build())
+    }
     assert ranks.pop("q_proj") < min(ranks.values()) and len(set(ranks.values())) == 1
 
 
 def test_peft_s_own_wrapper_is_sharded_inside():
     """The wrapper itself is called; names of its state dict are as before."""
     name, tp = "llama", 2
-    inputs = twin(name, tp).inputs()
+    inputs = reduced_model(name, tp).inputs()
 
     def build() -> PeftModel:
         torch.manual_seed(0)
-        inner = twin(name, tp).build()
+        inner = reduced_model(name, tp).build()
         config = LoraConfig(r=4, target_modules=ALL, init_lora_weights=False)
         plain = AutoModelForCausalLM.from_config(inner.config).train()
         return get_peft_model(plain, config)
@@ -199,7 +201,7 @@ def test_the_model_without_its_adapters():
         return {"logits": model(**inputs).logits}
 
     name = "llama, saved"
-    assert_equal(Case(twin(name, 2).build, twin(name, 2).inputs(), "llama", 2, call).rows())
+    assert_equal(Case(reduced_model(name, 2).build, reduced_model(name, 2).inputs(), "llama", 2, call).rows())
 
 
 @pytest.mark.parametrize("how", ["injected", "transformers", "two adapters", "one of two", "classifier"])
@@ -233,7 +235,7 @@ def test_the_adapter_that_is_trained_may_be_changed_afterwards():
     with torch.device("meta"):
         model = get_peft_model(causal("llama"), LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
         model.add_adapter("second", LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
-    small = make_twin(model, tp=2)
+    small = make_reduced_model(model, tp=2)
 
     def second(model: nn.Module, inputs: dict) -> dict:
         for _, wrapper in adapters_in(model):
@@ -298,7 +300,7 @@ def test_the_numeric_proof_says_the_same(monkeypatch, part, shard, names, sp):
     mutated(monkeypatch, part, shard, WHOLE)
     wrong = case("llama", 2, sp=sp).wrong()
     split = ("o_proj", "down_proj") if shard == "in" else ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    adapters = trained(twin("llama", 2).build())
+    adapters = trained(reduced_model("llama", 2).build())
     assert wrong.keys() == {n for n in adapters if names in n and any(layer in n for layer in split)}
 
 
@@ -427,14 +429,14 @@ def test_adapters_add_one_small_reduction_to_each_block(sp):
             loss.backward()
         return [forward, backward]
 
-    inputs = twin("llama", 2).inputs()
+    inputs = reduced_model("llama", 2).inputs()
     with fake_mesh(2) as mesh:
-        bare = AutoModelForCausalLM.from_config(twin("llama", 2).config).requires_grad_(False)
+        bare = AutoModelForCausalLM.from_config(reduced_model("llama", 2).config).requires_grad_(False)
         bare.model.embed_tokens.weight.requires_grad_(True)
         plain = counted(bare)
-        adapted = counted(twin("llama", 2).build())
+        adapted = counted(reduced_model("llama", 2).build())
     assert adapted[0].counts == plain[0].counts
-    model = twin("llama", 2).build()
+    model = reduced_model("llama", 2).build()
     partial = [
         p.numel()
         for n, p in model.named_parameters()

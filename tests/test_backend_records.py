@@ -186,7 +186,7 @@ def test_the_mesh_that_its_function_gets(
     applied_on("dp_replicate", "dp_shard")
     ((dims, names),) = wrapping
     assert dims == (("dp_replicate", "dp_shard") if hybrid else ("dp_replicate_dp_shard",))
-    assert (names.together is not None) == (hybrid and joint) and names.units == ("first",)
+    assert (names.joint is not None) == (hybrid and joint) and names.units == ("first",)
 
 
 def test_nothing_that_wraps_data_parallel_ranks_is_an_error(

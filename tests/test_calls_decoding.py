@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shardplan.runtime.apply import without_sequence_parallel
-from tests.proofs import assert_equal, case, on_ranks, ranked, twin
+from tests.proofs import assert_equal, case, on_ranks, ranked, reduced_model
 from tests.simulation import on_every_rank, rank_values
 
 
@@ -39,7 +39,7 @@ def test_decoding_in_a_sequence_parallel_model():
 
 
 def test_a_decoding_step_under_sequence_parallelism_is_refused():
-    small = twin("llama", 2)
+    small = reduced_model("llama", 2)
     inputs = ranked(small.inputs(), 2)
     with on_ranks(model := small.build(), "llama", 2, sequence_parallel=True):
         cache = model(input_ids=inputs["input_ids"], use_cache=True).past_key_values
@@ -59,7 +59,7 @@ def greedy(model, prompt, new: int):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_greedy_tokens(name):
-    small = twin(name, 2)
+    small = reduced_model(name, 2)
     prompt = small.inputs()["input_ids"][:, :5]
     with torch.no_grad():
         expected = greedy(small.build().eval(), prompt, 6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.proofs import PLANS, assert_equal, case, twin
+from tests.proofs import PLANS, assert_equal, case, reduced_model
 
 MODES = [(False, "plan"), (True, "plan")]
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
@@ -13,8 +13,8 @@ SOME = ("llama", "gemma3_text", "phi3", "gpt2", "qwen3_moe")
 
 
 def embeddings(name: str, tp: int) -> dict:
-    inputs = dict(twin(name, tp).inputs())
-    shape = (*inputs.pop("input_ids").shape, twin(name, tp).config.get_text_config().hidden_size)
+    inputs = dict(reduced_model(name, tp).inputs())
+    shape = (*inputs.pop("input_ids").shape, reduced_model(name, tp).config.get_text_config().hidden_size)
     inputs["inputs_embeds"] = torch.randn(shape, generator=torch.Generator().manual_seed(8))
     return inputs
 
@@ -60,7 +60,7 @@ def test_attention_masks_in_the_other_plans(name, sp):
 @BOTH
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt2", "phi3"])
 def test_position_ids(name, sp):
-    inputs = dict(twin(name, 2).inputs())
+    inputs = dict(reduced_model(name, 2).inputs())
     length = inputs["input_ids"].shape[1]
     half = torch.arange(length).remainder(length // 2)  # two documents in one row
     inputs["position_ids"] = half.expand(2, -1).clone()

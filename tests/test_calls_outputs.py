@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from shardplan.runtime.apply import without_sequence_parallel
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.runtime.training import causal_lm_loss, vocabulary_parallel_nll
-from tests.proofs import PLANS, assert_equal, case, on_ranks, ranked, sharded, twin, unsharded
+from tests.proofs import PLANS, assert_equal, case, on_ranks, ranked, reduced_model, sharded, unsharded
 
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 FEW = ("llama", "gemma3_text", "gpt2")
@@ -76,7 +76,7 @@ def test_the_number_of_items_that_a_trainer_counts(sp):
 
 
 def test_split_logits_are_a_dtensor_of_the_full_shape():
-    small = twin("llama", 2)
+    small = reduced_model("llama", 2)
     inputs = small.inputs()
     with on_ranks(model := small.build(), "llama", 2, logits="sharded"):
         logits = model(**ranked(inputs, 2)).logits
@@ -216,7 +216,7 @@ def test_transformers_own_checkpointing_changes_nothing(sp):
 def test_bfloat16(name, sp):
     """Against float32, the sharded model's error is at most twice the unsharded bfloat16 model's: in the logits, and
     in all gradients together (a loss is one number, whose error is a matter of luck)."""
-    small = twin(name, 2)
+    small = reduced_model(name, 2)
     inputs = small.inputs()
     exact = unsharded(small.build(), inputs)
     plain = unsharded(small.build().bfloat16(), inputs)

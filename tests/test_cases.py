@@ -14,9 +14,9 @@ ALL = list(cases())
 
 # Codes that no command line can give, and the test that shows them.
 ELSEWHERE: dict[str, str] = {
-    "SP520": "tests/test_twin.py::test_a_small_copy_that_stays_large_is_refused",
-    "SP521": "tests/test_twin.py::test_own_modules_that_cannot",
-    "SP522": "tests/test_twin.py::test_own_modules_that_cannot",
+    "SP520": "tests/test_reduced_model.py::test_a_small_copy_that_stays_large_is_refused",
+    "SP521": "tests/test_reduced_model.py::test_own_modules_that_cannot",
+    "SP522": "tests/test_reduced_model.py::test_own_modules_that_cannot",
     "SP524": "tests/test_live.py::test_what_cannot_be_carried_over_is_refused_by_name",
     "SP422": "tests/test_proof.py::test_a_sequence_that_tp_does_not_divide_is_refused",
     "SP525": "tests/test_live.py::test_hooks_on_replaced_parameters_are_refused",

@@ -1,4 +1,4 @@
-"""What structure alone can say: kinds, ties, half-covered parents, doors, the sequence. And where it must be
+"""What structure alone can say: kinds, ties, half-covered parents, block inputs, the sequence. And where it must be
 silent."""
 
 from __future__ import annotations
@@ -250,10 +250,10 @@ def test_a_replicated_module_claims_what_is_inside():
     assert checked(rules("block.more: replicate\nblock.more.one: colwise"), model) == ()
 
 
-# Doors
+# Block inputs
 
 
-DOOR = "model.layers.*.mlp: {}\n"
+BLOCK_INPUT = "model.layers.*.mlp: {}\n"
 
 
 def test_a_door_inside_a_door_is_an_error_where_nothing_between_hands_on_what_it_takes():
@@ -264,13 +264,17 @@ def test_a_door_inside_a_door_is_an_error_where_nothing_between_hands_on_what_it
     assert [label.location.path[-1] for label in finding.related] == ["model.layers.*.mlp"]
     assert checked(rules(outer + EXPERTS), tree("mixtral-8x7b")) == ()
     moe = inner.replace("input_with_grad_allreduce", "moe_tp_experts")
-    assert checked(rules(outer + moe + EXPERTS), tree("mixtral-8x7b")) == (), "it takes what is inside the outer door"
+    assert checked(rules(outer + moe + EXPERTS), tree("mixtral-8x7b")) == (), (
+        "it takes what is inside the outer block input"
+    )
 
 
 def test_doors_that_may_be_fed_by_a_rule_between_are_left_to_the_layouts():
-    text = "model.layers.*: input_with_grad_allreduce\n" + DOOR.format("input_with_grad_allreduce")
+    text = "model.layers.*: input_with_grad_allreduce\n" + BLOCK_INPUT.format("input_with_grad_allreduce")
     attn = "model.layers.*.self_attn.{q,k,v}_proj: colwise\nmodel.layers.*.self_attn.o_proj: rowwise\n"
-    assert checked(rules(text + attn + MLP)) == (), "o_proj hands on a complete value, which the inner door may get"
+    assert checked(rules(text + attn + MLP)) == (), (
+        "o_proj hands on a complete value, which the inner block input may get"
+    )
 
 
 def test_doors_of_different_arguments_do_not_meet():
@@ -281,11 +285,11 @@ def test_doors_of_different_arguments_do_not_meet():
 
 
 def test_a_sequence_that_nothing_splits_cannot_be_gathered():
-    (finding,) = checked(rules(DOOR.format("gather_seq_input") + MLP))
+    (finding,) = checked(rules(BLOCK_INPUT.format("gather_seq_input") + MLP))
     assert finding.code == "SP364"
     assert codes(checked(rules(MLP.replace("colwise", "colwise_seq")))) == ["SP364"]
     norms = "model.layers.*.input_layernorm: sequence_parallel"
-    assert checked(rules(DOOR.format("gather_seq_input") + MLP + norms)) == ()
+    assert checked(rules(BLOCK_INPUT.format("gather_seq_input") + MLP + norms)) == ()
 
 
 # The sequence

@@ -65,7 +65,7 @@ def said(source: Mapping[str, Any], **options: Any) -> list[tuple[str, str]]:
 
 
 def torch_style(style: str, options: Mapping[str, Any]) -> ParallelStyle | str | None:
-    """torch's style for one of ours, as a person would write it; None where torch has none, for a door that torch's styles
+    """torch's style for one of ours, as a person would write it; None where torch has none, for a block input that torch's styles
     have in themselves."""
     if style == "sequence_parallel" and options["output"] == "gather":
         return foreign.SequenceParallelAllGatherActivation()

@@ -9,7 +9,7 @@ from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
 from shardplan.core.module_program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
 from shardplan.core.plan import NO_OVERLAYS
-from tests.proofs import program_of, twin
+from tests.proofs import program_of, reduced_model
 
 WEIGHT = ParameterProgram("weight", V(1), V(1))
 BIAS = ParameterProgram("bias", I, I)
@@ -65,7 +65,7 @@ def modules() -> Iterator[ModuleProgram]:
 
 
 def programs() -> Iterator[Program]:
-    compiled = program_of(twin("llama", 2).build(), "llama", 2, sequence_parallel=True)
+    compiled = program_of(reduced_model("llama", 2).build(), "llama", 2, sequence_parallel=True)
     overlays = compiled.resolved.overlays
     whole = replace(compiled, variants={overlays: {"m": MODULE}})
     yield from (replace(whole, variants={overlays: {"m": module}}) for module in modules())

@@ -56,7 +56,7 @@ def mesh_error(tp: int) -> str:
 
 @pytest.mark.slow
 def test_processes_that_do_not_fit_are_told():
-    assert on_ranks(4, mesh_error, 3) == ["4 processes are no multiple of tp 3 x dp_replicate 1"] * 4
+    assert on_ranks(4, mesh_error, 3) == ["4 processes are not a multiple of tp 3 x dp_replicate 1"] * 4
 
 
 def torchrun(ranks: int, *words: str) -> str:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan import apply_plan, estimate, load_checkpoint, materialize, save_checkpoint
 from shardplan.model import find_any, find_model
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.proof.compare import relative_error
 from shardplan.torchlib.private import private
 
@@ -29,13 +29,13 @@ def mesh():
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3"])
 def test_a_step_on_one_device(mesh, name):
-    twin = make_twin(find_model(name), tp=1)
-    unsharded = twin.build().cuda()
+    reduced_model = make_reduced_model(find_model(name), tp=1)
+    unsharded = reduced_model.build().cuda()
     with torch.device("meta"):
         model = type(unsharded)(copy.deepcopy(unsharded.config)).train()
     apply_plan(model, mesh, name, activation_checkpointing=True)
     materialize(model, "cuda", state_dict=unsharded.state_dict())
-    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in twin.inputs().items()}
+    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in reduced_model.inputs().items()}
     expected, got = unsharded(**inputs), model(**inputs)
     expected.loss.backward()
     got.loss.backward()
@@ -47,8 +47,8 @@ def test_a_step_on_one_device(mesh, name):
 
 
 def test_a_checkpoint_is_read_and_written(mesh, tmp_path):
-    twin = make_twin(find_model("qwen3"), tp=1)
-    unsharded = twin.build()
+    reduced_model = make_reduced_model(find_model("qwen3"), tp=1)
+    unsharded = reduced_model.build()
     unsharded.save_pretrained(tmp_path / "given")
     with torch.device("meta"):
         model = type(unsharded)(copy.deepcopy(unsharded.config))

@@ -1,4 +1,4 @@
-"""Models that see images: their small copies are run on images, and their plans hold for these too."""
+"""Models that see images: their reduced models are run on images, and their plans hold for these too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import VerifyReport
 from shardplan.language import builtin_plans, parse_plan
 from shardplan.model import choose_plan
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from tests.model_settings import find
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -73,15 +73,17 @@ def proven(report: VerifyReport) -> None:
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_small_copy_sees_images(cls):
-    twin = make_twin(find(cls), tp=2)
-    assert twin.kinds == CLASSES[cls][1] and twin.unseen == ""
-    last = ("layers.1.",) if getattr(twin.config, "vision_feature_layer", None) == -2 else ()  # the one before is read
-    idle = {name for name, _ in twin.build().named_parameters()}
-    for kind in twin.kinds[1:]:
-        model, inputs = twin.build(), twin.inputs(kind=kind)
-        token = getattr(twin.config, f"{kind}_token_id")
+    reduced_model = make_reduced_model(find(cls), tp=2)
+    assert reduced_model.kinds == CLASSES[cls][1] and reduced_model.unseen == ""
+    last = (
+        ("layers.1.",) if getattr(reduced_model.config, "vision_feature_layer", None) == -2 else ()
+    )  # the one before is read
+    idle = {name for name, _ in reduced_model.build().named_parameters()}
+    for kind in reduced_model.kinds[1:]:
+        model, inputs = reduced_model.build(), reduced_model.inputs(kind=kind)
+        token = getattr(reduced_model.config, f"{kind}_token_id")
         image = inputs["input_ids"] == token
-        assert image.any(1).all() and inputs["input_ids"].shape[1] % twin.seq_len == 0
+        assert image.any(1).all() and inputs["input_ids"].shape[1] % reduced_model.seq_len == 0
         assert (inputs["labels"][image] == -100).all()
         pixels = next(name for name in inputs if name.startswith("pixel_values"))
         before = model(**{**inputs, pixels: torch.zeros_like(inputs[pixels]) + 0.5}).logits
@@ -95,11 +97,11 @@ def test_the_small_copy_sees_images(cls):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("cls", FAST)
 def test_padding_leaves_the_image_alone(cls, side):
-    twin = make_twin(find(cls), tp=2)
-    inputs = twin.inputs(kind="image", padding=side)
-    image = inputs["input_ids"] == twin.config.image_token_id
+    reduced_model = make_reduced_model(find(cls), tp=2)
+    inputs = reduced_model.inputs(kind="image", padding=side)
+    image = inputs["input_ids"] == reduced_model.config.image_token_id
     assert (inputs["attention_mask"][image] == 1).all() and not inputs["attention_mask"].all()
-    assert twin.build()(**inputs).loss.isfinite()
+    assert reduced_model.build()(**inputs).loss.isfinite()
 
 
 @SOME

@@ -19,7 +19,7 @@ from shardplan.core.plan import overlays_of
 from shardplan.language import parse_plan
 from shardplan.model import find_model
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.styles import STYLES
 from shardplan.styles.sound import missing
 from shardplan.styles.style_record import Lookup, ParameterStyle, Style
@@ -28,8 +28,8 @@ from tests.proofs import PLANS
 
 @cache
 def bench_of(name: str, tp: int = 2) -> Workbench:
-    twin = make_twin(find_model(name), tp=tp, experts_implementation="eager")
-    model, inputs = twin.build(), twin.inputs()
+    reduced_model = make_reduced_model(find_model(name), tp=tp, experts_implementation="eager")
+    model, inputs = reduced_model.build(), reduced_model.inputs()
     if "output_router_logits" in vars(model.config):
         inputs["output_router_logits"] = True
     return Workbench(model, inputs, tree_of(model))
@@ -66,11 +66,11 @@ def test_builtin_plans_are_proven(name: str, tp: int, sequence_parallel: bool) -
 
 def test_what_arrives_is_reported_for_the_lowering() -> None:
     plain = checked(bench_of("llama"), "llama")
-    assert plain.arrivals["lm_head"] == I
-    assert plain.arrivals["model.layers.0.self_attn.q_proj"] == R
+    assert plain.incoming["lm_head"] == I
+    assert plain.incoming["model.layers.0.self_attn.q_proj"] == R
     overlaid = checked(bench_of("llama"), "llama", sequence_parallel=True)
-    assert overlaid.arrivals["lm_head"] == R
-    assert overlaid.arrivals["model.norm"] == R  # what it hands on
+    assert overlaid.incoming["lm_head"] == R
+    assert overlaid.incoming["model.norm"] == R  # what it hands on
 
 
 MISTAKES = {
@@ -111,7 +111,7 @@ MISTAKES = {
         "model.layers.0.input_layernorm.weight",
         "sequence_parallel",
     ),
-    "no door into the sequence-parallel region": (
+    "no block input into the sequence-parallel region": (
         "llama",
         "llama",
         {"sequence_parallel": {"model.layers.0": "none"}},
@@ -374,8 +374,8 @@ def test_a_parameter_read_by_another_module() -> None:
     """Its rows are split like the features, and it is a local tensor in the block's code too."""
     report = own(lambda block, h: h * block.up.weight[:, 0])
     assert report.ok, report.diagnostics
-    assert {module for module, names in report.elsewhere.items() if names} == {"blocks.0"}
-    assert report.elsewhere["blocks.0"] == ("blocks.0.up.weight",)
+    assert {module for module, names in report.cross_module_reads.items() if names} == {"blocks.0"}
+    assert report.cross_module_reads["blocks.0"] == ("blocks.0.up.weight",)
 
 
 def test_a_module_that_does_not_run_may_read_what_is_below_it() -> None:
@@ -386,8 +386,8 @@ def test_a_module_that_does_not_run_may_read_what_is_below_it() -> None:
     plan = parse_plan({"version": "1", "name": "own", "tensor_parallel": SPLIT}).plan
     resolved, _ = bind(plan, bench.tree, MeshSizes(tp=2))
     report = check_layout(resolved, bench)
-    assert "idle" not in report.elsewhere
-    program = lower(replace(resolved, elsewhere=report.elsewhere))
+    assert "idle" not in report.cross_module_reads
+    program = lower(replace(resolved, cross_module_reads=report.cross_module_reads))
     assert {name for name, _ in program.modules["idle"].also_reads} == {"out_proj"}
 
 
@@ -454,13 +454,13 @@ SHARDED = ParameterStyle("out", "V")
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"takes": (R,)}, "does not say what the module's forward gets"),
-        ({"takes": (V(-1),), "inside": P}, "no move"),
-        ({"hands": I}, "does not say what the module computes"),
+        ({"input_sources": (R,)}, "does not say what the module's forward gets"),
+        ({"input_sources": (V(-1),), "input_destination": P}, "no move"),
+        ({"output_destination": I}, "does not say what the module computes"),
         ({"weight": SHARDED}, "does not say what the module then computes"),
-        ({"computes": V(SEQ), "hands": P}, "no move"),
+        ({"output_source": V(SEQ), "output_destination": P}, "no move"),
         (
-            {"lookup": Lookup(), "weight": ParameterStyle("in", "V"), "computes": I},
+            {"lookup": Lookup(), "weight": ParameterStyle("in", "V"), "output_source": I},
             "does not compute a partial sum",
         ),
     ],

@@ -15,7 +15,7 @@ from shardplan.language import parse_plan
 from tests.proofs import PLANS
 from tests.soundness.edits import edits, written_out
 from tests.soundness.judge import parse, subject
-from tests.spmd import objection
+from tests.spmd import reason
 
 GRADIENTS = ("partial", "meeting")  # the mistakes that both must see
 
@@ -28,7 +28,7 @@ def test_right_plans_have_no_objection(name: str) -> None:
         resolved, _ = bind(plan, model.tree, MeshSizes(tp=2), overlays_of(on))
         proof = prove(resolved, model.bench)
         assert proof.findings == ()
-        assert objection(model.bench, resolved, proof.arrivals) == ""
+        assert reason(model.bench, resolved, proof.incoming) == ""
 
 
 @pytest.mark.slow
@@ -50,9 +50,9 @@ def test_edited_plans(name: str) -> None:
             proof = prove(resolved, model.bench)
             kinds = [finding.kind for finding in proof.findings]
             if not kinds:
-                assert objection(model.bench, resolved, proof.arrivals) == "", edit
+                assert reason(model.bench, resolved, proof.incoming) == "", edit
                 seen["passed"] += 1
             elif kinds[0] in GRADIENTS:
-                assert objection(model.bench, resolved, proof.arrivals) != "", edit
+                assert reason(model.bench, resolved, proof.incoming) != "", edit
                 seen["refused"] += 1
     assert all(seen.values()), seen

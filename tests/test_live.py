@@ -22,7 +22,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.model import find_any
 from shardplan.model.rebinding import NotBound, copied
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.outcome import loss_of
 from shardplan.model.reduced.routed_experts import unreached
 from shardplan.runtime.apply.phases import apply_program
@@ -39,7 +39,7 @@ def llama(layers: int = 2, **settings) -> LlamaForCausalLM:
 
 
 def reduced_of(model: nn.Module, **arguments) -> nn.Module:
-    return make_twin(find_any(model, **arguments), tp=2).build()
+    return make_reduced_model(find_any(model, **arguments), tp=2).build()
 
 
 def codes(model: nn.Module, plan="llama", **arguments) -> set[str]:
@@ -156,7 +156,7 @@ def test_patched_models_train_right(patch):
 
     plain, patched = llama(), build()
     assert plain(**batch(plain)).loss != patched(**batch(patched)).loss
-    small = make_twin(find_any(plain), tp=2)
+    small = make_reduced_model(find_any(plain), tp=2)
     feed = small.inputs()
     assert small.build()(**feed).loss != reduced_of(patched)(**feed).loss, "the reduced model has the patch"
     assert not codes(patched, sequence_parallel=sp)
@@ -185,10 +185,10 @@ def test_a_hook_that_the_plan_breaks_is_refused():
 def test_a_patch_of_one_layer_is_kept():
     model = llama(5)
     model.model.layers[3].mlp.forward = types.MethodType(normalising, model.model.layers[3].mlp)
-    twin = make_twin(find_any(model), tp=2)
-    assert 3 in twin.layers
-    small = twin.build()
-    assert ["forward" in vars(layer.mlp) for layer in small.model.layers] == [i == 3 for i in twin.layers]
+    reduced_model = make_reduced_model(find_any(model), tp=2)
+    assert 3 in reduced_model.layers
+    small = reduced_model.build()
+    assert ["forward" in vars(layer.mlp) for layer in small.model.layers] == [i == 3 for i in reduced_model.layers]
     assert broken(model)
 
 
@@ -450,9 +450,9 @@ def test_a_layer_object_that_stands_twice():
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "olmoe"])
 def test_every_expert_gets_tokens(name):
-    twin = make_twin(find_any(AutoConfig.for_model(name)), tp=2, experts_implementation="eager")
-    counts = {p.shape[0] for n, p in twin.build().named_parameters() if "experts." in n and p.ndim == 3}
-    assert counts and unreached(twin.build(), twin.inputs(), counts) == 0
+    reduced_model = make_reduced_model(find_any(AutoConfig.for_model(name)), tp=2, experts_implementation="eager")
+    counts = {p.shape[0] for n, p in reduced_model.build().named_parameters() if "experts." in n and p.ndim == 3}
+    assert counts and unreached(reduced_model.build(), reduced_model.inputs(), counts) == 0
 
 
 @pytest.mark.parametrize(
@@ -462,10 +462,10 @@ def test_every_expert_gets_tokens(name):
 def test_inputs_that_are_not_text_are_made(name, kind):
     cls = getattr(transformers, name)
     config = cls.config_class(architectures=[name])
-    twin = make_twin(find_any(config), tp=2)
-    assert twin.kinds == (kind,)
-    model = twin.build()
-    loss_of(model(**twin.inputs())).backward()
+    reduced_model = make_reduced_model(find_any(config), tp=2)
+    assert reduced_model.kinds == (kind,)
+    model = reduced_model.build()
+    loss_of(model(**reduced_model.inputs())).backward()
     inside = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and ".layer" in n]
     assert not inside, "every layer of both sides gets a gradient"
 
@@ -526,9 +526,9 @@ def test_a_transformers_model_on_the_one_that_is_named():
     model = llama(6)
     another_layer(model)
     found = find_any(model, reduced=lambda: llama(3))
-    twin = make_twin(found, tp=2, experts_implementation="eager")
-    assert len(twin.build().model.layers) == 3 and twin.kinds == ("text",)
-    assert twin.build()(**twin.inputs()).loss.isfinite()
+    reduced_model = make_reduced_model(found, tp=2, experts_implementation="eager")
+    assert len(reduced_model.build().model.layers) == 3 and reduced_model.kinds == ("text",)
+    assert reduced_model.build()(**reduced_model.inputs()).loss.isfinite()
 
 
 @pytest.mark.parametrize(
@@ -574,10 +574,10 @@ class Half(Own):
 
 
 def test_a_model_with_dtypes_of_its_own_is_proven():
-    twin = make_twin(Half(), tp=2)
-    model = twin.build()
+    reduced_model = make_reduced_model(Half(), tp=2)
+    model = reduced_model.build()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
-    assert model(**twin.inputs()).dtype == torch.float32
+    assert model(**reduced_model.inputs()).dtype == torch.float32
     report = shardplan.validate(Half(), OWN, tp=2)
     assert report.ok and {d.code for d in report.diagnostics} <= {"SP332"}
     assert shardplan.verify(Half(), OWN, tp=2).ok
@@ -595,8 +595,8 @@ def test_complex_buffers_stay_complex():
             x = torch.view_as_complex(self.embed(ids).unflatten(-1, (8, 2))) * self.turns
             return self.head(torch.view_as_real(x).flatten(-2))
 
-    twin = make_twin(Rotary(), tp=2)
-    assert twin.build().turns.is_complex() and twin.build()(**twin.inputs()).isfinite().all()
+    reduced_model = make_reduced_model(Rotary(), tp=2)
+    assert reduced_model.build().turns.is_complex() and reduced_model.build()(**reduced_model.inputs()).isfinite().all()
 
 
 def test_buffers_that_are_zero_are_drawn():
@@ -622,10 +622,12 @@ def test_transformers_models_take_inputs():
         assert config.hidden_size < 4096
         return {"input_ids": ids, "labels": labels}
 
-    twin = make_twin(find_any(LlamaConfig(), inputs=inputs), tp=2)
-    assert twin.kinds == ("own",)
-    made = twin.inputs(0)
-    assert made["input_ids"].max() < twin.config.vocab_size and made["labels"].min() == -100
-    assert twin.build()(**made).loss.isfinite()
-    plain = make_twin(find_any(LlamaConfig(), inputs=lambda seed: inputs(seed, LlamaConfig(hidden_size=64))), tp=2)
+    reduced_model = make_reduced_model(find_any(LlamaConfig(), inputs=inputs), tp=2)
+    assert reduced_model.kinds == ("own",)
+    made = reduced_model.inputs(0)
+    assert made["input_ids"].max() < reduced_model.config.vocab_size and made["labels"].min() == -100
+    assert reduced_model.build()(**made).loss.isfinite()
+    plain = make_reduced_model(
+        find_any(LlamaConfig(), inputs=lambda seed: inputs(seed, LlamaConfig(hidden_size=64))), tp=2
+    )
     assert torch.equal(plain.inputs(0)["input_ids"], made["input_ids"])

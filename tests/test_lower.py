@@ -1,4 +1,4 @@
-"""ResolvedPlan -> Program: what each module's part is, on small models."""
+"""ResolvedPlan -> Program: what each module's part is, on reduced models."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from shardplan.core.layout import I, P, R, V
 from shardplan.core.module_program import InputMove, OutputMove
 from shardplan.core.plan import NO_OVERLAYS
 from shardplan.core.tree import element
-from tests.proofs import PLANS, plan_like, program_of, twin
+from tests.proofs import PLANS, plan_like, program_of, reduced_model
 
 
 def program(name: str, *, sp: bool = False, plan=None, classes=None, **options):
-    return program_of(twin(name, 2, classes=classes).build(), plan or name, 2, sequence_parallel=sp, **options)
+    return program_of(reduced_model(name, 2, classes=classes).build(), plan or name, 2, sequence_parallel=sp, **options)
 
 
 def test_every_module_that_owns_a_parameter_has_an_entry_in_the_trees_order():
     """Also those that no rule names: their parameters become DTensors too."""
     for name in ("llama", "gemma3", "mixtral"):
-        model = twin(name, 2).build()
+        model = reduced_model(name, 2).build()
         owners = {n for n, m in model.named_modules() if any(True for _ in m.parameters(recurse=False))}
         compiled = program_of(model, name, 2)
         assert owners <= set(compiled.modules) and owners <= set(compiled.parallelize_plan)
@@ -31,7 +31,7 @@ def test_every_module_that_owns_a_parameter_has_an_entry_in_the_trees_order():
 
 @pytest.mark.parametrize("name", PLANS)
 def test_the_fsdp_units_of_a_built_in_plan_are_the_models_blocks(name):
-    model = twin(name, 2).build()
+    model = reduced_model(name, 2).build()
     assert program_of(model, name, 2).resolved.dp_units == tuple(n for n, _ in model.named_modules() if element(n))
 
 
@@ -56,13 +56,13 @@ def test_the_layout_of_a_gather_can_be_said():
 
 
 def test_the_sequence_parallel_entrance():
-    """The embeddings that stay partial, the door, and the module whose forward holds both."""
+    """The embeddings that stay partial, the block input, and the module whose forward holds both."""
     links = {name: m.link for name, m in program("gpt2", sp=True).modules.items() if m.link}
     assert links == {
-        "transformer": "scope", "transformer.wte": "source", "transformer.wpe": "source", "transformer.h.0": "door"
+        "transformer": "scope", "transformer.wte": "source", "transformer.wpe": "source", "transformer.h.0": "block_input"
     }  # fmt: skip
     links = {name: m.link for name, m in program("gemma3", sp=True).modules.items() if m.link}
-    assert links == {"model.language_model": "scope", "model.language_model.layers.0": "door"}
+    assert links == {"model.language_model": "scope", "model.language_model.layers.0": "block_input"}
     assert not any(m.link for m in program("gpt2").modules.values())
 
 
@@ -87,9 +87,9 @@ def test_units_inside_a_block_group_their_own():
 
 
 def test_logits():
-    assert program("llama", logits="sharded").modules["lm_head"].logits == twin("llama", 2).config.vocab_size
+    assert program("llama", logits="sharded").modules["lm_head"].logits == reduced_model("llama", 2).config.vocab_size
     assert program("llama", logits="replicated").modules["lm_head"].leave == OutputMove(
-        V(-1), I, twin("llama", 2).config.vocab_size
+        V(-1), I, reduced_model("llama", 2).config.vocab_size
     )
     assert program("llama", logits="sharded").sharded_logits and not program("llama").sharded_logits
 

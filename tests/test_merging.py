@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import Workbench, check_layout
-from shardplan.compiler.layout.model import arrivals_of, shared_reads_of
+from shardplan.compiler.layout.model import incoming_of, shared_reads_of
 from shardplan.compiler.layout.unsummed import acting, dropping
 from shardplan.compiler.lower import lower
 from shardplan.compiler.lower.expected_collectives import expected_collectives
@@ -115,8 +115,8 @@ def test_two_streams_of_one_module(tp: int) -> None:
 def test_the_proof_of_joint_attention_can_fail() -> None:
     """A stream whose gradient is not reduced is seen."""
     plan, _ = checked(Joint, JOINT)
-    wrong = {name: R for name in plan.arrivals if "add_" in name}
-    assert differing(rows(Joint, replace(plan, arrivals={**plan.arrivals, **wrong})))
+    wrong = {name: R for name in plan.incoming if "add_" in name}
+    assert differing(rows(Joint, replace(plan, incoming={**plan.incoming, **wrong})))
 
 
 @pytest.mark.parametrize("recorded", ["", "third"])
@@ -348,7 +348,7 @@ def test_an_optional_sum_that_holds_is_done() -> None:
 
 
 def test_a_sum_behind_a_dropout() -> None:
-    """On the small copy it drops nothing; in the model itself it is a finding."""
+    """On the reduced model it drops nothing; in the model itself it is a finding."""
     model, real = made(Stack, "drop"), made(Stack, "drop")
     for block in real.blocks:
         block.drop.p = 0.1
@@ -496,4 +496,4 @@ def test_facts_of_the_small_copy_hold_for_all_layers() -> None:
     report = check_layout(plan, model.bench)
     first = {name: one for name, one in report.shared_reads.items() if ".0." in name}
     assert first and shared_reads_of(model.tree, first) == report.shared_reads
-    assert arrivals_of(model.tree, report.arrivals) == report.arrivals
+    assert incoming_of(model.tree, report.incoming) == report.incoming

@@ -76,8 +76,8 @@ def test_keys_are_text() -> None:
 TEXT = """\
 version: "1"
 tensor_parallel:
-  "é.[a]": &door {style: colwise, divide: [a, b]}
-  x.y: *door
+  "é.[a]": &anchor {style: colwise, divide: [a, b]}
+  x.y: *anchor
 description: >
   Two
   lines.
@@ -100,9 +100,9 @@ def test_every_key_and_value_has_its_place() -> None:
     assert cut(("version",), "key") == "version"
     assert cut(("version",), "value") == '"1"'
     assert cut(("tensor_parallel", "é.[a]"), "key") == '"é.[a]"'
-    assert cut(("tensor_parallel", "é.[a]"), "value") == "&door {style: colwise, divide: [a, b]}"
+    assert cut(("tensor_parallel", "é.[a]"), "value") == "&anchor {style: colwise, divide: [a, b]}"
     assert cut(("tensor_parallel", "é.[a]", "divide", 1), "value") == "b"
-    assert cut(("tensor_parallel", "x.y"), "value") == "*door"
+    assert cut(("tensor_parallel", "x.y"), "value") == "*anchor"
     assert cut(("tensor_parallel", "x.y", "style"), "key") == "style"
     assert places[("tensor_parallel", "x.y", "style"), "key"].line == 3
     assert cut(("description",), "value") == ">|  lines."

@@ -13,7 +13,7 @@ from shardplan import PlanError, applied, apply_plan, compile_plan, load_plan, v
 from shardplan.core.mesh import MeshSizes
 from shardplan.runtime.apply import phases, without_sequence_parallel
 from shardplan.runtime.apply.plan_mesh import read_mesh
-from tests.proofs import PLANS, fake_mesh, plan_like, twin
+from tests.proofs import PLANS, fake_mesh, plan_like, reduced_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,11 +38,11 @@ QUICK = ("llama", "phi3", "gpt2")
 @pytest.mark.parametrize("plan", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PLANS])
 def test_names_are_the_same_afterwards(plan, mesh):
     options = {"sequence_parallel": True, "activation_checkpointing": True, "compile": True}
-    before = names(twin(plan, 4).build())
-    model = apply_plan(twin(plan, 4).build(), mesh, plan, src_data_rank=None, **options)
+    before = names(reduced_model(plan, 4).build())
+    model = apply_plan(reduced_model(plan, 4).build(), mesh, plan, src_data_rank=None, **options)
     assert names(model) == before
-    assert type(model).__name__ == type(twin(plan, 4).build()).__name__
-    assert isinstance(model, type(twin(plan, 4).build()))
+    assert type(model).__name__ == type(reduced_model(plan, 4).build()).__name__
+    assert isinstance(model, type(reduced_model(plan, 4).build()))
 
 
 def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
@@ -53,7 +53,7 @@ def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
             model.model.layers[i] = checkpoint_wrapper(layer)
 
     monkeypatch.setattr(phases, "checkpoint_modules", wrap)
-    model = twin("llama", 4).build()
+    model = reduced_model("llama", 4).build()
     with pytest.raises((AssertionError, RuntimeError), match="the step 'activation checkpointing' changed modules"):
         apply_plan(model, mesh, "llama", activation_checkpointing=True, src_data_rank=None)
 
@@ -61,7 +61,7 @@ def test_a_step_that_changes_names_is_caught(mesh, monkeypatch):
 def test_what_is_switched_on_are_the_plans_units_also_where_they_are_not_wrapped(mesh):
     """`compile=True` of a model without data parallelism compiled nothing, and said nothing."""
     options = {"compile": True, "activation_checkpointing": True, "data_parallel": False}
-    model = apply_plan(twin("llama", 4).build(), mesh, "llama", src_data_rank=None, **options)
+    model = apply_plan(reduced_model("llama", 4).build(), mesh, "llama", src_data_rank=None, **options)
     resolved = applied(model).program.resolved
     assert resolved.compile_modules == resolved.ac_modules == ("model.layers.0", "model.layers.1")
     assert resolved.dp_units == ()
@@ -71,11 +71,11 @@ def test_what_is_switched_on_without_units_is_refused(mesh, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text('version: "1"\nname: plan\ntensor_parallel: {lm_head: colwise_gather_output}\n', "utf-8")
     with pytest.raises(ValueError, match="compile=True says no modules: the plan has no data-parallel units"):
-        apply_plan(twin("llama", 4).build(), mesh, plan, src_data_rank=None, compile=True)
+        apply_plan(reduced_model("llama", 4).build(), mesh, plan, src_data_rank=None, compile=True)
 
 
 def test_a_second_application_is_refused(mesh):
-    model = apply_plan(twin("llama", 4).build(), mesh, "llama", src_data_rank=None)
+    model = apply_plan(reduced_model("llama", 4).build(), mesh, "llama", src_data_rank=None)
     before = {n: id(p) for n, p in model.named_parameters()}
     with pytest.raises(ValueError, match="a plan was applied to this model before"):
         apply_plan(model, mesh, "llama")
@@ -84,7 +84,7 @@ def test_a_second_application_is_refused(mesh):
 
 
 def test_a_model_with_dtensors_is_refused(mesh):
-    model = twin("llama", 4).build()
+    model = reduced_model("llama", 4).build()
     weight = distribute_tensor(model.lm_head.weight.detach(), mesh, [Replicate()], src_data_rank=None)
     model.lm_head.weight = nn.Parameter(weight)
     with pytest.raises(ValueError, match=r"already holds DTensors \(lm_head.weight and 0 more\)"):
@@ -94,7 +94,7 @@ def test_a_model_with_dtensors_is_refused(mesh):
 
 def test_a_wrong_plan_leaves_the_model_untouched(mesh):
     for wrong in (plan_like("llama", {"model.layers.*.mlp.gate": "colwise"}), {"version": "1", "tensor_parallel": 3}):
-        model = twin("llama", 4).build()
+        model = reduced_model("llama", 4).build()
         with pytest.raises(PlanError) as error:
             apply_plan(model, mesh, wrong)
         assert error.value.diagnostics and untouched(model)
@@ -105,7 +105,7 @@ def test_a_wrong_plan_leaves_the_model_untouched(mesh):
 def test_a_size_that_tp_does_not_divide_is_refused():
     """torch's own parallelize_module accepts it."""
     with pytest.raises(PlanError, match="which tp=3 does not divide"):
-        compile_plan(twin("llama", 4).build(), MeshSizes(tp=3), "llama")
+        compile_plan(reduced_model("llama", 4).build(), MeshSizes(tp=3), "llama")
 
 
 def test_a_step_that_fails_names_itself_and_leaves_the_model_marked(mesh, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_step_that_fails_names_itself_and_leaves_the_model_marked(mesh, monkey
         raise MemoryError("no memory left")
 
     monkeypatch.setattr(phases, "restore_ties", fail)
-    model = twin("llama", 4, tied=True).build()
+    model = reduced_model("llama", 4, tied=True).build()
     with pytest.raises(RuntimeError, match="applying plan 'llama' failed in the step 'ties'.*no memory left"):
         apply_plan(model, mesh, "llama", src_data_rank=None, prove=False)
     with pytest.raises(ValueError, match="unusable: applying a plan failed in the step 'ties'"):
@@ -123,7 +123,7 @@ def test_a_step_that_fails_names_itself_and_leaves_the_model_marked(mesh, monkey
 
 
 def test_an_optimizer_from_before_holds_dead_tensors(mesh):
-    model = twin("llama", 4).build()
+    model = reduced_model("llama", 4).build()
     early = torch.optim.AdamW(model.parameters())
     apply_plan(model, mesh, "llama", src_data_rank=None)
     with pytest.raises(ValueError, match=r"(\d+) of the optimizer's \1 tensors .*make the optimizer after it"):
@@ -134,14 +134,14 @@ def test_an_optimizer_from_before_holds_dead_tensors(mesh):
 
 
 def test_what_was_done_is_told(mesh):
-    model = apply_plan(twin("llama", 4).build(), mesh, "llama", sequence_parallel=True, src_data_rank=None)
+    model = apply_plan(reduced_model("llama", 4).build(), mesh, "llama", sequence_parallel=True, src_data_rank=None)
     record = applied(model)
     assert record.steps[0] == "tensor parallel" and record.diagnostics == ()
     assert str(record).splitlines()[0] == f"plan llama on tp=4: {', '.join(record.steps)}"
     assert "5 reduce_scatter" in str(record)
     assert (
         record.program.describe()
-        == compile_plan(twin("llama", 4).build(), mesh, "llama", sequence_parallel=True).describe()
+        == compile_plan(reduced_model("llama", 4).build(), mesh, "llama", sequence_parallel=True).describe()
     )
 
 
@@ -171,7 +171,7 @@ def test_mesh_axes_by_argument_and_wrong_ones():
 def test_no_tp_axis_and_tp_of_one_shard_nothing(mesh):
     for shape, axes in (((4, 1), ("dp_shard", "tp")), ((4,), ("dp_shard",))):
         one = init_device_mesh("cpu", shape, mesh_dim_names=axes)
-        model = apply_plan(twin("llama", 2).build(), one, "llama", sequence_parallel=True, src_data_rank=None)
+        model = apply_plan(reduced_model("llama", 2).build(), one, "llama", sequence_parallel=True, src_data_rank=None)
         record = applied(model)
         assert record.tp == 1 and not record.program.sequence_parallel and "tensor parallel" not in record.steps
 
@@ -182,18 +182,20 @@ WRONG_CALLS = {
     "a model of another type": (TypeError, lambda mesh: validate(3, "llama")),
     "a size that is no number": (ValueError, lambda mesh: validate("llama", "llama", tp="2")),
     "a size of zero": (ValueError, lambda mesh: validate("llama", "llama", tp=0)),
-    "no mesh": (TypeError, lambda mesh: apply_plan(twin("llama", 4).build(), 4, "llama")),
+    "no mesh": (TypeError, lambda mesh: apply_plan(reduced_model("llama", 4).build(), 4, "llama")),
     "a section of another type": (
         TypeError,
-        lambda mesh: apply_plan(twin("llama", 4).build(), mesh, "llama", activation_checkpointing="full"),
+        lambda mesh: apply_plan(reduced_model("llama", 4).build(), mesh, "llama", activation_checkpointing="full"),
     ),
     "unknown logits": (
         ValueError,
-        lambda mesh: apply_plan(twin("llama", 4).build(), mesh, "llama", logits="gathered"),
+        lambda mesh: apply_plan(reduced_model("llama", 4).build(), mesh, "llama", logits="gathered"),
     ),
     "sharded logits without a head": (
         ValueError,
-        lambda mesh: apply_plan(twin("llama", 4, classes="LlamaModel").build(), mesh, "llama", logits="sharded"),
+        lambda mesh: apply_plan(
+            reduced_model("llama", 4, classes="LlamaModel").build(), mesh, "llama", logits="sharded"
+        ),
     ),
     "data parallelism in the simulation": (ValueError, lambda mesh: verify("llama", "llama", tp=2, dp_shard=2)),
     "a question about a model without a plan": (ValueError, lambda mesh: applied(nn.Linear(1, 1))),
@@ -213,6 +215,6 @@ def test_wrong_calls(what, mesh):
 
 
 def test_attention_maps_are_refused(mesh):
-    model = apply_plan(twin("llama", 4, attn="eager").build(), mesh, "llama", src_data_rank=None)
+    model = apply_plan(reduced_model("llama", 4, attn="eager").build(), mesh, "llama", src_data_rank=None)
     with pytest.raises(ValueError, match="output_attentions=True"):
         model(input_ids=torch.ones(1, 8, dtype=torch.long), output_attentions=True)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from shardplan.model import find_any
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.parallel import vocabulary_lookup as vocabulary
 from shardplan.runtime.parallel.regime import PartialEmbedding
-from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, twin
+from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, reduced_model
 
 
 def embedded(model, inputs):
@@ -25,9 +25,9 @@ def embedded(model, inputs):
 
 def own_vectors(name: str, tp: int) -> dict:
     """Inputs that no embedding made."""
-    inputs = dict(twin(name, tp).inputs())
+    inputs = dict(reduced_model(name, tp).inputs())
     ids = inputs.pop("input_ids")
-    width = twin(name, tp).config.get_text_config().hidden_size
+    width = reduced_model(name, tp).config.get_text_config().hidden_size
     inputs["inputs_embeds"] = torch.randn((*ids.shape, width), generator=torch.Generator().manual_seed(7))
     return inputs
 
@@ -80,7 +80,7 @@ def test_a_call_that_fails_between_embedding_and_door_leaves_nothing_behind():
 
 @pytest.mark.parametrize("kind", ["text", "image"])
 def test_image_features_need_complete_embeddings(kind, monkeypatch):
-    """The embedding runs before the language model's forward, which holds the door, so its sum is completed at once.
+    """The embedding runs before the language model's forward, which holds the block input, so its sum is completed at once.
     Scattered into a partial sum, the features would be counted tp times."""
     assert_equal(case("gemma3", sp=True, kind=kind).rows())
     partial = plan_like("gemma3", {}, {"model.language_model.embed_tokens": "embedding_rowwise_seq"})
@@ -93,7 +93,7 @@ def test_image_features_need_complete_embeddings(kind, monkeypatch):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_around_the_door(reentrant):
-    """A layer checkpointed from outside runs its door again in backward, when the embedding is long over: it must
+    """A layer checkpointed from outside runs its block input again in backward, when the embedding is long over: it must
     know what it did, or refuse."""
 
     def checkpointed(model, inputs):
@@ -114,7 +114,7 @@ def test_a_checkpoint_around_the_door(reentrant):
         return {"logits": output.logits, "loss": output.loss.detach()}
 
     if reentrant:
-        with pytest.raises(RuntimeError, match="checkpoint around the sequence-parallel door"):
+        with pytest.raises(RuntimeError, match="checkpoint around the sequence-parallel block input"):
             case("llama", sp=True, call=checkpointed).rows()
     else:
         assert_equal(case("llama", sp=True, call=checkpointed).rows())
@@ -122,25 +122,25 @@ def test_a_checkpoint_around_the_door(reentrant):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "phi3", "mixtral", "gemma3_text", "gemma3"])
 def test_a_length_that_tp_does_not_divide_is_refused_before_communicating(name):
-    inputs = {key: value[:, :10] for key, value in twin(name, 4).inputs().items()}
+    inputs = {key: value[:, :10] for key, value in reduced_model(name, 4).inputs().items()}
     with fake_mesh(4) as mesh:
-        model = planned(twin(name, 4).build(), mesh, name, sequence_parallel=True)
+        model = planned(reduced_model(name, 4).build(), mesh, name, sequence_parallel=True)
         with CollectiveCounter() as counter, pytest.raises(ValueError, match=r"10.*tp=4.*12"):
             model(**inputs)
         # Image features need the embeddings complete before anything is split.
         assert counter.counts == ({"all_reduce": 1} if name == "gemma3" else {})
-        inputs = {key: value[:, :8] for key, value in twin(name, 4).inputs().items()}
+        inputs = {key: value[:, :8] for key, value in reduced_model(name, 4).inputs().items()}
         model(**inputs).loss.backward()  # a refused call leaves the model usable
 
 
 def resized(name: str, tp: int, vocabulary: int, tied: bool):
-    """The twin with another vocabulary."""
-    config = copy.deepcopy(twin(name, tp).config)
+    """The reduced model with another vocabulary."""
+    config = copy.deepcopy(reduced_model(name, tp).config)
     config.vocab_size = vocabulary
     config.tie_word_embeddings = tied
     for special in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, special, None)
-    small = make_twin(find_any(config), tp=tp)
+    small = make_reduced_model(find_any(config), tp=tp)
 
     def build():
         model = small.build()
@@ -180,7 +180,7 @@ def test_padding_idx_is_a_row_of_the_whole_table(sp, tp, padding, monkeypatch):
     def pad(model):
         model.get_input_embeddings().padding_idx = padding
 
-    inputs = dict(twin("llama", tp).inputs())
+    inputs = dict(reduced_model("llama", tp).inputs())
     inputs["input_ids"] = inputs["input_ids"].clone()
     inputs["input_ids"][0, 1::4] = padding
     padded = case("llama", tp, sp=sp, inputs=inputs, prepare=pad)

@@ -22,7 +22,7 @@ from tests.proofs import (
     on_ranks,
     plan_like,
     ranked,
-    twin,
+    reduced_model,
     unsharded,
 )
 
@@ -106,7 +106,7 @@ def test_tied_parameters_are_one_parameter_again(monkeypatch):
 
 def test_gradients_are_finished_once_and_none_is_left_partial():
     """What is left as a partial sum would be reduced again by each use: clipping, the optimizer, logging."""
-    small = twin("qwen3", 2)
+    small = reduced_model("qwen3", 2)
     inputs = small.inputs()
     with on_ranks(model := small.build(), "qwen3", 2, sequence_parallel=True):
         model(**ranked(inputs, 2)).loss.backward()
@@ -131,7 +131,7 @@ def test_gradient_accumulation(name, sp):
 
 def test_reducing_accumulated_gradients_in_a_hook_would_reduce_the_first_ones_twice():
     """Why partial gradients are summed in the graph: the recipe with hooks is right for one backward pass only."""
-    small = twin("qwen3", 2)
+    small = reduced_model("qwen3", 2)
     inputs = small.inputs()
     plan = plan_like("qwen3", {QK_NORMS: "replicate"})
 
@@ -160,7 +160,7 @@ def test_reducing_accumulated_gradients_in_a_hook_would_reduce_the_first_ones_tw
 
 def test_grouping_changes_no_gradient(monkeypatch):
     """The same gradients with one reduction for each parameter, which is what the group saves."""
-    small = twin("gemma3_text", 2)
+    small = reduced_model("gemma3_text", 2)
     monkeypatch.setattr(reading.Reads, "__call__", lambda self, forward, module, args, kwargs: forward(*args, **kwargs))
     assert_equal(case("gemma3_text", sp=True).rows())
     assert small.seq_len % 2 == 0

@@ -25,7 +25,7 @@ from tests.proofs import (
     planned,
     program_of,
     ranked,
-    twin,
+    reduced_model,
 )
 from tests.simulation import rank_values, simulated_mesh, whole_values
 
@@ -43,7 +43,7 @@ def test_every_rank_has_its_share_of_each_packed_part(tp, sp, monkeypatch):
 @pytest.mark.parametrize("name", ["phi3", "mixtral", "gpt2", "llama", "qwen3_moe"])
 def test_a_state_dict_is_the_original_bit_for_bit(name):
     """Rows of packed parameters in the original order, whatever the order inside."""
-    small = twin(name, 2)
+    small = reduced_model(name, 2)
     original = {key: value.clone() for key, value in small.build().state_dict().items()}
     with on_ranks(model := small.build(), name, 2):
         state = model.state_dict()
@@ -55,7 +55,7 @@ def test_a_state_dict_is_the_original_bit_for_bit(name):
 
 def test_inside_packed_rows_stand_in_another_order():
     """What the state dict hides: the reason for its hooks."""
-    small = twin("phi3", 2)
+    small = reduced_model("phi3", 2)
     with on_ranks(model := small.build(), "phi3", 2):
         stored = model.model.layers[0].self_attn.qkv_proj.weight.full_tensor()
     original = small.build().model.layers[0].self_attn.qkv_proj.weight.detach()
@@ -78,7 +78,7 @@ def read(module: nn.Module, attribute: str) -> int:
 @pytest.mark.parametrize("name", DIVIDED)
 def test_attributes_are_divided_on_the_instance_and_never_in_the_shared_config(name, monkeypatch):
     owner, attributes = DIVIDED[name]
-    original = twin(name, 2).build()
+    original = reduced_model(name, 2).build()
     before, config = {a: read(original.get_submodule(owner), a) for a in attributes}, original.config.to_dict()
     with on_ranks(model := copy.deepcopy(original), name, 2):
         pass
@@ -130,7 +130,7 @@ def test_torchs_own_style_makes_frozen_parameters_trainable():
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
 def test_every_parameter_is_a_dtensor_and_every_buffer_is_plain(name):
     """A mix of plain and DTensor parameters breaks clipping; buffers are read by code that knows no DTensors."""
-    with on_ranks(model := twin(name, 2).build(), name, 2, sequence_parallel=True):
+    with on_ranks(model := reduced_model(name, 2).build(), name, 2, sequence_parallel=True):
         pass
     assert dtensors(model)
     for buffer_name, buffer in model.named_buffers():
@@ -141,7 +141,7 @@ def test_every_parameter_is_a_dtensor_and_every_buffer_is_plain(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral", "gpt2"])
 def test_clipping_is_right(name, sp):
     """torch's clip_grad_norm_ on the planned model; summing local norms would count whole gradients tp times."""
-    small = twin(name, 2)
+    small = reduced_model(name, 2)
     inputs = small.inputs()
     reference = small.build()
     reference(**small.inputs()).loss.backward()
@@ -174,7 +174,7 @@ def fail(module, args):
 )
 def test_exceptions_leave_the_parameters_in_place(where):
     """The early stop of activation checkpointing passes through forward as an exception too."""
-    small = twin("qwen3", 2)
+    small = reduced_model("qwen3", 2)
     inputs = small.inputs()
     with on_ranks(model := small.build(), "qwen3", 2, sequence_parallel=True):
         before = dtensors(model)
@@ -202,7 +202,7 @@ def test_without_the_remedy_an_exception_leaves_local_tensors_behind(monkeypatch
     def failing(self, x):
         raise Failure
 
-    small = twin("llama", 2)
+    small = reduced_model("llama", 2)
 
     inputs = small.inputs()
     with on_ranks(model := small.build(), "llama", 2):
@@ -215,7 +215,7 @@ def test_without_the_remedy_an_exception_leaves_local_tensors_behind(monkeypatch
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 def test_getattr_finds_the_parameter_during_and_after_forward(sp):
     """FSDP2 and tie_weights read and replace parameters by attribute; nothing may stand in front of them."""
-    small, seen = twin("llama", 2), []
+    small, seen = reduced_model("llama", 2), []
     inputs = small.inputs()
     with on_ranks(model := small.build(), "llama", 2, sequence_parallel=sp):
 
@@ -308,7 +308,7 @@ def test_sending_no_weights_sends_nothing():
 
 def test_every_application_has_its_own_styles():
     """torch's parallelize_module writes into the style objects that it is given."""
-    program = program_of(twin("llama", 2).build(), "llama", 2)
+    program = program_of(reduced_model("llama", 2).build(), "llama", 2)
     with simulated_mesh(2):
         first, second = program.parallelize_plan, program.parallelize_plan
         assert first.keys() == second.keys() and not {map(id, first.values())} & {map(id, second.values())}
@@ -317,7 +317,7 @@ def test_every_application_has_its_own_styles():
 
 def test_the_styles_work_with_torchs_own_loop():
     """`program.parallelize_plan` and torch's parallelize_module, without apply_plan."""
-    small = twin("qwen3", 2)
+    small = reduced_model("qwen3", 2)
 
     inputs = small.inputs()
     expected = small.build()(**small.inputs()).logits.detach()

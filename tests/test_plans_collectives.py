@@ -25,7 +25,7 @@ from shardplan import applied
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.apply import without_sequence_parallel
-from tests.proofs import PLANS, fake_mesh, optimised, plan_like, step, twin
+from tests.proofs import PLANS, fake_mesh, optimised, plan_like, reduced_model, step
 from tests.proofs import planned as apply
 
 TP = 2
@@ -59,7 +59,7 @@ def minimum(plan: str, layers: int, *, sp: bool, logits: str) -> dict[str, Count
 
 def short_inputs(plan: str) -> dict:
     """One sequence of one token per rank: activations are far smaller than any matrix."""
-    return {name: value[:1, -TP:] for name, value in twin(plan, TP).inputs().items()}
+    return {name: value[:1, -TP:] for name, value in reduced_model(plan, TP).inputs().items()}
 
 
 def count(model, inputs) -> tuple[CollectiveCounter, CollectiveCounter]:
@@ -82,7 +82,7 @@ def mesh():
 
 
 def planned(plan: str, mesh, **options):
-    return apply(twin(plan, TP).build(), mesh, plan, **options)
+    return apply(reduced_model(plan, TP).build(), mesh, plan, **options)
 
 
 def expected_with_loss(model, logits: str) -> dict[str, Counter]:
@@ -106,7 +106,7 @@ def test_the_collectives_of_a_step_are_the_minimum(plan, sp, logits, mesh):
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 def test_parallel_attention_and_mlp_are_one_boundary(sp, mesh):
     """Cohere's block adds both to the residual, and both read one norm: B is one for each layer."""
-    model = optimised(twin("cohere", TP).build(), mesh, "cohere", sequence_parallel=sp, logits="sharded")
+    model = optimised(reduced_model("cohere", TP).build(), mesh, "cohere", sequence_parallel=sp, logits="sharded")
     layers = model.config.num_hidden_layers
     found = counted(model, short_inputs("cohere"))
     forward = {"reduce_scatter": layers + 1, "all_gather": layers + 1} if sp else {"all_reduce": layers + 1}
@@ -121,7 +121,7 @@ def test_parallel_attention_and_mlp_are_one_boundary(sp, mesh):
 def test_images_cost_no_collective(sp, mesh):
     """The vision tower is whole: its features and their gradients are complete on every rank."""
     model = planned("gemma3", mesh, sequence_parallel=sp)
-    found = counted(model, twin("gemma3", TP).inputs(kind="image"))
+    found = counted(model, reduced_model("gemma3", TP).inputs(kind="image"))
     assert found == minimum("gemma3", 2, sp=sp, logits="replicated")
 
 
@@ -197,7 +197,7 @@ def test_a_checkpoint_around_the_door_would_repeat_its_collective(mesh):
 def test_a_plan_without_doors_costs_no_more_all_reduces(mesh):
     """Without them q, k and v, and gate and up, would each reduce their own input gradient (5L + 1); they read one value (2L + 1)."""
     plan = plan_like("llama", {"model.layers.*.self_attn": "none", "model.layers.*.mlp": "none"})
-    model = apply(twin("llama", TP).build(), mesh, plan)
+    model = apply(reduced_model("llama", TP).build(), mesh, plan)
     assert counted(model, short_inputs("llama"))["backward"]["all_reduce"] == 2 * 2 + 1
 
 

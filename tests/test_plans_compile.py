@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.proofs import fake_mesh, optimised, planned, twin
+from tests.proofs import fake_mesh, optimised, planned, reduced_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +27,7 @@ def fresh():
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 @pytest.mark.parametrize("plan", ["llama", "qwen3", "phi3", "gpt2", "cohere", "olmo2"])
 def test_layers_compile_whole_and_to_one_graph(plan, sp, checkpointing, mesh):
-    small = twin(plan, 2)
+    small = reduced_model(plan, 2)
     model = (optimised if plan == "cohere" else planned)(  # cohere: partial sums wait for others
         small.build(),
         mesh,
@@ -47,7 +47,7 @@ LAYERS = {"gpt2": "transformer.h.*"}
 
 def test_a_graph_break_would_be_seen(mesh):
     """The test above can fail: a layer that looks at a value has a break."""
-    small = twin("llama", 2)
+    small = reduced_model("llama", 2)
     model = planned(
         small.build(),
         mesh,

@@ -25,7 +25,7 @@ from tests.proofs import (
     differing,
     on_ranks,
     program_of,
-    twin,
+    reduced_model,
 )
 from tests.simulation import rank_values
 
@@ -120,8 +120,8 @@ def test_the_comparison_sees_an_error_of_one_part_in_ten_thousand():
 @pytest.mark.parametrize("plan", ["mixtral", "qwen3_moe"])
 def test_experts_that_are_multiplied_together(plan, experts, sp):
     """The matrix runs experts one by one: torch's grouped multiplication takes neither float64 nor shards whose rows
-    are no multiple of 16 bytes, as those of a small copy are. Here a rank's rows are 16 floats."""
-    small = twin(plan, 4)
+    are not a multiple of 16 bytes, as those of a reduced model are. Here a rank's rows are 16 floats."""
+    small = reduced_model(plan, 4)
     config = copy.deepcopy(small.config)
     config.intermediate_size = config.moe_intermediate_size = 64
 
@@ -140,7 +140,7 @@ def test_parameters_are_really_sharded(plan, tp):
     """Every matrix of the language model is split: a rank holds 1/tp of it. Whole are vectors, a router, learned
     positions, the vision tower and its projector."""
     whole_words = ("norm", "bias", "ln_", "mlp.gate.weight", "wpe", "vision_tower", "multi_modal_projector")
-    model = twin(plan, tp).build()
+    model = reduced_model(plan, tp).build()
     shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False)}
     with on_ranks(model, plan, tp):
         pass
@@ -186,7 +186,7 @@ def test_a_rank_holds_little_more_than_its_share_of_the_real_model(plan):
 def test_the_whole_compiler_gives_the_program_that_is_proven_here(plan, sp):
     """The layout check refuses no built-in plan, and the optimiser finds nothing to merge in one. Without its run, more
     parameters may be read by modules around their own than are."""
-    model = twin(plan, 2).build()
+    model = reduced_model(plan, 2).build()
     compiled = compile_plan(model, MeshSizes(tp=2), plan, sequence_parallel=sp)
     proven = program_of(model, plan, 2, sequence_parallel=sp)
     assert compiled.variants.keys() == proven.variants.keys()

@@ -105,9 +105,9 @@ def test_a_blocks_own_door_is_not_run_again_by_activation_checkpointing():
     assert plain == expected
     again, said = on_ranks(4, counted, True)[3]
     assert said == expected and again["forward"] == expected["forward"]
-    # Inside each of the two layers, the doors of attention and MLP gather, and their outputs are reduced; the
+    # Inside each of the two layers, the block inputs of attention and MLP gather, and their outputs are reduced; the
     # recomputation stops at the last value that backward needs, which is before the MLP's reduction. The first
-    # layer's own door, a reduction of the embedding, is outside the checkpoint.
+    # layer's own block input, a reduction of the embedding, is outside the checkpoint.
     extra = again["backward"] - expected["backward"]
     assert extra == Counter({"all_gather": 4, "reduce_scatter": 2})
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
-from proofs import fake_mesh, twin
+from proofs import fake_mesh, reduced_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -343,7 +343,7 @@ def test_a_process_proves_again_and_again(name: str) -> None:
     """torch remembers the meshes of earlier threads, whose groups are gone."""
     with fake_mesh(4) as mesh:
         for _ in range(2):
-            model = twin(name, 4).build()
+            model = reduced_model(name, 4).build()
             shardplan.apply_plan(model, mesh, name, sequence_parallel=True, src_data_rank=None)
             assert "proven" in shardplan.applied(model).proof
 

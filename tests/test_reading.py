@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.runtime.parallel import reading
-from tests.proofs import fake_mesh, planned, twin
+from tests.proofs import fake_mesh, planned, reduced_model
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,7 +18,7 @@ def mesh():
 
 
 def model_of(mesh, **options) -> nn.Module:
-    return planned(twin("qwen3", 2).build(), mesh, "qwen3", **options)
+    return planned(reduced_model("qwen3", 2).build(), mesh, "qwen3", **options)
 
 
 def reads(monkeypatch, model: nn.Module) -> list[int]:
@@ -30,7 +30,7 @@ def reads(monkeypatch, model: nn.Module) -> list[int]:
         return real(ctx, partial, dtype, *parameters)
 
     monkeypatch.setattr(reading._Read, "forward", staticmethod(forward))
-    model(**twin("qwen3", 2).inputs()).loss.backward()
+    model(**reduced_model("qwen3", 2).inputs()).loss.backward()
     return found
 
 
@@ -49,7 +49,7 @@ def test_a_block_with_units_of_its_own_reads_what_is_left(mesh, monkeypatch):
 
 def test_gradients_have_the_placements_of_their_parameters(mesh):
     model = model_of(mesh, sequence_parallel=True)
-    model(**twin("qwen3", 2).inputs()).loss.backward()
+    model(**reduced_model("qwen3", 2).inputs()).loss.backward()
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         assert isinstance(gradient, DTensor) and gradient.placements == parameter.placements, name
@@ -57,7 +57,7 @@ def test_gradients_have_the_placements_of_their_parameters(mesh):
 
 
 def test_frozen_parameters_get_no_gradient_and_stay_out_of_the_node(mesh, monkeypatch):
-    model = twin("qwen3", 2).build()
+    model = reduced_model("qwen3", 2).build()
     model.model.layers[0].mlp.requires_grad_(False)
     planned(model, mesh, "qwen3")
     layer = len(list(model.model.layers[0].parameters()))
@@ -84,6 +84,6 @@ def counting(found: list[int], real):
 
 def test_second_derivatives_are_refused(mesh):
     model = model_of(mesh)
-    loss = model(**twin("qwen3", 2).inputs()).loss
+    loss = model(**reduced_model("qwen3", 2).inputs()).loss
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)

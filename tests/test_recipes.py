@@ -49,9 +49,9 @@ PARTIAL = """    Style(
         kinds=MATMUL,
         weight=IN,
         bias=ParameterStyle(None, "P"),
-        takes=(V(-1),),
-        inside=V(-1),
-        computes=P,
+        input_sources=(V(-1),),
+        input_destination=V(-1),
+        output_source=P,
     ),
 """
 STYLE = Recipe(
@@ -83,7 +83,7 @@ from shardplan.styles import STYLES
 from shardplan.styles.style_record import ParameterStyle, Style
 from shardplan.styles.sound import missing
 
-style = Style(name="padded", summary="", weight=ParameterStyle("out", "V"), takes=(), computes=V(-1), hands=P)
+style = Style(name="padded", summary="", weight=ParameterStyle("out", "V"), input_sources=(), output_source=V(-1), output_destination=P)
 assert missing(style) is None
 STYLES["padded"] = style
 
@@ -102,7 +102,7 @@ rules = {"0": {"style": "input_with_grad_allreduce", "output": "all_reduce"}, "0
 plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
 report = validate(model, plan, tp=2, inputs=lambda seed: {"input": torch.randn(2, 3, 8)})
 assert report.ok, report
-print(STYLES["padded"].hands, "proven")
+print(STYLES["padded"].output_destination, "proven")
 """
 MOVE = Recipe(
     "A move",
@@ -330,7 +330,8 @@ def test_a_recipe_is_enough(recipe: Recipe, tmp_path: Path) -> None:
 def test_a_record_that_lacks_a_move_is_refused_wherever_styles_are_read(tmp_path: Path) -> None:
     copy = copied(tmp_path / "copy")
     edit(
-        copy / "shardplan/styles/linear.py", {"        computes=P,\n        hands=V(SEQ),\n": "        hands=V(SEQ),\n"}
+        copy / "shardplan/styles/linear.py",
+        {"        output_source=P,\n        output_destination=V(SEQ),\n": "        output_destination=V(SEQ),\n"},
     )
     done = run("python -m shardplan lint llama", copy)
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""Gathering again in backward: nothing changes but what is kept, and one all-gather for each door."""
+"""Gathering again in backward: nothing changes but what is kept, and one all-gather for each block input."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardplan import applied, compile_plan
 from shardplan.core.mesh import MeshSizes
 from shardplan.runtime.parallel import boundaries, regather
-from tests.proofs import assert_equal, case, fake_mesh, plan_like, planned, step, twin
+from tests.proofs import assert_equal, case, fake_mesh, plan_like, planned, reduced_model, step
 from tests.test_plans_collectives import counted, minimum, short_inputs
 
 DOORS = 4  # two layers, two blocks each
@@ -26,7 +26,7 @@ def test_every_gradient_is_the_unsharded_models(plan):
 @pytest.mark.parametrize("plan", ["llama", "qwen3"])
 def test_it_costs_one_all_gather_for_each_door(plan):
     with fake_mesh(2) as mesh:
-        model = planned(twin(plan, 2).build(), mesh, plan, sequence_parallel=True, regather=True)
+        model = planned(reduced_model(plan, 2).build(), mesh, plan, sequence_parallel=True, regather=True)
         once = minimum(plan, 2, sp=True, logits="replicated")
         found = counted(model, short_inputs(plan))
         assert found["forward"] == once["forward"]
@@ -35,7 +35,7 @@ def test_it_costs_one_all_gather_for_each_door(plan):
 
 
 def gathered_and_kept(monkeypatch, mesh) -> tuple[int, int]:
-    """How many values the doors gathered, and how many of them the graph of a forward keeps."""
+    """How many values the block inputs gathered, and how many of them the graph of a forward keeps."""
     storages, real = [], regather.note
 
     def note(whole, shard, mesh, dim):
@@ -43,7 +43,7 @@ def gathered_and_kept(monkeypatch, mesh) -> tuple[int, int]:
         real(whole, shard, mesh, dim)
 
     monkeypatch.setattr(boundaries, "note", note)
-    model = planned(twin("llama", 2).build(), mesh, "llama", sequence_parallel=True, regather=True)
+    model = planned(reduced_model("llama", 2).build(), mesh, "llama", sequence_parallel=True, regather=True)
     loss = step(model, short_inputs("llama"))["loss"]
     kept = sum(not storage.expired() for storage in storages)
     loss.backward()
@@ -59,7 +59,7 @@ def test_no_gathered_value_is_kept(monkeypatch):
 
 def test_a_graph_may_be_run_backward_twice():
     with fake_mesh(2) as mesh:
-        model = planned(twin("llama", 2).build(), mesh, "llama", sequence_parallel=True, regather=True)
+        model = planned(reduced_model("llama", 2).build(), mesh, "llama", sequence_parallel=True, regather=True)
         loss = step(model, short_inputs("llama"))["loss"]
         loss.backward(retain_graph=True)
         first = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
@@ -73,8 +73,8 @@ def test_under_a_checkpoint_its_second_run_gathers():
     """What a checkpoint lets go of is computed again as a whole: nothing is gathered a third time."""
     with fake_mesh(2) as mesh:
         options = {"sequence_parallel": True, "activation_checkpointing": True}
-        plain = planned(twin("llama", 2).build(), mesh, "llama", **options)
-        again = planned(twin("llama", 2).build(), mesh, "llama", regather=True, **options)
+        plain = planned(reduced_model("llama", 2).build(), mesh, "llama", **options)
+        again = planned(reduced_model("llama", 2).build(), mesh, "llama", regather=True, **options)
         assert counted(plain, short_inputs("llama")) == counted(again, short_inputs("llama"))
 
 
@@ -85,7 +85,7 @@ class InPlace(nn.Linear):
 
 def test_a_module_that_changes_the_gathered_value_is_refused():
     with fake_mesh(2) as mesh:
-        model = twin("llama", 2).build()
+        model = reduced_model("llama", 2).build()
         model.model.layers[0].mlp.gate_proj.__class__ = InPlace
         planned(model, mesh, "llama", sequence_parallel=True, regather=True)
         with pytest.raises(RuntimeError, match="in place: leave `regather` out"):
@@ -98,7 +98,7 @@ def doors_of(model: nn.Module, plan: object, **options: object) -> dict[str, boo
 
 
 def test_a_plan_says_it_for_single_doors_and_an_argument_for_all():
-    model = twin("llama", 2).build()
+    model = reduced_model("llama", 2).build()
     plan = plan_like("llama", {}, {"model.layers.*.mlp": {"style": "gather_seq_input", "regather": True}})
     said = doors_of(model, plan)
     assert {name: on for name, on in said.items() if "layers" in name} == {

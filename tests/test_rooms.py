@@ -131,4 +131,6 @@ def test_every_contract_can_fail(tmp_path):
     assert "Contracts: 0 kept, 5 broken." in result.stdout, result
     said = [said for lines in FORBIDDEN.values() for said in lines.values() if said]
     assert [one for one in said if one not in result.stdout] == []
-    assert all(f"bind.sample -> shardplan.{room}" not in result.stdout for room in ("core", "language", "compiler.bind"))
+    assert all(
+        f"bind.sample -> shardplan.{room}" not in result.stdout for room in ("core", "language", "compiler.bind")
+    )

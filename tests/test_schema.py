@@ -134,7 +134,10 @@ def edited(draw: st.DrawFn) -> object:
     """A valid plan with one to three values changed, removed or added."""
     data = copy.deepcopy(WHOLE)
     for _ in range(draw(st.integers(1, 3))):
-        *path, last = draw(st.sampled_from([place for place in places(data) if place]))
+        found = [place for place in places(data) if place]
+        if not found:  # all of it is removed
+            break
+        *path, last = draw(st.sampled_from(found))
         parent = functools.reduce(lambda inner, step: inner[step], path, data)
         match draw(st.sampled_from(["change", "remove", "add"])):
             case "change":

@@ -54,7 +54,7 @@ def test_both_judges_see_a_silent_mistake() -> None:
     edit = next(e for e in edits(document, sequence_parallel=False) if e.what.endswith("q_norm without a rule"))
     verdict = judge(model, parse(edit.document), sequence_parallel=False)
     assert verdict.silent and not verdict.right
-    assert [d.code for d in verdict.layout.diagnostics] == ["SP401"] and verdict.mended
+    assert [d.code for d in verdict.layout.diagnostics] == ["SP401"] and verdict.fixed
 
 
 def test_an_embedding_that_runs_outside_the_module_around_the_door_completes_its_sum() -> None:

@@ -100,7 +100,7 @@ def rules(name: str) -> dict[str, str]:
 
 
 def test_what_meets_in_halves_has_a_share_of_both() -> None:
-    """DiffLlama subtracts heads of its first half from those of its second. A door says nothing of the lambdas beside it."""
+    """DiffLlama subtracts heads of its first half from those of its second. A block input says nothing of the lambdas beside it."""
     found = rules("diffllama")
     assert {found[f"{ATTENTION}.{x}_proj"] for x in "qkv"} == {"packed_colwise"}
     assert found[ATTENTION] == "input_with_grad_allreduce"
@@ -128,7 +128,7 @@ def test_what_is_small_is_not_gathered() -> None:
 
 
 def test_latents_that_are_wider_than_what_they_are_made_of_are_reduced_there() -> None:
-    """Youtu's; DeepSeek-V3's are narrower than its hidden state, though not those of its small copy."""
+    """Youtu's; DeepSeek-V3's are narrower than its hidden state, though not those of its reduced model."""
     latents = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
     found = rules("youtu")
     assert found[ATTENTION] == "input_with_grad_allreduce"

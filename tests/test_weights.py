@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
 
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.torchlib.packing import pack
 from shardplan.weights.checkpoint_names import inner_model, resolve, saved_names
 from shardplan.weights.folders import begin, beside, commit
@@ -199,8 +199,8 @@ MODEL_TYPES = [
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", MODEL_TYPES)
 def test_every_model_type_is_saved_and_read_as_transformers_does(name):
-    """On small copies: what transformers saves, read through lazy tensors; and what lazy tensors save."""
-    model = make_twin(find(name), tp=1).build()
+    """On reduced models: what transformers saves, read through lazy tensors; and what lazy tensors save."""
+    model = make_reduced_model(find(name), tp=1).build()
     state = dict(model.state_dict())
     saved = core_model_loading.revert_weight_conversion(model, dict(state))
     lazies = {
@@ -221,7 +221,7 @@ def test_every_model_type_is_saved_and_read_as_transformers_does(name):
 
 def test_dtypes_are_those_of_from_pretrained(tmp_path):
     """Some parameters and buffers of a transformers model stay in float32."""
-    model = make_twin(find("deepseek_v3"), tp=1).build()
+    model = make_reduced_model(find("deepseek_v3"), tp=1).build()
     model.save_pretrained(tmp_path)
     expected = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     _cast(model, torch.bfloat16)

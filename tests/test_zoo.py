@@ -142,7 +142,7 @@ def test_a_type_is_as_the_table_says(name: str) -> None:
 )
 @pytest.mark.slow
 def test_what_is_reduced_backward_is_as_the_table_says(name: str) -> None:
-    """And the judge overlooks nothing: it knows of a choice of doors that is at least as good as the plan's."""
+    """And the judge overlooks nothing: it knows of a choice of block inputs that is at least as good as the plan's."""
     known, found = CHOOSING[name], counted_again(CHOOSING[name])
     assert found == known, (found.reduced, found.choices)
     count, *size = known.reduced

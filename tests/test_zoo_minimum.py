@@ -1,4 +1,4 @@
-"""The judge of communication (tests/zoo/minimum.py, doors.py) on small modules whose answer is known by hand."""
+"""The judge of communication (tests/zoo/minimum.py, block inputs.py) on small modules whose answer is known by hand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardplan.compiler.layout import Workbench, check_layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
-from tests.zoo.doors import Frontier, Size, dominated, joined, least
+from tests.zoo.block_inputs import Frontier, Size, dominated, joined, least
 from tests.zoo.least import least as least_of_a_step
 from tests.zoo.minimum import choices, minimum, spent
 
 HIDDEN, INNER = 32, 16
 SPLIT = {"layers.*.{a,b}": "colwise", "layers.*.o": "rowwise", "head": "colwise_gather_output"}
-HEAD = HIDDEN  # its door
-DOOR = "input_with_grad_allreduce"
+HEAD = HIDDEN  # its block input
+BLOCK_INPUT = "input_with_grad_allreduce"
 
 
 class Model(nn.Module):
@@ -105,7 +105,7 @@ class Case:
     Args:
         block: makes one of its blocks.
         rules: beside those that split.
-        own: makes a block of the model whose small copy this is; None is the same.
+        own: makes a block of the model whose reduced model this is; None is the same.
         merged: with what the layout check says of readers that share one move.
     """
 
@@ -118,7 +118,7 @@ class Case:
         plan, findings = bind(parse_plan(document).plan, tree, MeshSizes(tp=2))
         report = check_layout(plan, bench)
         assert not findings and report.ok, [*findings, *report.diagnostics]
-        plan = report.onto(plan) if merged else replace(plan, arrivals=report.arrivals)
+        plan = report.onto(plan) if merged else replace(plan, incoming=report.incoming)
         real = tree if own is None else tree_of(Model(own))
         self.frontier: Frontier = choices(plan, bench, real)
         self.spent = spent(plan, bench, real)
@@ -140,7 +140,7 @@ def test_one_door_for_all_readers_of_a_value() -> None:
 
 
 def test_one_door_in_front_of_two_norms() -> None:
-    """A door behind each is as many collectives as one in front and one for the norms' parameters, of twice the size."""
+    """A block input behind each is as many collectives as one in front and one for the norms' parameters, of twice the size."""
     case = Case(TwoNorms)
     assert case.frontier == {5: Size(2 * HIDDEN + HEAD, 2 * 4 * HIDDEN)}
     assert case.spent == (5, Size(4 * HIDDEN + HEAD, 0)) and case.is_beaten
@@ -163,7 +163,7 @@ def test_doors_behind_latents_are_worth_it_where_these_are_narrow(width: int, be
 
 
 def test_the_sizes_are_the_models_own() -> None:
-    """In the small copy the latents are narrow, in the model they are not."""
+    """In the reduced model the latents are narrow, in the model they are not."""
     assert not Case(lambda: Latent(8), BEHIND).is_beaten
     case = Case(lambda: Latent(8), BEHIND, own=lambda: Latent(64))
     assert case.spent == (5, Size(2 * 2 * 64 + HEAD, 0))

@@ -64,16 +64,16 @@ def _held(style: ParameterStyle) -> str:
 def _takes(style: Style) -> str:
     if style.lookup is not None:
         return "token ids"
-    taken = " or ".join(str(layout) for layout in style.takes) or "as it comes"
-    return f"{taken}, moved to {style.inside}" if style.is_door and style.inside else taken
+    taken = " or ".join(str(layout) for layout in style.input_sources) or "as it comes"
+    return f"{taken}, moved to {style.input_destination}" if style.is_block_input and style.input_destination else taken
 
 
 def _hands(style: Style) -> str:
-    layout = style.hands or style.computes
+    layout = style.output_destination or style.output_source
     if style.features.dtensor:
         return f"{layout} as a DTensor"
-    if style.until_door:
-        return "P, until the door"
+    if style.until_block_input:
+        return "P, until the block input"
     if layout is not None:
         return str(layout)
     return "as computed"

@@ -67,7 +67,7 @@ def validate(
         inputs: what to call the reduced model with: a function from a seed to keyword arguments of its `forward`, or
             `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
             it they are made from the configuration, and a module of your own is called with token ids.
-        reduced: what builds a small model of the same structure, a function without arguments or `module:callable`: for a
+        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`: for a
             module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
@@ -129,7 +129,7 @@ def _look(
             report = replace(report, stages=(*report.stages, "proof"), proof=proven)
     return replace(
         report,
-        diagnostics=(*given.findings, *variants.together),
+        diagnostics=(*given.findings, *variants.all_findings),
         secondary=ordered(variants.secondary, given.sources),
     )
 
@@ -157,7 +157,7 @@ def coverage(
     raise_errors(given.findings, given.sources)
     found, read = given.both
     bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None))
-    raise_errors(bound.together, given.sources)
+    raise_errors(bound.all_findings, given.sources)
     split, whole = covered(found.tree, split_parameters(bound.resolved[NO_OVERLAYS]))
     allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
     return Coverage(given.model.shown, read.name, allowed, split, whole)
@@ -204,7 +204,7 @@ def verify(
     raise_errors(given.findings, given.sources)
     found, read = given.both
     wanted = wanted_variants(read, sequence_parallel)
-    raise_errors((*given.findings, *given.structure(sizes, wanted).together), given.sources)
+    raise_errors((*given.findings, *given.structure(sizes, wanted).all_findings), given.sources)
     return prove(
         ModelLayouts(found, sizes.tp),
         named,

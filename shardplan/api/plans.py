@@ -56,7 +56,7 @@ def init_plan(
     progress: Callable[[str], None] = lambda text: None,
     **options: Unpack[ModelOptions],
 ) -> NewPlan:
-    """Write a plan for a model, from its structure and a run of a small copy of it; validated and proven numerically.
+    """Write a plan for a model, from its structure and a run of a reduced model of it; validated and proven numerically.
 
     What cannot be split stays whole, and the plan says so; the result's `diagnostics` too, with what keeps the model itself
     from being trained with any plan (its dropout).
@@ -94,17 +94,17 @@ def init_plan(
     sizes = MeshSizes(tp=tp)
     wanted = wanted_variants(parsed.plan, None)
     variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
-    about_rules = [d for d in variants.together if d.primary is not None]
+    about_rules = [d for d in variants.all_findings if d.primary is not None]
     raise_errors(about_rules, parsed.sources)
     small = ModelLayouts(found, tp)
     layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, small)
-    raise_errors(layouts.together, parsed.sources)
+    raise_errors(layouts.all_findings, parsed.sources)
     asked = Question(small, named, parsed.plan, allow_unproven=True)  # what no run reaches is said, and stays whole
     proof, about_proof = prove_stage(asked, wanted, progress)
     assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
-    found_late = layouts.with_findings(about_proof).together
+    found_late = layouts.with_findings(about_proof).all_findings
     # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
-    about_itself = [replace(d, severity=Severity.WARNING) for d in variants.together if d.primary is None]
+    about_itself = [replace(d, severity=Severity.WARNING) for d in variants.all_findings if d.primary is None]
     return replace(made, diagnostics=(*made.diagnostics, *about_itself, *found_late))
 
 

@@ -280,7 +280,7 @@ def _model_options(parser: Parser) -> None:
     parser.add_argument(
         "--reduced",
         metavar="MODULE:CALLABLE",
-        help="what builds a small model of the same structure, for one that is too large or cannot be reduced",
+        help="what builds a reduced model of the same structure, for one that is too large or cannot be reduced",
     )
 
 
@@ -304,7 +304,7 @@ def _findings_output(parser: Parser) -> None:
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     "init": (
-        "Write a plan for a model: found from its structure and a run of a small copy of it, validated and proven.",
+        "Write a plan for a model: found from its structure and a run of a reduced model of it, validated and proven.",
         "shardplan init qwen3 -o plan.yaml --sequence-parallel",
         _init,
     ),
@@ -319,7 +319,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         _validate,
     ),
     "verify": (
-        "Prove a plan numerically: a small model of the same architecture, sharded and not, compared.",
+        "Prove a plan numerically: a reduced model of the same architecture, sharded and not, compared.",
         "shardplan verify qwen3 plans/qwen3.yaml --tp 2",
         _verify,
     ),

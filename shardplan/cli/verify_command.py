@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
                 allow_unproven=args.allow_unproven,
                 progress=progress,
             )
-    except PlanError as error:  # there is no small copy, or it does not run
+    except PlanError as error:  # there is no reduced model, or it does not run
         return finish(replace(findings, diagnostics=error.diagnostics), args)
     finally:
         progress("")

@@ -142,7 +142,7 @@ def mesh_of_sizes(
     shard = dp_size if dp_size is not None and dp_size > 0 else None
     if shard is not None:
         if shard % sizes["dp_replicate"]:
-            raise ValueError(f"dp_size {shard} is no multiple of dp_replicate_size {sizes['dp_replicate']}")
+            raise ValueError(f"dp_size {shard} is not a multiple of dp_replicate_size {sizes['dp_replicate']}")
         shard //= sizes["dp_replicate"]
     return build_mesh(dp_shard=shard, **sizes, device_type=device)
 

@@ -43,7 +43,7 @@ def _of_torch(style: Style, kind: TorchStyle) -> ParallelStyle:
         case "ColwiseParallel":
             return ColwiseParallel(output_layouts=Replicate()) if style.gathers_features else ColwiseParallel()
         case "RowwiseParallel":
-            return RowwiseParallel() if style.takes == (V(-1),) else RowwiseParallel(input_layouts=Replicate())
+            return RowwiseParallel() if style.input_sources == (V(-1),) else RowwiseParallel(input_layouts=Replicate())
         case "SequenceParallel":
             return SequenceParallel()
         case "own":

@@ -186,7 +186,7 @@ def early_findings(
             found += wrong
         said = [d if d in certain else _unsure(d) for d in found if d in certain or not sure]
         findings[on] = tuple(replace(d, modules=folded.all_of(d.modules)) for d in said)
-    return replace(variants, findings=findings).together
+    return replace(variants, findings=findings).all_findings
 
 
 def _unsure(diagnostic: Diagnostic) -> Diagnostic:

@@ -33,7 +33,7 @@ class Model:
         name: a word, a configuration or a module.
         settings: numbers of the configuration to change, where it is a word.
         inputs: what to call the reduced model with: `module:callable`, or the function.
-        reduced: what builds a small model of the same structure: `module:callable`, or the function.
+        reduced: what builds a reduced model of the same structure: `module:callable`, or the function.
         trust_remote_code: run code that a model's folder brings along, where it is a word.
     """
 

@@ -40,7 +40,7 @@ class Variants:
         return _together([report.secondary for report in self.layouts.values()])
 
     @property
-    def together(self) -> tuple[Diagnostic, ...]:
+    def all_findings(self) -> tuple[Diagnostic, ...]:
         """The findings of all variants, what both say once."""
         return _together(list(self.findings.values()))
 

@@ -85,14 +85,14 @@ class Diagnostic:
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The page behind a diagnostic code: what it means, why it matters, how it looks and how to mend it.
+    """The page behind a diagnostic code: what it means, why it matters, how it looks and how to fix it.
 
     Args:
         code: `SPnnn`.
         title: a few words, lower case.
         text: one or more paragraphs (Markdown): why this is wrong and what to do.
         bad: a minimal plan excerpt (YAML) or command that gives the finding.
-        good: the same, mended.
+        good: the same, fixed.
     """
 
     code: str

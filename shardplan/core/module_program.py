@@ -77,7 +77,7 @@ class InputMove:
     """A move of arguments on the way into a module.
 
     Args:
-        src: what arrives. At a module whose `link` is "door" a P is what the plan's own embedding hands on; where a
+        src: what arrives. At a module whose `link` is "block_input" a P is what the plan's own embedding hands on; where a
             complete value comes instead (`inputs_embeds`) it is moved as I.
         dst: what the module's forward gets.
         argument: the argument's name; None is the first; "*" every floating-point tensor.
@@ -123,8 +123,8 @@ class ModuleProgram:
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, where rows are looked up by id.
         features: the number of features of which each rank has some, where a mean over them is that over all.
-        link: the module's part in an embedding that stays a partial sum until the `split_seq_input` door: "source" is
-            an embedding, "door" the module where the value is reduced and split, "scope" the module whose forward
+        link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
+            an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose forward
             holds both.
         joins: the module at which the output, a partial sum, is reduced together with that module's; zeros are handed on
             in its place.
@@ -149,7 +149,7 @@ class ModuleProgram:
     leave: OutputMove | None = None
     vocabulary: int | None = None
     features: int | None = None
-    link: Literal["source", "door", "scope"] | None = None
+    link: Literal["source", "block_input", "scope"] | None = None
     joins: str | None = None
     joined: tuple[str, ...] = ()
     collects: tuple[str, ...] = ()

@@ -47,7 +47,7 @@ class Rule:
         location: where it stands.
         optional: matching nothing is no error.
         override: may differ from an earlier rule of the same section for the same module.
-        argument: the argument of `forward` that a door moves; None is its first.
+        argument: the argument of `forward` that a block input moves; None is its first.
         grad: what the readers of a gathered value hand back: "partial" (R) or "complete" (I); None is decided from the
             structure (a head that takes R follows, or not).
         output: what the module's output goes through: "gather", "all_reduce", "reduce_scatter".
@@ -199,8 +199,8 @@ class ResolvedPlan:
     compile_modules: tuple[str, ...] = ()
     dp_parts: tuple[str, ...] = ()
     dp_ignored: frozenset[str] = frozenset()
-    arrivals: Mapping[str, Layout] | None = None
-    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    incoming: Mapping[str, Layout] | None = None
+    cross_module_reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sums: tuple[SummedOutputs, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
 

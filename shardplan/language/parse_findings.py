@@ -61,7 +61,7 @@ class Findings:
         """Notes a finding at a path of the document, or at a span where the path is not exact enough."""
         if len(self._found) == MAX_FINDINGS:
             code, message, related, notes = TOO_LARGE, f"there are more than {MAX_FINDINGS} findings", (), ()
-            help, label, severity = "mend the first ones: the others may go with them", "", Severity.ERROR
+            help, label, severity = "fix the first ones: the others may go with them", "", Severity.ERROR
         elif self.full:
             return
         primary = Label(Location(self.file, path, part, span), label)

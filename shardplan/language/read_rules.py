@@ -43,8 +43,8 @@ NOT_TAKEN = Code(
     title="an option that the style does not take",
     text="""
     Options change what a style does, so each belongs to the styles for which it means something: `grad` to
-    those that gather a value, `output` to doors and to whole modules, `packed` to packed matrices, `argument`
-    to doors, and so on. `output` takes only the values that the style can bring about.
+    those that gather a value, `output` to block inputs and to whole modules, `packed` to packed matrices, `argument`
+    to block inputs, and so on. `output` takes only the values that the style can bring about.
     """,
     bad="""
     tensor_parallel:

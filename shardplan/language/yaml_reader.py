@@ -26,9 +26,9 @@ from .syntax import Unreadable, note_duplicate, refuse, refuse_depth, refuse_nod
 _NOT_TEXT = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _QUOTE = "put quotes around a pattern that begins with `*`, `{`, `[`, `?`, `!` or `&`"
 _HELP = {
-    "mapping values are not allowed in this context": "put quotes around text that holds `: `, or mend the indentation",
+    "mapping values are not allowed in this context": "put quotes around text that holds `: `, or fix the indentation",
     "did not find expected alphabetic or numeric character": _QUOTE,
-    "did not find expected key": f"mend the indentation; {_QUOTE}",
+    "did not find expected key": f"fix the indentation; {_QUOTE}",
     "did not find expected ',' or '}'": _QUOTE,
     "did not find expected ',' or ']'": _QUOTE,
     "did not find expected <document start>": _QUOTE,

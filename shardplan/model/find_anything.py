@@ -32,7 +32,7 @@ def find_any(
         settings, trust_remote_code: as for `find_model`, where `model` is a word.
         inputs: what to call the reduced model with, a function or `module:callable`: (seed) -> keyword arguments of
             `forward`. For a transformers model it may take the reduced configuration as a second argument.
-        reduced: what builds a small model of the same structure, a function without arguments or `module:callable`.
+        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`.
 
     Raises:
         PlanError: SP501 to SP510, SP515.

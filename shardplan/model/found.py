@@ -45,7 +45,7 @@ class FoundModel:
         diagnostics: warnings met on the way.
         module: the user's own module, where that is what was given.
         inputs: what to call the reduced model with: seed -> keyword arguments of its `forward`.
-        reduced: builds a small model of the same structure, where the user names one.
+        reduced: builds a reduced model of the same structure, where the user names one.
         own_code: whether the user's own code built the model, so that it may have more than its class and configuration
             say.
         meta: what `tree` is the picture of, on the meta device: to be looked at, not changed; None where `module` is.

@@ -34,7 +34,7 @@ RAISES = Code(
     code="SP422",
     title="the sharded model raises",
     text="""The sharded reduced model raises where the unsharded one does not: a sequence whose length tp does not divide, a
-checkpoint that computes a door again from a copy of its input, an operation that torch does not have for what a rank has. The
+checkpoint that computes a block input again from a copy of its input, an operation that torch does not have for what a rank has. The
 note has what was raised. Loss of the process that ran the proof (a signal) is this finding too.""",
     bad="inputs = lambda seed: {'x': torch.randn(2, 17, 64)}   # 17 tokens, tp 2, sequence parallelism",
     good="inputs = lambda seed: {'x': torch.randn(2, 18, 64)}",

@@ -23,7 +23,7 @@ from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, variant_name
 from shardplan.core.report import Comparison, VariantProof, VerifyReport
 from shardplan.core.tree import full_name
-from shardplan.model.reduced import Twin
+from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
 from shardplan.torchlib.modes import outside_modes
 
@@ -94,17 +94,17 @@ def prove(
     start = time.monotonic()
     progress("building a reduced model")
     compiled = compile_for(small, plan, sizes, variants)
-    reference = references(small.twin)
+    reference = references(small.reduced_model)
     programs, missing, proofs = {}, {}, []
     for on in variants:
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
         programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
-        case = TwinCase(source, program, sizes) if processes else None
+        case = ReducedCase(source, program, sizes) if processes else None
         layouts = compiled.layouts.get(on)
         with sharded_run(layouts.diagnostics if layouts is not None else ()):
-            rows = _settle(partial(_run, case, program, small.twin, reference))
+            rows = _settle(partial(_run, case, program, small.reduced_model, reference))
         missing[on] = (
-            *unreached_parameters(small, [reference(kind, torch.float32)[1] for kind in small.twin.kinds]),
+            *unreached_parameters(small, [reference(kind, torch.float32)[1] for kind in small.reduced_model.kinds]),
             *unreached_modules(small, program),
         )
         unproven = tuple(touched(missing[on], program, small)) if not allow_unproven else ()
@@ -126,28 +126,28 @@ EAGER = {"compile": False}  # compiling takes long, and changes no number
 References = Callable[[str, torch.dtype], tuple[Sequence[Batch], Steps]]
 
 
-_REFERENCES: WeakKeyDictionary[Twin, References] = WeakKeyDictionary()
+_REFERENCES: WeakKeyDictionary[ReducedModel, References] = WeakKeyDictionary()
 
 
-def references(twin: Twin) -> References:
+def references(reduced_model: ReducedModel) -> References:
     """The batches of each kind of input and the unsharded steps on them, in a dtype; each is run once for a reduced model."""
-    if twin not in _REFERENCES:
-        weak = ref(twin)
+    if reduced_model not in _REFERENCES:
+        weak = ref(reduced_model)
 
         @cache
         def of(kind: str, dtype: torch.dtype) -> tuple[Sequence[Batch], Steps]:
-            twin = weak()
-            assert twin is not None
-            with twin.running():
-                batches = [cast(twin.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
-                return batches, reference_steps(in_dtype(twin.build(), dtype), batches)
+            reduced_model = weak()
+            assert reduced_model is not None
+            with reduced_model.running():
+                batches = [cast(reduced_model.inputs(seed=seed, kind=kind), dtype) for seed in range(STEPS)]
+                return batches, reference_steps(in_dtype(reduced_model.build(), dtype), batches)
 
-        _REFERENCES[twin] = of
-    return _REFERENCES[twin]
+        _REFERENCES[reduced_model] = of
+    return _REFERENCES[reduced_model]
 
 
 @dataclass(frozen=True)
-class TwinCase:
+class ReducedCase:
     """One proof, as something that other processes can be handed."""
 
     source: Model
@@ -157,26 +157,26 @@ class TwinCase:
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
         """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
         assert self.sizes.tp is not None  # a proof is of one size
-        twin = ModelLayouts(self.source.find(), self.sizes.tp).twin
-        for kind in twin.kinds:
-            yield Case(twin.build, partial(twin.inputs, kind=kind), self.program, self.sizes, dtype)
+        reduced_model = ModelLayouts(self.source.find(), self.sizes.tp).reduced_model
+        for kind in reduced_model.kinds:
+            yield Case(reduced_model.build, partial(reduced_model.inputs, kind=kind), self.program, self.sizes, dtype)
 
 
 def _run(
-    case: TwinCase | None, program: Program, twin: Twin, reference: References, dtype: torch.dtype
+    case: ReducedCase | None, program: Program, reduced_model: ReducedModel, reference: References, dtype: torch.dtype
 ) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them. Without a case, by simulation."""
     if case is not None:
         runs = run_processes(case, dtype)
     else:
-        made = (reference(kind, dtype) for kind in twin.kinds)
-        build = partial(_built, twin, dtype)
+        made = (reference(kind, dtype) for kind in reduced_model.kinds)
+        build = partial(_built, reduced_model, dtype)
         runs = [simulate(build, batches, program, steps) for batches, steps in made]
     return worst_of(row for run in runs for row in run)
 
 
-def _built(twin: Twin, dtype: torch.dtype) -> nn.Module:
-    return in_dtype(twin.build(), dtype)
+def _built(reduced_model: ReducedModel, dtype: torch.dtype) -> nn.Module:
+    return in_dtype(reduced_model.build(), dtype)
 
 
 def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Comparison, ...]:

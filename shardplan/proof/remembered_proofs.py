@@ -25,15 +25,22 @@ def digest_of(small: ModelLayouts, program: Program, allow_unproven: bool) -> st
     def add(*words: object) -> None:
         digest.update("\n".join(map(str, words)).encode())
 
-    add(torch.__version__, transformers.__version__, small.tp, small.twin.kinds, allow_unproven, program.describe())
+    add(
+        torch.__version__,
+        transformers.__version__,
+        small.tp,
+        small.reduced_model.kinds,
+        allow_unproven,
+        program.describe(),
+    )
     for name, parameter in small.benches[0].model.named_parameters(remove_duplicate=False):
         add(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
     for bench in small.benches:
         run = bench.reference
         for event in run.events:
             add(event.kind, event.name, event.place, event.source, [tuple(run.values[i].shape) for i in event.outputs])
-    reference = references(small.twin)
-    for kind in small.twin.kinds:
+    reference = references(small.reduced_model)
+    for kind in small.reduced_model.kinds:
         _, steps = reference(kind, torch.float32)
         for name, gradient in steps.gradients.items():
             add(name, gradient.double().sum().item(), gradient.double().square().sum().item())

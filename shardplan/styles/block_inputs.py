@@ -7,13 +7,13 @@ from .style_record import OTHER, Options, Style, Trial
 STYLES = (
     Style(
         name="gather_seq_input",
-        summary="The door of a block under sequence parallelism: the argument is gathered along the sequence once for "
+        summary="The input of a block under sequence parallelism: the argument is gathered along the sequence once for "
         "all that read it.",
         owns_parameters=False,
-        takes=(V(SEQ),),
-        inside=R,
+        input_sources=(V(SEQ),),
+        input_destination=R,
         options=Options(output=("all_reduce", "reduce_scatter"), grad=True),
-        comment="The door of a block: its input is gathered along the sequence, once for all that read it.",
+        comment="The input of a block is gathered along the sequence, once for all that read it.",
         trials=(
             Trial(on=OTHER, sliced=1),
             Trial(on=OTHER, sliced=11, output="reduce_scatter"),
@@ -23,13 +23,13 @@ STYLES = (
     ),
     Style(
         name="input_with_grad_allreduce",
-        summary="The door of a block under tensor parallelism: the argument's gradient is all-reduced once for all "
+        summary="The input of a block under tensor parallelism: the argument's gradient is all-reduced once for all "
         "that read it.",
         owns_parameters=False,
-        takes=(I,),
-        inside=R,
+        input_sources=(I,),
+        input_destination=R,
         options=Options(output=("all_reduce", "reduce_scatter")),
-        comment="The door of a block: one all-reduce of the gradient for all that read its input.",
+        comment="The input of a block: one all-reduce of the gradient for all that read it.",
         trials=(
             Trial(on=OTHER, whole=1, sliced=15),
             Trial(on=OTHER, whole=11, output="all_reduce"),
@@ -41,17 +41,17 @@ STYLES = (
         summary="The same behind a module: the gradient of what it hands on is all-reduced once for all that read it (a "
         "norm in front of parallel attention and MLP).",
         owns_parameters=False,
-        computes=I,
-        hands=R,
+        output_source=I,
+        output_destination=R,
         source="arXiv 1909.08053, the operator f",
     ),
     Style(
         name="split_seq_input",
-        summary="The door into the sequence-parallel region: the argument is split along the sequence; partial sums "
+        summary="The entry into the sequence-parallel region: the argument is split along the sequence; partial sums "
         "from an embedding are reduced on the way.",
         owns_parameters=False,
-        takes=(I, P),
-        inside=V(SEQ),
+        input_sources=(I, P),
+        input_destination=V(SEQ),
         trials=(Trial(on=OTHER, sliced=2),),
         source="arXiv 2205.05198",
     ),
@@ -60,10 +60,10 @@ STYLES = (
         summary="A block that stays whole under sequence parallelism: the argument is gathered along the sequence, every "
         "rank computes the same, and each hands on its slice.",
         owns_parameters=False,
-        takes=(V(SEQ),),
-        inside=I,
-        computes=I,
-        hands=V(SEQ),
+        input_sources=(V(SEQ),),
+        input_destination=I,
+        output_source=I,
+        output_destination=V(SEQ),
         comment="Needs the whole sequence and stays whole: every rank computes the same.",
         trials=(Trial(on=OTHER, sliced=13),),
     ),
@@ -71,16 +71,16 @@ STYLES = (
         name="all_reduce",
         summary="The module's output is a partial sum: all-reduce it.",
         owns_parameters=False,
-        computes=P,
-        hands=I,
+        output_source=P,
+        output_destination=I,
         trials=(Trial(on=OTHER, whole=13),),
     ),
     Style(
         name="reduce_scatter",
         summary="The module's output is a partial sum: reduce it and split it along the sequence.",
         owns_parameters=False,
-        computes=P,
-        hands=V(SEQ),
+        output_source=P,
+        output_destination=V(SEQ),
         trials=(Trial(on=OTHER, sliced=12),),
         source="arXiv 2205.05198",
     ),

@@ -87,5 +87,5 @@ def _bound(plan: ResolvedPlan, module: ModuleInfo, link: Link | None, scope: str
         boundary=boundary(rule).at(rule.seq_dim),
         tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         link=link,
-        scope=scope if style.until_door else None,
+        scope=scope if style.until_block_input else None,
     )

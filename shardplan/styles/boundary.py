@@ -15,7 +15,7 @@ from shardplan.core.plan import Output, Rule
 from . import STYLES
 from .style_record import Style
 
-# What `output:` says: (computed, destination). Of what is gathered, `grad:` or the readers say whether it is R or I.
+# What `output:` says: (source, destination). Of what is gathered, `grad:` or the readers say whether it is R or I.
 OUTPUTS: Mapping[Output, tuple[Layout, Layout]] = {
     "gather": (V(SEQ), R),
     "all_reduce": (P, I),
@@ -29,13 +29,13 @@ class InputBoundary:
 
     Args:
         argument: its name; None is the first; "*" every floating-point tensor.
-        accepts: the layouts that may arrive.
+        sources: the layouts that may arrive.
         destination: the layout in which the module's forward gets it.
         regather: what is gathered is not kept for backward, but gathered again there.
     """
 
     argument: str | None
-    accepts: tuple[Layout, ...]
+    sources: tuple[Layout, ...]
     destination: Layout
     regather: bool = False
 
@@ -45,26 +45,26 @@ class OutputBoundary:
     """A module's output (the first element, if it is a tuple) on the way out.
 
     Args:
-        computed: the layout of what the module's forward returns.
+        source: the layout of what the module's forward returns.
         destination: the layout handed on.
         gathers: whether `output: gather` says so: R or I may be handed on.
         open_gradient: whether the rule leaves it to the structure which of them; `destination` is R then.
-        until_door: inside the module around it and the `split_seq_input` door, a partial sum (P) is handed on in place of
+        until_door: inside the module around it and the `split_seq_input` rule, a partial sum (P) is handed on in place of
             `destination`.
         dtensor: the value stays as it is computed, and is handed on as a DTensor that its readers take as `destination`.
     """
 
-    computed: Layout
+    source: Layout
     destination: Layout
     gathers: bool = False
     open_gradient: bool = False
-    until_door: bool = False
+    until_block_input: bool = False
     dtensor: bool = False
 
     @property
     def moves(self) -> bool:
         """Whether what is handed on is more than what is computed."""
-        return self.until_door or self.computed != self.destination
+        return self.until_block_input or self.source != self.destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +75,36 @@ class Boundary:
         inputs: the arguments that it speaks of; what else arrives is taken as it comes.
         output: None where what is handed on follows from what arrived.
         outside: positions in the output that are read outside (R -> I).
-        is_door: whether the module's inside has rules of its own, which find what the door has moved.
+        is_door: whether the module's inside has rules of its own, which find what the block input has moved.
     """
 
     inputs: tuple[InputBoundary, ...] = ()
     output: OutputBoundary | None = None
     outside: tuple[int, ...] = ()
-    is_door: bool = False
+    is_block_input: bool = False
 
     @property
     def within(self) -> Layout | None:
-        """The layout of a door's argument inside its module; None of what is no input door."""
-        return self.inputs[0].destination if self.is_door and self.inputs else None
+        """The layout of a block input's argument inside its module; None of what is no block input."""
+        return self.inputs[0].destination if self.is_block_input and self.inputs else None
 
     @property
-    def hands(self) -> tuple[Layout, ...]:
+    def output_destinations(self) -> tuple[Layout, ...]:
         """The layouts of the tensors that may be handed on, as far as the rule tells; empty where they follow from what
         arrived."""
         if self.output is None:
             return ()
-        kept = self.output.until_door or self.output.dtensor
-        return (R, I) if self.output.gathers else (self.output.computed if kept else self.output.destination,)
+        kept = self.output.until_block_input or self.output.dtensor
+        return (R, I) if self.output.gathers else (self.output.source if kept else self.output.destination,)
 
     def at(self, seq_dim: int) -> Boundary:
         """The same boundary with SEQ replaced by a number."""
         inputs = tuple(
-            replace(one, accepts=tuple(src.at(seq_dim) for src in one.accepts), destination=one.destination.at(seq_dim))
+            replace(one, sources=tuple(src.at(seq_dim) for src in one.sources), destination=one.destination.at(seq_dim))
             for one in self.inputs
         )
         output = self.output and replace(
-            self.output, computed=self.output.computed.at(seq_dim), destination=self.output.destination.at(seq_dim)
+            self.output, source=self.output.source.at(seq_dim), destination=self.output.destination.at(seq_dim)
         )
         return replace(self, inputs=inputs, output=output)
 
@@ -112,29 +112,29 @@ class Boundary:
 def boundary(rule: Rule) -> Boundary:
     """What a rule means at its module's boundary; a slice of the sequence is V(SEQ)."""
     style = STYLES[rule.style]
-    return Boundary(_inputs(style, rule), _output(style, rule), rule.read_outside, style.is_door)
+    return Boundary(_inputs(style, rule), _output(style, rule), rule.read_outside, style.is_block_input)
 
 
 def _inputs(style: Style, rule: Rule) -> tuple[InputBoundary, ...]:
-    if style.inside is None or not style.takes:
+    if style.input_destination is None or not style.input_sources:
         return ()
-    destination = I if style.inside == R and rule.grad == "complete" else style.inside
+    destination = I if style.input_destination == R and rule.grad == "complete" else style.input_destination
     argument = "*" if style.argument == "floats" else rule.argument
-    return (InputBoundary(argument, style.takes, destination, rule.regather),)
+    return (InputBoundary(argument, style.input_sources, destination, rule.regather),)
 
 
 def _output(style: Style, rule: Rule) -> OutputBoundary | None:
     if rule.output is not None:
-        computed, destination = OUTPUTS[rule.output]
+        source, destination = OUTPUTS[rule.output]
         gathers = rule.output == "gather"
         complete = gathers and rule.grad == "complete"
-        return OutputBoundary(computed, I if complete else destination, gathers, gathers and rule.grad is None)
-    if style.computes is None:
+        return OutputBoundary(source, I if complete else destination, gathers, gathers and rule.grad is None)
+    if style.output_source is None:
         return None
-    completed = style.until_door or style.features.dtensor
+    completed = style.until_block_input or style.features.dtensor
     return OutputBoundary(
-        style.computes,
-        I if completed else style.hands or style.computes,
-        until_door=style.until_door,
+        style.output_source,
+        I if completed else style.output_destination or style.output_source,
+        until_block_input=style.until_block_input,
         dtensor=style.features.dtensor,
     )

@@ -11,22 +11,22 @@ from shardplan.core.tree import ancestors
 
 from . import STYLES
 
-Link = Literal["source", "door", "scope"]
+Link = Literal["source", "block_input", "scope"]
 
 
 def links(plan: ResolvedPlan) -> Mapping[str, Link]:
-    """The parts of the entrance, by module: embeddings that stay partial, the door, the module around both.
+    """The parts of the entrance, by module: embeddings that stay partial, the block input, the module around both.
 
     An embedding hands its partial sum on only inside a forward of the module around both.
     """
-    doors = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].takes]
-    if not doors:
+    block_inputs = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].input_sources]
+    if not block_inputs:
         return {}
-    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].until_door]
-    inner = [*doors, *sources]
+    sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].until_block_input]
+    inner = [*block_inputs, *sources]
     scope = next(
         a
-        for a in ancestors(doors[0])
+        for a in ancestors(block_inputs[0])
         if plan.tree.modules[a].kind != "list" and all(a in ancestors(other) for other in inner)
     )
-    return {**dict.fromkeys(sources, "source"), **dict.fromkeys(doors, "door"), scope: "scope"}
+    return {**dict.fromkeys(sources, "source"), **dict.fromkeys(block_inputs, "block_input"), scope: "scope"}

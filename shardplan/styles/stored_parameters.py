@@ -44,7 +44,7 @@ def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterP
 def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo) -> ParameterProgram:
     own = plan.parameters.get(full_name(module.name, parameter.name))
     assignment = own or plan.modules.get(module.name)
-    if assignment is None or (own is None and STYLES[assignment.rule.style].is_door):
+    if assignment is None or (own is None and STYLES[assignment.rule.style].is_block_input):
         return ParameterProgram(parameter.name, I, I)
     style = STYLES[assignment.rule.style]
     if parameter.adapter is not None:

@@ -80,11 +80,11 @@ class Lookup:
     ids outside of this rank's ceil-chunk give zero.
 
     Args:
-        until_door: the vectors stay a partial sum until the plan's `split_seq_input` door; without one, or where a complete
+        until_door: the vectors stay a partial sum until the plan's `split_seq_input` rule; without one, or where a complete
             value takes their place, they are reduced at once.
     """
 
-    until_door: bool = False
+    until_block_input: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ REMOVAL = 10  # the rank of taking a rule away: what is likelier has a smaller o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Where a style is tried in place of a rule that the layout check blames. What mends the finding is its help line.
+    """Where a style is tried in place of a rule that the layout check blames. What fixes the finding is its help line.
 
     Args:
         on: kinds of modules.
@@ -162,10 +162,10 @@ class Style:
     on_parameters: bool = False
     weight: ParameterStyle = WHOLE
     bias: ParameterStyle | None = None
-    takes: tuple[Layout, ...] = ()
-    inside: Layout | None = None
-    computes: Layout | None = None
-    hands: Layout | None = None
+    input_sources: tuple[Layout, ...] = ()
+    input_destination: Layout | None = None
+    output_source: Layout | None = None
+    output_destination: Layout | None = None
     argument: Literal["first", "floats"] = "first"
     options: Options = Options()
     lookup: Lookup | None = None
@@ -191,19 +191,19 @@ class Style:
         return self.lookup is not None and self.weight.shard == "in"
 
     @property
-    def until_door(self) -> bool:
-        """Whether what is looked up stays a partial sum until the door of the sequence-parallel region."""
-        return self.lookup is not None and self.lookup.until_door
+    def until_block_input(self) -> bool:
+        """Whether what is looked up stays a partial sum until the block input of the sequence-parallel region."""
+        return self.lookup is not None and self.lookup.until_block_input
 
     @property
     def gathers_features(self) -> bool:
         """Whether the output features of a matrix are split, and gathered before they are handed on."""
-        return self.lookup is None and self.computes == V(-1) and self.hands == I
+        return self.lookup is None and self.output_source == V(-1) and self.output_destination == I
 
     @property
     def along_sequence(self) -> bool:
         """Whether something is split along the sequence."""
-        layouts = (*self.takes, self.inside, self.computes, self.hands)
+        layouts = (*self.input_sources, self.input_destination, self.output_source, self.output_destination)
         return any(layout is not None and layout.dim == SEQ for layout in layouts)
 
     @property
@@ -214,7 +214,7 @@ class Style:
     @property
     def argument_option(self) -> bool:
         """Whether `argument:` may be said: the style moves one argument of a module that may have several."""
-        return bool(self.takes) and self.argument == "first" and self.kinds is None
+        return bool(self.input_sources) and self.argument == "first" and self.kinds is None
 
     @property
     def seq_option(self) -> bool:
@@ -224,14 +224,18 @@ class Style:
     @property
     def read_outside_option(self) -> bool:
         """Whether `read_outside:` may be said: outputs that the style does not move are equal on all ranks (R)."""
-        return self.kinds is None and self.computes is None and (self.inside is None or self.inside.kind == "R")
+        return (
+            self.kinds is None
+            and self.output_source is None
+            and (self.input_destination is None or self.input_destination.kind == "R")
+        )
 
     @property
     def regather_option(self) -> bool:
         """Whether `regather:` may be said: what arrives is gathered along the sequence."""
-        return self.takes == (V(SEQ),) and self.inside in (R, I)
+        return self.input_sources == (V(SEQ),) and self.input_destination in (R, I)
 
     @property
-    def is_door(self) -> bool:
+    def is_block_input(self) -> bool:
         """Whether the style only moves values and owns no parameters: it may share a module with what is inside."""
         return not self.owns_parameters

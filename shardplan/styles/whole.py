@@ -10,9 +10,9 @@ STYLES = (
         summary="A token-wise module (a norm) on a slice of the sequence: its parameters are whole, their gradients "
         "partial sums that are reduced once per block. `output: gather` hands the whole sequence on.",
         weight=WHOLE_PARTIAL,
-        takes=(V(SEQ),),
-        inside=V(SEQ),
-        computes=V(SEQ),
+        input_sources=(V(SEQ),),
+        input_destination=V(SEQ),
+        output_source=V(SEQ),
         options=Options(output=("gather",), grad=True),
         comment="Works token by token, on a slice of the sequence.",
         trials=(

@@ -46,7 +46,7 @@ NAMES: dict[str, Private] = {
         "collectives that torch.compile can trace",
     ),
     "disable_modes": Private(
-        (("torch.utils._python_dispatch", "_disable_current_modes"),), "small copies that are real inside a fake mode"
+        (("torch.utils._python_dispatch", "_disable_current_modes"),), "reduced models that are real inside a fake mode"
     ),
     "below_autograd": Private(
         (("torch._C", "_AutoDispatchBelowAutograd"),), "collectives without autograd's Python part"

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 @contextmanager
-def together(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[object], None]]:
+def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[object], None]]:
     """Do something on all ranks of a mesh, and learn at its end whether it went well on all.
 
     The context yields a function to be told what must be the same on all ranks, as something picklable that can be

@@ -21,7 +21,7 @@ from shardplan.runtime.apply.applied import Applied, applied
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 
-from .all_ranks import is_first, together
+from .all_ranks import all_or_none, is_first
 from .checkpoint_names import Held, Resolved, held_tensors, inner_model, resolve
 from .lazy import Lazy, leaf, leaves, read
 from .materialize import initialize
@@ -114,7 +114,7 @@ def load_checkpoint(
     record = applied(model)
     reader = Reader()
     try:
-        with together(record.mesh.mesh, f"preparing to load {folder}") as agree:
+        with all_or_none(record.mesh.mesh, f"preparing to load {folder}") as agree:
             _check_call(dtype, device, progress)
             inner = inner_model(model)
             packed = packed_parameters(record.program) if record.tp > 1 else {}
@@ -124,7 +124,7 @@ def load_checkpoint(
             place = torch.device(device or _place(record))
             if on_meta and work.missing:
                 agree(_random_state(place))
-        with together(record.mesh.mesh, f"loading {folder}"), torch.no_grad():
+        with all_or_none(record.mesh.mesh, f"loading {folder}"), torch.no_grad():
             if dtype is not None:
                 _cast(inner, dtype)
             if on_meta:

@@ -22,7 +22,7 @@ from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
 
-from .all_ranks import is_first, together
+from .all_ranks import all_or_none, is_first
 from .checkpoint_names import Held, held_tensors, inner_model, kept_name, original_classes, saved_names
 from .folders import abandon, begin, commit
 from .lazy import Box, Lazy, leaf, leaves, read
@@ -89,7 +89,7 @@ def save_checkpoint(
     first = is_first(record.mesh.mesh)
     new: Path | None = None
     try:
-        with together(record.mesh.mesh, f"preparing to save {folder}") as agree:
+        with all_or_none(record.mesh.mesh, f"preparing to save {folder}") as agree:
             limit = size_of(max_shard_size)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
@@ -103,7 +103,7 @@ def save_checkpoint(
                 _check_room(new, files)
             agree([(file.name, [(one.name, one.tensor.shape, one.dtype) for one in file.outputs]) for file in files])
         _write_files(files, source, new, record.mesh.mesh, reporter(progress, first))
-        with together(record.mesh.mesh, f"finishing {folder}"):
+        with all_or_none(record.mesh.mesh, f"finishing {folder}"):
             if new is not None:
                 _write_rest(inner, files, new, dtype)
                 commit(new, folder, lambda name: not _replaced(name))
@@ -239,7 +239,7 @@ def _write_files(
     done, total = 0, sum(one.bytes for file in files for one in file.outputs)
     gathered: set[str] = set()
     for file in files:
-        with together(mesh, f"writing {file.name}"), torch.no_grad():
+        with all_or_none(mesh, f"writing {file.name}"), torch.no_grad():
             writer = _Writer(folder / file.name, file.outputs) if folder is not None else None
             for one in file.outputs:
                 for key in leaves(one.tensor):

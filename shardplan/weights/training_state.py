@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from shardplan.runtime.apply.applied import applied
 
-from .all_ranks import is_first, together
+from .all_ranks import all_or_none, is_first
 from .folders import abandon, begin, beside, commit
 
 METADATA, EXTRA = ".metadata", "extra.pt"
@@ -49,14 +49,14 @@ def save_training_state(
     folder = Path(folder).resolve()
     first, new = is_first(None), beside(folder, "new")
     try:
-        with together(None, f"preparing to save {folder}"):
+        with all_or_none(None, f"preparing to save {folder}"):
             applied(model).keep_checkpoints_portable(optimizer)
             if first:
                 begin(folder, overwrite=overwrite, marks=(METADATA,))
         weights, moments = get_state_dict(model, optimizer)
         with _said(f"saving {folder}"):
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=new)
-        with together(None, f"finishing {folder}"):
+        with all_or_none(None, f"finishing {folder}"):
             if first:
                 torch.save(dict(extra or {}), new / EXTRA)
                 commit(new, folder, lambda name: False)
@@ -83,14 +83,14 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
         RuntimeError: names or shapes do not fit, a file is damaged, or another rank failed. Every rank raises.
     """
     folder = Path(folder).resolve()
-    with together(None, f"preparing to load {folder}"):
+    with all_or_none(None, f"preparing to load {folder}"):
         applied(model).keep_checkpoints_portable(optimizer)
         _check_files(folder)
         extra = torch.load(folder / EXTRA, weights_only=True)
     weights, moments = get_state_dict(model, optimizer)
     with _said(f"loading {folder}"):
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    with together(None, f"loading {folder}"):
+    with all_or_none(None, f"loading {folder}"):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     return extra
 

@@ -12,8 +12,8 @@ from .adversary import Adversary, document
 from .parts import (
     ATTENTION,
     ATTENTION_NORMS,
+    BLOCK_INPUT,
     BLOCK_SEQUENCE,
-    DOOR,
     LENGTH,
     MLP,
     PARTIAL,
@@ -287,7 +287,7 @@ CASES = (
     ),
     _adversary("parallel/right", parallel, NORMS, "right", "all rules"),
     _adversary(
-        "parallel/door",
+        "parallel/block input",
         parallel,
         {**NORMS, "layers.*.norm": "output_with_grad_allreduce"},
         "right",
@@ -295,14 +295,16 @@ CASES = (
     ),
     _adversary("parallel/sequence", parallel, NORMS, "right", "all rules", PARALLEL_SEQUENCE),
     _adversary("parallel/bare_norm", parallel, BARE, "wrong", "the norms see a rank's heads"),
-    _adversary("parallel/half_door", parallel, {**NORMS, "layers.*.mlp": DOOR}, "right", "each reader moves by itself"),
+    _adversary(
+        "parallel/half_door", parallel, {**NORMS, "layers.*.mlp": BLOCK_INPUT}, "right", "each reader moves by itself"
+    ),
     _adversary("joint/right", JointStack, JOINT, "right", "each matrix moves by itself", inputs=streams),
     _adversary("joint/bare_norm", JointStack, ONE_BARE, "wrong", "one stream's norm", inputs=streams),
     _adversary("joint/no_sum", JointStack, ONE_SUM, "wrong", "one stream's sum", inputs=streams),
     _adversary(
         "joint/first_door",
         JointStack,
-        {"layers.*.attn": DOOR, **JOINT},
+        {"layers.*.attn": BLOCK_INPUT, **JOINT},
         "right",
         "the first moved once",
         inputs=streams,
@@ -310,7 +312,7 @@ CASES = (
     _adversary(
         "joint/second_door",
         JointStack,
-        {"layers.*.attn": {"style": DOOR, "argument": "text"}, **JOINT},
+        {"layers.*.attn": {"style": BLOCK_INPUT, "argument": "text"}, **JOINT},
         "right",
         "the second moved once",
         inputs=streams,
@@ -318,9 +320,9 @@ CASES = (
     _adversary("joint/uneven", one_reader, JOINT, "right", "slices of the same heads are added", inputs=streams),
     _adversary("cross/right", EncoderDecoder, CROSS, "right", "all layers read the memory", inputs=pairs),
     _adversary(
-        "cross/door",
+        "cross/block input",
         EncoderDecoder,
-        {**CROSS, "layers.*.attn": {"style": DOOR, "argument": "other"}},
+        {**CROSS, "layers.*.attn": {"style": BLOCK_INPUT, "argument": "other"}},
         "right",
         "the memory is moved once a layer",
         inputs=pairs,

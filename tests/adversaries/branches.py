@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .adversary import Adversary, document
 from .parts import (
     ATTENTION,
-    DOOR,
+    BLOCK_INPUT,
     MLP,
     WIDTH,
     Attention,
@@ -234,10 +234,10 @@ CASES = (
         seeds=RARE,
     ),
     Adversary(
-        "second_reader/door",
+        "second_reader/block input",
         ReadersStack,
         either,
-        document({"layers.*.mlp": DOOR, **READERS}),
+        document({"layers.*.mlp": BLOCK_INPUT, **READERS}),
         "right",
         "one move for both",
     ),

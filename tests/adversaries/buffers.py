@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .adversary import Adversary, document
-from .parts import DOOR, HIDDEN, MLP, MLP_SEQUENCE, PARTIAL, WIDTH, Mlp, MlpBlock, Stack, features, linear
+from .parts import BLOCK_INPUT, HIDDEN, MLP, MLP_SEQUENCE, PARTIAL, WIDTH, Mlp, MlpBlock, Stack, features, linear
 
 
 class Watch(nn.Module):
@@ -105,7 +105,7 @@ def balanced() -> nn.Module:
 
 
 EXPERTS = {
-    "layers.*.mlp": {"style": DOOR, "output": "all_reduce"},
+    "layers.*.mlp": {"style": BLOCK_INPUT, "output": "all_reduce"},
     "layers.*.mlp.router": PARTIAL,
     "layers.*.mlp.up": "colwise",
     "layers.*.mlp.down": "rowwise",

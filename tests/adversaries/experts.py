@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .adversary import Adversary, document
-from .parts import DOOR, MLP_SEQUENCE, PARTIAL, WIDTH, Mlp, MlpBlock, Stack, features, linear, without
+from .parts import BLOCK_INPUT, MLP_SEQUENCE, PARTIAL, WIDTH, Mlp, MlpBlock, Stack, features, linear, without
 
 
 class Mixture(nn.Module):
@@ -53,7 +53,7 @@ class Probabilities(Stack):
 
 EACH = {"layers.*.mlp.experts.*.up": "colwise", "layers.*.mlp.experts.*.down": "rowwise"}
 TOGETHER = {
-    "layers.*.mlp": {"style": DOOR, "output": "all_reduce"},
+    "layers.*.mlp": {"style": BLOCK_INPUT, "output": "all_reduce"},
     "layers.*.mlp.router": PARTIAL,
     "layers.*.mlp.experts.*.up.weight": "colwise",
     "layers.*.mlp.experts.*.down.weight": "rowwise",

@@ -269,7 +269,7 @@ CASES = (
         MODELS["reentrant_layers"],
         NORMS,
         "wrong",
-        "a re-entrant checkpoint runs the door again on a copy of its input, which raises",
+        "a re-entrant checkpoint runs the block input again on a copy of its input, which raises",
         BLOCK_SEQUENCE,
     ),
     *(

@@ -182,7 +182,7 @@ CASES = (
         tokens,
         "llama",
         "right",
-        "the door is at the MLP",
+        "the block input is at the MLP",
         codes=LIVE,
         **OPTIONS,
     ),

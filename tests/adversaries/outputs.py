@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from .adversary import Adversary, document
-from .parts import DOOR, MLP, MLP_SEQUENCE, WIDTH, Mlp, MlpBlock, Stack, features, linear
+from .parts import BLOCK_INPUT, MLP, MLP_SEQUENCE, WIDTH, Mlp, MlpBlock, Stack, features, linear
 
 
 class Pair(Stack):
@@ -193,7 +193,7 @@ CASES = (
         document(
             {
                 "layers.*": "all_reduce",
-                "layers.*.mlp": DOOR,
+                "layers.*.mlp": BLOCK_INPUT,
                 "layers.*.mlp.up": "colwise",
                 "layers.*.mlp.down.weight": "rowwise",
             }

@@ -98,9 +98,9 @@ class Stack(nn.Module):
 
 # Rules, right ones. MLP_DOOR is the same with the block's input moved once, for code that reads it itself.
 MLP = {"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
-DOOR = "input_with_grad_allreduce"
+BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL = "replicated_with_grad_allreduce"
-MLP_DOOR = {"layers.*.mlp": DOOR, **MLP}
+MLP_DOOR = {"layers.*.mlp": BLOCK_INPUT, **MLP}
 ATTENTION = {"layers.*.attn.{q,k,v}": "colwise", "layers.*.attn.o": "rowwise"}
 ATTENTION_NORMS = {**ATTENTION, "layers.*.attn.{q,k}_norm": PARTIAL}
 LAST_NORM = {"norm": {"style": "sequence_parallel", "output": "gather"}}

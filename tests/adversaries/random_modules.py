@@ -28,11 +28,11 @@ from torch import Tensor, nn  # noqa: E402
 
 from .adversary import Adversary, document  # noqa: E402
 from .judge import Judgement, judge  # noqa: E402
-from .parts import DOOR, HIDDEN, PARTIAL, WIDTH, Attention, linear  # noqa: E402
+from .parts import BLOCK_INPUT, HIDDEN, PARTIAL, WIDTH, Attention, linear  # noqa: E402
 from .said import Said, validate  # noqa: E402
 
 KINDS = ("mlp", "glu", "attention", "normed", "gated", "factor", "two")
-WAYS = ("plain", "door", "summed", "gathered", "whole")
+WAYS = ("plain", "block_input", "summed", "gathered", "whole")
 STYLES = (
     None,
     "colwise",
@@ -41,7 +41,7 @@ STYLES = (
     "rowwise_rep",
     "replicate",
     PARTIAL,
-    DOOR,
+    BLOCK_INPUT,
     "output_with_grad_allreduce",
     "all_reduce",
     "rowwise_seq",
@@ -219,7 +219,7 @@ def _way(block: BlockSpec) -> str:
         return {"summed": "plain", "gathered": "whole"}.get(block.way, block.way)
     if block.kind == "glu":
         return {"gathered": "whole"}.get(block.way, block.way)
-    return "door" if block.kind == "gated" and block.way == "plain" else block.way
+    return "block_input" if block.kind == "gated" and block.way == "plain" else block.way
 
 
 def _core_rules(block: BlockSpec) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _core_rules(block: BlockSpec) -> dict[str, Any]:
     if way == "gathered":
         rules = {".up": "colwise_gather_output", ".down": "rowwise_rep"}
         return rules | ({".other": "colwise_gather_output"} if block.kind == "two" else {})
-    rules: dict[str, Any] = {} if way == "plain" else {"": DOOR}
+    rules: dict[str, Any] = {} if way == "plain" else {"": BLOCK_INPUT}
     if block.kind in ("attention", "normed"):
         rules |= {f".attention.{name}": "colwise" for name in "qkv"} | {".attention.o": "rowwise"}
         return rules | ({f".attention.{name}_norm": PARTIAL for name in "qk"} if block.kind == "normed" else {})
@@ -239,7 +239,7 @@ def _core_rules(block: BlockSpec) -> dict[str, Any]:
     )
     if way == "summed":
         del rules[".down"]
-        rules |= {"": {"style": DOOR, "output": "all_reduce"}, ".down.weight": "rowwise"}
+        rules |= {"": {"style": BLOCK_INPUT, "output": "all_reduce"}, ".down.weight": "rowwise"}
     return rules
 
 

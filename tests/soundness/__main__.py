@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tp", type=int, nargs="*", default=[2])
     parser.add_argument("--kinds", nargs="*", default=[])
-    parser.add_argument("--no-help", action="store_true", help="do not look for what mends a finding")
+    parser.add_argument("--no-help", action="store_true", help="do not look for what fixes a finding")
     parser.add_argument("--table", type=Path, help="write the table to this file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     args = parser.parse_args(argv)

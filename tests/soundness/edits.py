@@ -166,7 +166,7 @@ def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
     result: dict[str, list[Any]] = {}
     if record.options.output:
         result["output"] = [v for v in (None, *record.options.output) if v != rule.get("output")]
-    if record.options.grad and (rule.get("output") == "gather" or record.is_door):
+    if record.options.grad and (rule.get("output") == "gather" or record.is_block_input):
         result["grad"] = [v for v in ("partial", "complete") if v != rule.get("grad")]
     if record.packed_option:
         result["packed"] = [v for v in (2, 3) if v != rule.get("packed")]

@@ -29,7 +29,7 @@ HEAD = """# The plans that transformers has
 
 Made by `{command}` with transformers {version}; do not edit. Each causal language model type with a tensor-parallel plan
 of its own, judged as `PLAN hf` by `validate` and by the numeric proof (loss, logits and every gradient of the sharded
-small copy) at tp={tp}. What is judged is the plan; how transformers itself loads and runs it is another matter. A plan
+reduced model) at tp={tp}. What is judged is the plan; how transformers itself loads and runs it is another matter. A plan
 that is refused though the numbers are right has a value that is wrong on some rank and that this input, token ids alone,
 masks out. Types whose default configuration cannot be built, or does not run, are named with what is said.
 
@@ -77,7 +77,7 @@ def own_plan(name: str, tp: int) -> Own:
     except PlanError as error:
         return Own(name, True, why=error.diagnostics[0].message)
     except Exception as error:  # of the unsharded model
-        return Own(name, True, why=f"the small copy raises {type(error).__name__}: {error}")
+        return Own(name, True, why=f"the reduced model raises {type(error).__name__}: {error}")
     return Own(name, True, judge(model, plan, sequence_parallel=False))
 
 

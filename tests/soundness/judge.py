@@ -20,7 +20,7 @@ from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
 from tests.model_settings import find
@@ -57,14 +57,14 @@ class Subject:
 
 
 def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
-    """The small model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
-    twin = make_twin(find(name), tp=tp, tied=tied, experts_implementation="eager")
-    model, exact = twin.build(), twin.build()
+    """The reduced model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
+    reduced_model = make_reduced_model(find(name), tp=tp, tied=tied, experts_implementation="eager")
+    model, exact = reduced_model.build(), reduced_model.build()
     tree = tree_of(model)
     models = {torch.float32: model, torch.float64: exact.to(torch.float64)}
     benches, batches, steps = {}, {}, {}
-    for kind in twin.kinds:
-        batches[kind] = [twin.inputs(seed=seed, kind=kind) for seed in range(STEPS)]
+    for kind in reduced_model.kinds:
+        batches[kind] = [reduced_model.inputs(seed=seed, kind=kind) for seed in range(STEPS)]
         if "output_router_logits" in vars(model.config):
             for batch in batches[kind]:
                 batch["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
@@ -73,7 +73,7 @@ def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
             for dtype, one in models.items()
         }
         benches[kind] = Workbench(model, batches[kind][0], tree)
-    return Subject(name, tp, models, tree, benches, batches, steps, twin.unseen)
+    return Subject(name, tp, models, tree, benches, batches, steps, reduced_model.unseen)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Verdict:
         silent: wrong, but with the right loss.
         worst: the tensor that differs most, or the exception.
         resolved: the plan of the program that was judged: after every pass.
-        mended: the changes that the report proposes leave nothing to find; None where none was looked for.
+        fixed: the changes that the report proposes leave nothing to find; None where none was looked for.
     """
 
     structure: tuple[Diagnostic, ...]
@@ -96,7 +96,7 @@ class Verdict:
     silent: bool
     worst: str
     resolved: ResolvedPlan
-    mended: bool | None = None
+    fixed: bool | None = None
 
     @property
     def valid(self) -> bool:
@@ -108,11 +108,11 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
     sizes, on = MeshSizes(tp=subject.tp), overlays_of(sequence_parallel)
     variants = check_variants(bind_variants(plan, subject.tree, sizes, dict.fromkeys((on, NO_OVERLAYS))))
     structure = tuple(d for d in variants.findings[on] if d.is_error)
-    layout, mended = None, None
+    layout, fixed = None, None
     if not structure:
         layout = check_layout(variants.resolved[on], tuple(subject.benches.values()), help=help)
         if help and layout.diagnostics:
-            mended = _mends(subject, variants.resolved[on], layout)
+            fixed = _mends(subject, variants.resolved[on], layout)
         reports = {on: layout}
         if on and not any_error(variants.findings[NO_OVERLAYS]):
             reports[NO_OVERLAYS] = check_layout(
@@ -121,7 +121,7 @@ def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bo
         variants = replace(variants, layouts=reports)
     # The very program that `apply_plan` runs: compiled in the same way, after every pass.
     program = program_of(variants, on)
-    return Verdict(structure, layout, *_numbers_of_program(subject, program), program.resolved, mended)
+    return Verdict(structure, layout, *_numbers_of_program(subject, program), program.resolved, fixed)
 
 
 def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bool:

@@ -22,7 +22,7 @@ class Row:
             so that there is nothing to compare.
         verdict: "valid", "structure" (refused before the layout check), "layout".
         named: the first finding names the edited rule ("rule"), a module around or beside it ("parent"), or another.
-        mended: the help lines together mend the plan; None where there was nothing to mend or none was looked for.
+        fixed: the help lines together fix the plan; None where there was nothing to fix or none was looked for.
         text: the edit and the findings.
     """
 
@@ -30,7 +30,7 @@ class Row:
     truth: str
     verdict: str
     named: str | None
-    mended: bool | None
+    fixed: bool | None
     text: str
 
     @property
@@ -50,18 +50,18 @@ def row_of(plan: str, subject: Subject, sequence_parallel: bool, edit: Edit, ver
     said = "valid" if verdict.valid else "structure" if verdict.structure else "layout"
     if truth == "right" and said == "layout" and _unread(subject, edit):
         truth = "unread"
-    named = mended = None
+    named = fixed = None
     findings = [d.message for d in verdict.structure] or [d.message for d in verdict.layout.diagnostics]
     if said == "layout" and truth != "right":
         named = _named(edit, verdict)
-        mended = verdict.mended
+        fixed = verdict.fixed
     variant = "sequence parallel" if sequence_parallel else "tensor parallel"
     helps = [d.help for d in verdict.layout.diagnostics] if verdict.layout else []
     text = (
         f"{plan}={subject.name} tp={subject.tp} {variant}: {edit.kind}: {edit.what}\n"
-        f"  numbers: {truth} {verdict.worst}\n  validate: {said} {findings[:2]}\n  help: {helps} {named} {mended}"
+        f"  numbers: {truth} {verdict.worst}\n  validate: {said} {findings[:2]}\n  help: {helps} {named} {fixed}"
     )
-    return Row(edit.kind, truth, said, named, mended, text)
+    return Row(edit.kind, truth, said, named, fixed, text)
 
 
 def _unread(subject: Subject, edit: Edit) -> bool:
@@ -92,7 +92,7 @@ def _named(edit: Edit, verdict: Verdict) -> str:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Markdown: the confusion matrix by kind of edit, and how well the findings blame and mend."""
+    """Markdown: the confusion matrix by kind of edit, and how well the findings blame and fix."""
     rows = list(rows)
     lines = [
         "| edit | plans | wrong | refused | missed | silently wrong | missed | right | refused |",
@@ -128,9 +128,9 @@ def table(rows: Iterable[Row]) -> str:
             f"The first finding of the layout check names the edited rule or its module in {_share(named['rule'], total)}, "
             f"a module around it in {_share(named['parent'], total)}."
         )
-    mended = [row.mended for row in rows if row.mended is not None]
-    if mended:
-        lines.append(f"Its help lines mend the plan in {_share(sum(mended), len(mended))}.")
+    fixed = [row.fixed for row in rows if row.fixed is not None]
+    if fixed:
+        lines.append(f"Its help lines fix the plan in {_share(sum(fixed), len(fixed))}.")
     return "\n".join(lines)
 
 

@@ -20,17 +20,17 @@ from .table import arguments, fill, read  # noqa: E402
 HEAD = """# Model types
 
 Made by `make zoo` with transformers {version}; do not edit. Every causal language model type, the built-in plan for it,
-and what was proven on a small copy of its default configuration (where that cannot be built, the nearest that can):
+and what was proven on a reduced model of its default configuration (where that cannot be built, the nearest that can):
 `validate` has no finding, and the loss, the logits and every parameter's gradient on every rank are the unsharded
 model's. "size" says that the default configuration does not allow the size, "none" that the plan has no
 sequence_parallel section.
 
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
   ranks; what is whole is named where it is at least a hundredth of them.
-- "collectives": of a step of the small copy at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
+- "collectives": of a step of the reduced model at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
   same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table. More of them
   backward are the minimum too where no choice of what is reduced has no more collectives and no more elements
-  (tests/zoo/doors.py, decision 0032).
+  (tests/zoo/block_inputs.py, decision 0032).
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
   at the first size, and with SP; "more": it communicates more than the minimum of what it splits (`python -m tests.zoo --init`).
 
@@ -44,9 +44,9 @@ fewest collectives.
 MORE = """
 More communication than the minimum: results of fused matrices whose parts are not heads in a row, heads that are too few to
 be split (BitNet's), and other code between the matrices that needs all of their result are gathered and split again; a block
-with two norms, or several mixes, of the same value (GPT-NeoX, RWKV, the hyper-connections of Qwen4) has a door behind each,
+with two norms, or several mixes, of the same value (GPT-NeoX, RWKV, the hyper-connections of Qwen4) has a block input behind each,
 where one in front would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by
-one (AXK1) have a door each. In latent attention the reduction is behind the small latent matrices, not in front of them: three
+one (AXK1) have a block input each. In latent attention the reduction is behind the small latent matrices, not in front of them: three
 for the queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. Where they are
 together wider than the hidden state, or a gate reads that too (Youtu, HY-V4), one in front is the minimum.
 """

@@ -22,12 +22,12 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language import builtin_plans, parse_plan
 from shardplan.model import choose_plan
 from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.trace import Trace
 from tests.model_settings import find
 from tests.soundness.judge import Subject, judge, subject
 
-from .doors import Size, dominated
+from .block_inputs import Size, dominated
 from .minimum import choices, minimum, spent
 
 SIZES = (2, 4)
@@ -54,7 +54,7 @@ class Entry:
         minimum: the fewest that the same split allows.
         reduced: with TP, where the backward pass has more than these and the forward pass has not: its collectives, and how
             many elements they reduce for each token, and whatever the number of tokens.
-        choices: there, the same of each choice of doors that no other is as good as (doors.py).
+        choices: there, the same of each choice of block inputs that no other is as good as (block inputs.py).
         init: the verdicts of the plan that `init` writes.
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
         reason: why there is no plan, or no verdict.
@@ -90,7 +90,7 @@ class Entry:
 
     def more(self, variant: str) -> bool:
         """Whether a variant communicates more than it has to: it runs more of an operation than the minimum, and for its
-        backward reductions another choice of doors is better."""
+        backward reductions another choice of block inputs is better."""
         if not any(self.exceeds(variant, when) for when in self.collectives[variant]):
             return False
         return variant != "tp" or not self.choices or self.is_beaten
@@ -102,7 +102,7 @@ class Entry:
 
     @property
     def is_beaten(self) -> bool:
-        """Whether a choice of doors is better."""
+        """Whether a choice of block inputs is better."""
         count, *size = self.reduced
         return dominated({int(n): Size(*least) for n, *least in self.choices}, int(count), Size(*size))
 
@@ -155,7 +155,7 @@ def proven(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subj
 
     Args:
         tree: the model's own.
-        small: its small copies, by tp size.
+        small: its reduced models, by tp size.
     """
     verdicts = judged(tree, plan, small)
     counted = {
@@ -170,7 +170,7 @@ def communicating(one: Entry, counted: Mapping[str, ResolvedPlan], bench: Workbe
 
     Args:
         counted: variant -> the plan as it is lowered.
-        bench: the small copy that it is bound to.
+        bench: the reduced model that it is bound to.
         tree: the model's own.
     """
     one = replace(
@@ -193,9 +193,9 @@ def counted_again(before: Entry) -> Entry:
     if before.plan is None:
         return before
     found, plan = find(before.name), parse_plan(before.plan).plan
-    twin = make_twin(found, tp=SIZES[0], experts_implementation="eager")
-    model = twin.build()
-    inputs = twin.inputs(kind=twin.kinds[0])
+    reduced_model = make_reduced_model(found, tp=SIZES[0], experts_implementation="eager")
+    model = reduced_model.build()
+    inputs = reduced_model.inputs(kind=reduced_model.kinds[0])
     if "output_router_logits" in vars(model.config):
         inputs["output_router_logits"] = True
     bench = Workbench(model, inputs, tree_of(model))
@@ -214,7 +214,7 @@ def judged(
 
     Args:
         tree: the model's own.
-        small: its small copies, by tp size.
+        small: its reduced models, by tp size.
     """
     found: dict[tuple[str, int], tuple[str, ResolvedPlan | None]] = {}
     for word, on in (("tp", False), ("sp", True)):

@@ -24,7 +24,7 @@ COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
 HEAD = """# Image-text models
 
 Made by `make zoo` with transformers {version}; do not edit. Every image-text type, the built-in plan for it, and what was
-proven on a small copy of its default configuration, as in [model types](model-types.md): `validate` has no finding, and
+proven on a reduced model of its default configuration, as in [model types](model-types.md): `validate` has no finding, and
 the loss, the logits and every parameter's gradient on every rank are the unsharded model's, for text alone and for each
 kind of input in the column "with". A type that has a causal class too is under the name of its image-text class.
 "No gradient" names what no input teaches in the unsharded model either, such as the last layer of a tower that is read

@@ -9,7 +9,7 @@ from shardplan.compiler.layout import Workbench
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree, ancestors, block, element
 
-from .doors import Doors, Effect, Size
+from .block_inputs import BlockInputs, Effect, Size
 from .minimum import SHARES, Reductions, means, reductions, split_features, whole_parts
 from .sizes import Sizes, tokens
 
@@ -31,7 +31,7 @@ def least(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree, tp: int) -
     sizes = Sizes(flow, tree, tokens(bench))
     forward = sum(min(sizes.value(number), sizes.value(root)) for number, root in run.reduced)
     logits = sum(-(-sizes.value(n) // tp) * tp for n, made in flow.products.items() if run.is_head(made.name))
-    backward = min(Doors(flow, _effects(run, sizes), sizes, run.home).frontier.values())
+    backward = min(BlockInputs(flow, _effects(run, sizes), sizes, run.home).frontier.values())
     both_ways = 2 * sum(map(sizes.value, means(resolved, bench.reference)))
     found = Size(forward + logits * SHARES["all_gather"] + both_ways, 0) + backward
     if resolved.sequence_parallel:

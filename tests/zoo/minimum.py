@@ -12,7 +12,7 @@ the sequence split those of all whole parameters are.
 A norm over split features (of all heads together) needs the sum of each of its means, forward and backward; of a norm in front
 of which a plan gathers, this is left out.
 
-The fewest are not always the least to reduce: what a plan has more of backward is weighed by doors.py.
+The fewest are not always the least to reduce: what a plan has more of backward is weighed by block inputs.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardplan.core.tree import ModuleTree, block, element, full_name
 from shardplan.model.reduced.trace import Event, Trace
 from shardplan.styles import STYLES
 
-from .doors import NOTHING, Doors, Effect, Frontier, Size, joined
+from .block_inputs import NOTHING, BlockInputs, Effect, Frontier, Size, joined
 from .sizes import Sizes, tokens
 
 Features = Literal["out", "in", "rows"]
@@ -99,7 +99,7 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
     """The fewest collectives on the tp axis of a step in which the same parameters are split.
 
     Args:
-        resolved: says which; bound to the small copy.
+        resolved: says which; bound to the reduced model.
         bench: the unsharded run.
     """
     run = reductions(Flow(bench.reference, bench.tree), split_features(resolved))
@@ -135,7 +135,7 @@ def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Front
     run = reductions(flow, split_features(resolved))
     sizes = Sizes(flow, tree, tokens(bench))
     of_means = [sizes.value(number) for number in means(resolved, bench.reference)]
-    return joined(Doors(flow, run.effects, sizes, run.home).frontier, {len(of_means): Size(sum(of_means), 0)})
+    return joined(BlockInputs(flow, run.effects, sizes, run.home).frontier, {len(of_means): Size(sum(of_means), 0)})
 
 
 def means(resolved: ResolvedPlan, run: Trace) -> Iterator[int]:
@@ -153,9 +153,9 @@ def split_features(resolved: ResolvedPlan) -> Mapping[str, Features]:
     gathered: set[str] = set()
     for name, assignment in resolved.assignments.items():
         style = STYLES[assignment.rule.style]
-        if style.splits_rows or (style.weight.shard == "in" and style.takes == (I,)):
+        if style.splits_rows or (style.weight.shard == "in" and style.input_sources == (I,)):
             split[name] = "rows"
-        elif style.weight.shard == "out" and style.hands is not None and element(block(name)):
+        elif style.weight.shard == "out" and style.output_destination is not None and element(block(name)):
             gathered.update((name, f"{name}.weight", f"{name}.bias"))
         elif style.weight.shard is not None:
             split[name] = style.weight.shard
@@ -171,7 +171,9 @@ def _whole_parts(resolved: ResolvedPlan, bench: Workbench) -> int:
 def whole_parts(resolved: ResolvedPlan) -> frozenset[str]:
     """The modules of which every rank computes everything, of the whole sequence, between shards of it."""
     styles = {name: STYLES[assignment.rule.style] for name, assignment in resolved.modules.items()}
-    return frozenset(name for name, style in styles.items() if style.inside == I and style.hands == V(SEQ))
+    return frozenset(
+        name for name, style in styles.items() if style.input_destination == I and style.output_destination == V(SEQ)
+    )
 
 
 def _home(name: str) -> str:

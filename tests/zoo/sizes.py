@@ -1,4 +1,4 @@
-"""How much the values of a small copy's run are in the model itself."""
+"""How much the values of a reduced model's run are in the model itself."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sizes:
     that is applied to it, or the number of the config that it is equal to.
 
     Args:
-        flow: the run of the small copy.
+        flow: the run of the reduced model.
         tree: the model's own.
         tokens: of the run.
     """
@@ -110,7 +110,7 @@ class Sizes:
         return own[dim] / parameter.shape[dim] if parameter.shape[dim] == length else None
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
-        """Of a parameter of the model: of that name, or of another layer, as the small copy has fewer."""
+        """Of a parameter of the model: of that name, or of another layer, as the reduced model has fewer."""
         if name in self.tree.parameters:
             return self.tree.parameters[name][1].shape
         return self._by_pattern.get(self.flow.tree.pattern(name))

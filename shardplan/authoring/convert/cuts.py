@@ -38,7 +38,7 @@ def with_cuts(entries: Iterable[Entry], found: FoundModel, findings: list[Diagno
 
 def _may_be_cut(entry: Entry) -> bool:
     meaning = entry.meaning
-    split = meaning.kind == "colwise" and (meaning.takes, meaning.hands) == ("whole", "features")
+    split = meaning.kind == "colwise" and (meaning.source, meaning.destination) == ("whole", "features")
     return split and meaning.dtensor and entry.layer is not None
 
 

@@ -127,10 +127,10 @@ def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
     gathered = bool(spec.get("gather_output", False))
     if gathered and kind == "rowwise":
         raise NotSaid(NO_LAYOUTS, f"{said} with gather_output: what is summed up is whole")
-    takes, hands = ("whole", "whole" if gathered else "features") if kind == "colwise" else ("features", "whole")
+    source, destination = ("whole", "whole" if gathered else "features") if kind == "colwise" else ("features", "whole")
     shape = spec.get("shape")
     if shape is None:
-        return Meaning(kind, said, takes, hands)  # type: ignore[arg-type]
+        return Meaning(kind, said, source, destination)  # type: ignore[arg-type]
     parts = _parts(shape, dim, said)
     if gathered:
         raise NotSaid(NO_LAYOUTS, f"{said} of several parts with gather_output")

@@ -37,8 +37,8 @@ class Meaning:
 
     kind: Kind
     said: str
-    takes: Spread | None = None
-    hands: Spread | None = None
+    source: Spread | None = None
+    destination: Spread | None = None
     dtensor: bool = False
     seq_dim: int = 1
     argument: str | None = None
@@ -50,7 +50,7 @@ class Meaning:
 
     @property
     def uses_sequence(self) -> bool:
-        return "sequence" in (self.takes, self.hands, *(self.output or ()))
+        return "sequence" in (self.source, self.destination, *(self.output or ()))
 
 
 @dataclass(frozen=True, slots=True)

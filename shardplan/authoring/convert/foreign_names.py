@@ -40,8 +40,8 @@ def meaning_of_name(name: object) -> Meaning:
     if name in REFUSED:
         raise NotSaid(NO_STYLE, f"{said} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`")
     if name in TORCH:
-        kind, takes, hands = TORCH[name]
-        return Meaning(kind, said, takes, hands, unsure=name == "rowwise_rep")  # type: ignore[arg-type]
+        kind, source, destination = TORCH[name]
+        return Meaning(kind, said, source, destination, unsure=name == "rowwise_rep")  # type: ignore[arg-type]
     if name == "sequence_parallel":
         return Meaning("sequence", said, "sequence", "sequence", dtensor=True)
     style = canonical_style(name)

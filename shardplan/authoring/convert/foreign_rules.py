@@ -95,12 +95,12 @@ def _options(entry: Entry) -> tuple[Options | None, Options | None]:
     if meaning.kind == "style":
         return dict(meaning.options), dict(meaning.options)
     if meaning.kind == "sequence":
-        gather = {"output": "gather"} if meaning.hands == "whole" else {}
+        gather = {"output": "gather"} if meaning.destination == "whole" else {}
         return None, _with_dim(entry, {"style": "sequence_parallel", **gather})
     if meaning.kind == "input":
-        return _door(entry)
+        return _block_input(entry)
     if meaning.kind == "output":
-        return _styled(entry, OUTPUT.get((meaning.takes, meaning.hands)))
+        return _styled(entry, OUTPUT.get((meaning.source, meaning.destination)))
     return _matrix(entry)
 
 
@@ -119,7 +119,7 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
             f"`{entry.pattern}`, {meaning.said}: whether it is an embedding or a linear layer only the model tells",
             help="name the model: --model",
         )
-    key = (meaning.kind, meaning.takes, meaning.hands)
+    key = (meaning.kind, meaning.source, meaning.destination)
     if "packed" in meaning.options:
         whole, sliced = _styled(entry, LINEAR.get(key))
         assert whole == sliced == {"style": "colwise"}, (whole, sliced)
@@ -135,7 +135,7 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
 def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | None]:
     if pair is None:
         meaning = entry.meaning
-        what = f"{meaning.takes} arrives and {meaning.hands} is handed on"
+        what = f"{meaning.source} arrives and {meaning.destination} is handed on"
         raise NotSaid(
             NO_LAYOUTS,
             f"no style of ours means what `{entry.pattern}` says: {meaning.said}",
@@ -143,19 +143,19 @@ def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | 
         )
     whole, sliced = pair
     if _hands_split_logits(entry):
-        whole, sliced = "colwise_vocab", sliced if entry.meaning.takes == "sequence" else "colwise_vocab"
+        whole, sliced = "colwise_vocab", sliced if entry.meaning.source == "sequence" else "colwise_vocab"
     return {"style": whole} if whole else None, _with_dim(entry, {"style": sliced}) if sliced else None
 
 
 def _hands_split_logits(entry: Entry) -> bool:
     """Whether it is in no layer and hands on a DTensor that is split over its last dim: an output head."""
     meaning = entry.meaning
-    return meaning.kind == "colwise" and meaning.hands == "features" and meaning.dtensor and entry.layer is None
+    return meaning.kind == "colwise" and meaning.destination == "features" and meaning.dtensor and entry.layer is None
 
 
-def _door(entry: Entry) -> tuple[Options | None, Options | None]:
+def _block_input(entry: Entry) -> tuple[Options | None, Options | None]:
     meaning = entry.meaning
-    whole, sliced = _styled(entry, INPUT.get((meaning.takes, meaning.hands)))
+    whole, sliced = _styled(entry, INPUT.get((meaning.source, meaning.destination)))
     assert sliced is not None  # INPUT has a style with slices for each
     if meaning.position > 0:
         raise NotSaid(
@@ -183,12 +183,14 @@ def _with_dim(entry: Entry, options: Options) -> Options:
 def _heads(entries: list[Entry], rules: Rules) -> None:
     """A head that takes slices of the sequence gets the whole of it from the norm in front of it: what stands between both
     (the last positions alone, a pooling) counts positions of the whole sequence."""
-    norms = [e for e in entries if e.meaning.kind == "sequence" and e.layer is None and e.meaning.hands == "sequence"]
+    norms = [
+        e for e in entries if e.meaning.kind == "sequence" and e.layer is None and e.meaning.destination == "sequence"
+    ]
     for head in entries:
         if head.meaning.kind != "colwise" or head.layer is not None or head.pattern not in rules.sliced:
             continue
-        takes_slices = head.meaning.takes == "sequence"
-        implied = head.meaning.takes == "whole" and any(norm.meaning.dtensor for norm in norms)
+        takes_slices = head.meaning.source == "sequence"
+        implied = head.meaning.source == "whole" and any(norm.meaning.dtensor for norm in norms)
         if not takes_slices and not implied:
             continue
         if len(norms) == 1:
@@ -210,27 +212,29 @@ def _readers(entries: list[Entry], rules: Rules) -> None:
     for layer in dict.fromkeys(entry.layer for entry in entries if entry.layer is not None):
         own = [entry for entry in entries if entry.layer == layer]
         norms = [e for e in own if e.meaning.kind == "sequence"]
-        if not any(e.meaning.dtensor for e in norms) or any(e.meaning.hands == "whole" for e in norms):
+        if not any(e.meaning.dtensor for e in norms) or any(e.meaning.destination == "whole" for e in norms):
             continue
-        gathering = [f"{e.pattern}." for e in own if e.meaning.kind == "input" and e.meaning.hands == "whole"]
+        gathering = [f"{e.pattern}." for e in own if e.meaning.kind == "input" and e.meaning.destination == "whole"]
         readers = [
             e
             for e in own
             if e.meaning.kind in ("colwise", "rowwise")
-            and e.meaning.takes == "whole"
+            and e.meaning.source == "whole"
             and not e.pattern.startswith(tuple(gathering))
         ]
-        doors: list[str] = []
+        block_inputs: list[str] = []
         for reader in readers:
             around = reader.pattern.rpartition(".")[0]
             if around != layer:
-                doors.append(around)
+                block_inputs.append(around)
                 rules.sliced.setdefault(around, {"style": "gather_seq_input"})
             elif rules.sliced[reader.pattern]["style"] in SLICED:
-                doors.append(reader.pattern)
+                block_inputs.append(reader.pattern)
                 rules.sliced[reader.pattern] = {"style": SLICED[rules.sliced[reader.pattern]["style"]]}
-        if doors:
-            _say_implied(rules, readers[0], ", ".join(f"`{door}`" for door in dict.fromkeys(doors)))
+        if block_inputs:
+            _say_implied(
+                rules, readers[0], ", ".join(f"`{block_input}`" for block_input in dict.fromkeys(block_inputs))
+            )
 
 
 def _say_implied(rules: Rules, entry: Entry, where: str) -> None:
@@ -240,7 +244,7 @@ def _say_implied(rules: Rules, entry: Entry, where: str) -> None:
 
 
 def _entrance(entries: list[Entry], rules: Rules) -> None:
-    """An embedding that hands on slices: it stays a partial sum until the first layer's door, as positions and masks are
+    """An embedding that hands on slices: it stays a partial sum until the first layer's block input, as positions and masks are
     counted from what it hands on."""
     sources = [e for e in entries if rules.sliced.get(e.pattern, {}).get("style") == "embedding_rowwise_seq"]
     if not sources or any(options["style"] == "split_seq_input" for options in rules.sliced.values()):
@@ -254,8 +258,8 @@ def _entrance(entries: list[Entry], rules: Rules) -> None:
         )
         rules.findings.append(raised.finding(sources[0].at))
         return
-    door = f"{next(iter(layers)).removesuffix('*')}0"
-    rules.sliced[door] = _with_dim(sources[0], {"style": "split_seq_input"})
+    block_input = f"{next(iter(layers)).removesuffix('*')}0"
+    rules.sliced[block_input] = _with_dim(sources[0], {"style": "split_seq_input"})
 
 
 def overlay(whole: Mapping[str, Options], sliced: Mapping[str, Options]) -> dict[str, Options]:

@@ -53,16 +53,16 @@ def _matrix(kind: Literal["colwise", "rowwise"]) -> Callable[[Any], Meaning]:
     def read(style: ColwiseParallel | RowwiseParallel) -> Meaning:
         (arrives,), (left,) = style.input_layouts, style.output_layouts
         said = f"{type(style).__name__}({_word(arrives)} -> {_word(left)})"
-        takes, in_dim = _spread(arrives, said)
-        hands, out_dim = _spread(left, said)
+        source, in_dim = _spread(arrives, said)
+        destination, out_dim = _spread(left, said)
         return Meaning(
             kind,
             said,
-            takes,
-            hands,
+            source,
+            destination,
             dtensor=not style.use_local_output,
             seq_dim=_one({in_dim, out_dim}, said),
-            unsure=kind == "rowwise" and (takes, hands) == ("whole", "whole"),
+            unsure=kind == "rowwise" and (source, destination) == ("whole", "whole"),
         )
 
     return read
@@ -78,7 +78,7 @@ def _sequence(style: SequenceParallel) -> Meaning:
 
 
 def _gathered(style: SequenceParallel) -> Meaning:
-    return replace(_sequence(style), hands="whole")
+    return replace(_sequence(style), destination="whole")
 
 
 def _rotary(style: SequenceParallel) -> Meaning:
@@ -105,12 +105,12 @@ def _input(style: PrepareModuleInput) -> Meaning:
     if len(moved) > 1:
         raise NotSaid(NO_LAYOUTS, f"{said} moves {len(moved)} arguments, a rule moves one")
     (key, a, b), text = moved[0], f"{said}({_word(moved[0][1])} -> {_word(moved[0][2])})"
-    (takes, in_dim), (hands, out_dim) = _spread(a, text), _spread(b, text)
+    (source, in_dim), (destination, out_dim) = _spread(a, text), _spread(b, text)
     return Meaning(
         "input",
         text,
-        takes,
-        hands,
+        source,
+        destination,
         dtensor=not style.use_local_output,
         seq_dim=_one({in_dim, out_dim}, text),
         argument=key if isinstance(key, str) else None,
@@ -128,9 +128,9 @@ def _output(style: PrepareModuleOutput) -> Meaning:
         raise NotSaid(NO_LAYOUTS, f"{said} moves more than the first output, a rule moves that one")
     _, a, b = moved[0]
     text = f"{said}({_word(a)} -> {_word(b)})"
-    (takes, in_dim), (hands, out_dim) = _spread(a, text), _spread(b, text)
+    (source, in_dim), (destination, out_dim) = _spread(a, text), _spread(b, text)
     dim = _one({in_dim, out_dim}, text)
-    return Meaning("output", text, takes, hands, dtensor=not style.use_local_output, seq_dim=dim)
+    return Meaning("output", text, source, destination, dtensor=not style.use_local_output, seq_dim=dim)
 
 
 def _both(style: PrepareModuleInputOutput) -> Meaning:
@@ -142,7 +142,7 @@ def _both(style: PrepareModuleInputOutput) -> Meaning:
     return replace(
         enters,
         said=f"{enters.said}, {leaves.said}",
-        output=(leaves.takes, leaves.hands),
+        output=(leaves.source, leaves.destination),
         dtensor=leaves.dtensor,
         seq_dim=_one({enters.seq_dim, leaves.seq_dim}, enters.said),
     )

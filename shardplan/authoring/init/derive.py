@@ -16,7 +16,7 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name, part
 from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
-from .draft import DOOR, PARTIAL, Board, Draft, Options
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options
 from .flow import Flow
 from .fronts import with_fronts
 from .init_sums import with_sums
@@ -48,8 +48,8 @@ class Derived:
     """A plan that was found.
 
     Args:
-        draft: the rules; the layout check has no objection to them.
-        tree: the small copy that they were tried on.
+        draft: the rules; the layout check has no reason to them.
+        tree: the reduced model that they were tried on.
         whole: what could not be split.
         no_overlay: what is said against sequence parallelism, where it was asked for and none was found.
     """
@@ -70,14 +70,14 @@ def derive(
     """Find a plan: split every region for which rules are found that are right, leave the rest whole.
 
     Args:
-        tp: the size for which it is tried; what divides is kept in its relation to it in the small copy.
+        tp: the size for which it is tried; what divides is kept in its relation to it in the reduced model.
         sequence_parallel: find an overlay too.
         progress: is told what is being tried.
 
     Raises:
-        PlanError: SP520 to SP523: there is no small copy, or it does not run; SP371: its code draws random numbers.
+        PlanError: SP520 to SP523: there is no reduced model, or it does not run; SP371: its code draws random numbers.
     """
-    progress("running a small copy of the model")
+    progress("running a reduced model")
     layouts = ModelLayouts(found, tp)
     benches = _benches(layouts)
     if layouts.random is not None:
@@ -96,13 +96,13 @@ def derive(
         else:
             whole.append(Whole(group, more))
     progress("splitting the vocabulary")
-    draft = with_fronts(board, flow, found.tree, with_doors(board, with_vocabulary(board, flow, draft)))
+    draft = with_fronts(board, flow, found.tree, with_block_inputs(board, with_vocabulary(board, flow, draft)))
     progress("splitting the sequence")
     overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
-    objection = overlaid if isinstance(overlaid, str) else None
+    reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(board, with_whole_named(result, board.tree, tp))
-    return Derived(result, board.tree, tuple(whole), objection)
+    return Derived(result, board.tree, tuple(whole), reason)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
@@ -120,11 +120,11 @@ def _with_group(board: Board, draft: Draft, solved: Draft | str) -> Draft | str:
     if isinstance(solved, str):
         return solved
     both = draft.with_rules(solved.tensor_parallel)
-    return board.mended(both) or board.objection(both)
+    return board.fixed(both) or board.reason(both)
 
 
 def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
-    """The small copy with each kind of input, and with the outputs of routers where the model can give them: an auxiliary
+    """The reduced model with each kind of input, and with the outputs of routers where the model can give them: an auxiliary
     loss reads them outside the blocks, and a plan is to be right with and without it."""
     benches = layouts.benches
     first = benches[0]
@@ -159,7 +159,7 @@ def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
                 if name in heads
                 for bias in tied_to(board, name)
             }
-            more = board.mended(draft.with_rules({**{name: split[name] for name in names}, **tied}))
+            more = board.fixed(draft.with_rules({**{name: split[name] for name in names}, **tied}))
             if more is not None:
                 return more
     return draft
@@ -178,23 +178,23 @@ def tied_to(board: Board, head: str) -> tuple[str, ...]:
     return tuple(name for group in board.tree.tied if bias in group for name in group if name != bias)
 
 
-def with_doors(board: Board, draft: Draft) -> Draft:
-    """With one door around the readers of each value that several move on their own."""
+def with_block_inputs(board: Board, draft: Draft) -> Draft:
+    """With one block input around the readers of each value that several move on their own."""
     report = board.report(draft)
     if report is None:  # no rule, so that there is no plan to look at
         return draft
-    doors: dict[str, Options] = {}
+    block_inputs: dict[str, Options] = {}
     for read in report.reads:
         pattern = board.tree.pattern(read.module)
         rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if rule["style"] == "replicate" or rule == PARTIAL:
-            doors[pattern] = {"style": DOOR, **door_argument(board, read.module, read.argument)}
-        if rule == PARTIAL:  # a door says nothing of the module's own parameters
+            block_inputs[pattern] = {"style": BLOCK_INPUT, **argument_of_input(board, read.module, read.argument)}
+        if rule == PARTIAL:  # a block input says nothing of the module's own parameters
             names = (f"{pattern}.{p.name}" for p in board.tree.modules[read.module].parameters)
-            doors.update((name, PARTIAL) for name in names if name not in draft.tensor_parallel)
-    draft = board.mended(draft.with_rules(doors)) or draft
+            block_inputs.update((name, PARTIAL) for name in names if name not in draft.tensor_parallel)
+    draft = board.fixed(draft.with_rules(block_inputs)) or draft
     for pattern in lone_blocks(board, draft):
-        more = draft.with_rules({pattern: {"style": DOOR}})
+        more = draft.with_rules({pattern: {"style": BLOCK_INPUT}})
         report = board.report(more)
         if report is not None and report.ok:
             draft = more
@@ -202,20 +202,20 @@ def with_doors(board: Board, draft: Draft) -> Draft:
 
 
 def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
-    """Parts of blocks with a matrix that moves what it reads itself, which a door around the part may do as well: it is
+    """Parts of blocks with a matrix that moves what it reads itself, which a block input around the part may do as well: it is
     where the sequence is gathered, and where a reader looks for it."""
     found: dict[str, None] = {}
     for name in board.tree.modules:
         around_it = part(name)
         rule = draft.tensor_parallel.get(board.tree.pattern(name))
-        if around_it not in (None, name) and rule is not None and R in STYLES[rule["style"]].takes:
+        if around_it not in (None, name) and rule is not None and R in STYLES[rule["style"]].input_sources:
             around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
-            if DOOR not in around:
+            if BLOCK_INPUT not in around:
                 found[board.tree.pattern(around_it)] = None
     return tuple(found)
 
 
-def door_argument(board: Board, module: str, argument: str | None) -> Options:
-    """The option that says which argument a door moves, where it is not the first."""
+def argument_of_input(board: Board, module: str, argument: str | None) -> Options:
+    """The option that says which argument a block input moves, where it is not the first."""
     first = board.first_argument(module)
     return {} if argument == first else {"argument": argument}

@@ -21,9 +21,9 @@ from shardplan.model.reduced.recorder import argument_names
 Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
 
-DOOR = "input_with_grad_allreduce"
+BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
-MENDABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
+FIXABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _joined(rules: Rules, more: Rules) -> Rules:
 
 
 class Board:
-    """Tries drafts on a small copy.
+    """Tries drafts on a reduced model.
 
     Args:
         benches: the copy with each kind of input.
@@ -107,7 +107,7 @@ class Board:
         resolved = self.bound(draft, overlay=overlay)
         return None if resolved is None else check_layout(resolved, self.benches, help=help)
 
-    def objection(self, draft: Draft, *, overlay: bool = False) -> str:
+    def reason(self, draft: Draft, *, overlay: bool = False) -> str:
         """The first thing that is said against a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
@@ -116,7 +116,7 @@ class Board:
         where = next((note for note in found[0].notes if "`" in note), "")
         return f"{found[0].message} ({where})" if where else found[0].message
 
-    def mended(self, draft: Draft, *, overlay: bool = False, rounds: int = 6) -> Draft | None:
+    def fixed(self, draft: Draft, *, overlay: bool = False, rounds: int = 6) -> Draft | None:
         """The draft with the changes that the layout check proposes; None where they do not suffice."""
         for _ in range(rounds):
             report = self.report(draft, overlay=overlay, help=True)

@@ -1,4 +1,4 @@
-"""One door in front of a part in place of several inside it, where less is reduced there."""
+"""One block input in front of a part in place of several inside it, where less is reduced there."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, part
 from shardplan.styles import STYLES
 
-from .draft import DOOR, PARTIAL, Board, Draft
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft
 from .flow import Flow
 from .parts import features
 
 
 def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Draft:
-    """The draft with a door in front of each part that reduces the gradients of several values inside, which together are
+    """The draft with a block input in front of each part that reduces the gradients of several values inside, which together are
     wider than what the part reads: of whole matrices in between the gradients are partial sums then.
 
-    So latent attention keeps its doors behind the latents, unless something else reads the hidden state too, or they are
+    So latent attention keeps its block inputs behind the latents, unless something else reads the hidden state too, or they are
     wider than it.
 
     Args:
@@ -31,7 +31,7 @@ def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Dra
         rules = {
             p: o for p, o in draft.tensor_parallel.items() if not STYLES[o["style"]].features.tail or p not in moved
         }
-        draft = _summed(board, Draft(rules).with_rules({pattern: {"style": DOOR}})) or draft
+        draft = _summed(board, Draft(rules).with_rules({pattern: {"style": BLOCK_INPUT}})) or draft
     return draft
 
 
@@ -47,7 +47,7 @@ def _summed(board: Board, draft: Draft) -> Draft | None:
 
 
 def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -> dict[str, dict[str, int]]:
-    """Parts of blocks without a door of their own -> what is reduced inside: the matrix that reads it -> its width."""
+    """Parts of blocks without a block input of their own -> what is reduced inside: the matrix that reads it -> its width."""
     found: dict[str, dict[str, int]] = {}
     for name in board.tree.modules:
         around, pattern = part(name), board.tree.pattern(name)
@@ -57,7 +57,11 @@ def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -
         style = STYLES[rule["style"]]
         if style.features.tail is not None:
             found.setdefault(outer, {})[pattern] = int(tree.numbers[style.features.tail])
-        elif R in style.takes and report.arrivals.get(name) == I and (width := _features(tree, pattern)) is not None:
+        elif (
+            R in style.input_sources
+            and report.incoming.get(name) == I
+            and (width := _features(tree, pattern)) is not None
+        ):
             found.setdefault(outer, {})[pattern] = width
     return found
 

@@ -24,7 +24,7 @@ WHOLE = Code(
     "a part of the model that stays whole",
     "No rules were found that split these matrices and are right. Every rank holds them whole and computes the same with "
     "them: right, at the price of their memory and time on every rank. The reason is what is said against the rules "
-    "that came furthest, on the small copy of the model on which rules are tried.",
+    "that came furthest, on the reduced model on which rules are tried.",
     bad="$ shardplan init falcon",
     good="$ shardplan init falcon --set num_attention_heads=64",
 )

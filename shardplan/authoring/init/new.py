@@ -49,7 +49,7 @@ def new_plan(
         progress: is told what is being done.
 
     Raises:
-        PlanError: there is no small copy, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
+        PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
             is wanted and none is found (SP531).
     """
     derived = derive(found, tp, sequence_parallel=sequence_parallel, progress=progress)
@@ -58,7 +58,7 @@ def new_plan(
         raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))
     if derived.no_overlay is not None:
         message = f"no sequence-parallel overlay is found for {found.name}"
-        raise PlanError((_error(NO_OVERLAY, message, f"on the small copy: {derived.no_overlay}"),))
+        raise PlanError((_error(NO_OVERLAY, message, f"on the reduced model: {derived.no_overlay}"),))
     return written(found, derived, name)
 
 
@@ -68,7 +68,7 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
     model = found.tree.model_type or found.tree.class_names[0]
     notes = [f"{d.message}; {d.notes[0]}." for d in kept]
     if derived.no_overlay is not None:
-        notes.append(f"No sequence parallelism; on the small copy: {derived.no_overlay}.")
+        notes.append(f"No sequence parallelism; on the reduced model: {derived.no_overlay}.")
     heading = Heading(
         name=name or model,
         description=_description(derived),
@@ -131,7 +131,7 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
         code=WHOLE.code,
         severity=Severity.WARNING,
         message=f"{listed} stay whole on every rank ({size / everything:.1%} of all parameters)",
-        notes=(f"on the small copy: {whole.reason}",),
+        notes=(f"on the reduced model: {whole.reason}",),
     )
 
 

@@ -11,18 +11,18 @@ from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import DOOR, Board, Draft, Options, Rules
+from .draft import BLOCK_INPUT, Board, Draft, Options, Rules
 from .flow import Flow
 
-MENDABLE = 4  # objections; with more of them the candidate itself is wrong
+FIXABLE = 4  # reasons; with more of them the candidate itself is wrong
 MOST_WHOLE = 4  # parts of a block
 GATHERING = ("gather_seq_input", "colwise_seq")
 GATHERS: Options = {"style": "gather_seq_input"}
-COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no door of its own
+COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
 
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
-    """The draft with a sequence-parallel section that the layout check has no objection to; else what it objects to."""
+    """The draft with a sequence-parallel section that the layout check has no reason to; else what it objects to."""
     candidates = [replace(draft, sequence_parallel=rules) for rules in Overlay(board, flow, draft).candidates()]
     if not candidates:
         return "there is no list of blocks that run one after the other"
@@ -31,15 +31,15 @@ def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
         if report is not None and report.ok:
             return candidate
     for candidate, report in zip(candidates, reports, strict=True):
-        if report is not None and len(report.diagnostics) <= MENDABLE:
-            found = board.mended(candidate, overlay=True)
+        if report is not None and len(report.diagnostics) <= FIXABLE:
+            found = board.fixed(candidate, overlay=True)
             if found is not None:
                 return found
     for candidate in candidates:
         found = with_whole_parts(board, candidate)
         if found is not None:
             return found
-    return board.objection(candidates[-1], overlay=True)
+    return board.reason(candidates[-1], overlay=True)
 
 
 def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
@@ -59,7 +59,7 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
             return None
         options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if options["style"] != "replicate":
-            return None  # a matrix, or a door of its own
+            return None  # a matrix, or a block input of its own
         outside = {p: o for p, o in rules.items() if p != pattern and not p.startswith(f"{pattern}.")}
         draft = replace(draft, sequence_parallel={**outside, pattern: {**options, "style": "replicate_seq"}})
     return None
@@ -67,7 +67,7 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
 
 def reads(style: str) -> bool:
     """Whether a style is for what reads the values in front of a split part."""
-    return R in STYLES[style].takes
+    return R in STYLES[style].input_sources
 
 
 class Overlay:
@@ -163,7 +163,7 @@ class Overlay:
     @cached_property
     def shared(self) -> Rules:
         """Norms that several split parts of a block read, and that gather the sequence once for all of them, in place of
-        their doors."""
+        their block inputs."""
         rules: dict[str, Options] = {}
         for name in self.order_of_blocks:
             parts = self.tree.children[name]
@@ -176,20 +176,22 @@ class Overlay:
                     for source in (left[number] for number in event.inputs if number in left):
                         readers.setdefault(source, []).append(event.module)
             for source, found in readers.items():
-                doors = [
+                block_inputs = [
                     reader
                     for reader in found
                     if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING
                 ]
-                if self._is_norm(source) and len(doors) > 1 and len(doors) == len(found):
+                if self._is_norm(source) and len(block_inputs) > 1 and len(block_inputs) == len(found):
                     rules[self.tree.pattern(source)] = {"style": "sequence_parallel", "output": "gather"}
-                    rules.update({self.tree.pattern(d): self._without_door(self.tree.pattern(d)) for d in doors})
+                    rules.update(
+                        {self.tree.pattern(d): self._without_block_input(self.tree.pattern(d)) for d in block_inputs}
+                    )
         return rules
 
     def _is_norm(self, name: str) -> bool:
         return self.within.get(self.tree.pattern(name), {}).get("style") == "sequence_parallel"
 
-    def _without_door(self, pattern: str) -> Options:
+    def _without_block_input(self, pattern: str) -> Options:
         options = self.within[pattern]
         if options["style"] == "colwise_seq":
             return {**options, "style": "colwise"}
@@ -213,7 +215,7 @@ class Overlay:
         container = False
         for rule, options in inside.items():
             style = options["style"]
-            if style == DOOR:
+            if style == BLOCK_INPUT:
                 moved = {"output": "reduce_scatter"} if "output" in options else {}
                 container = container or bool(moved)
                 rules[rule] = {**options, **GATHERS, **moved}
@@ -222,7 +224,7 @@ class Overlay:
                 rules[rule] = {**options, "style": "rowwise_seq"}
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
-        nested = any(options["style"] == DOOR for options in inside.values())
+        nested = any(options["style"] == BLOCK_INPUT for options in inside.values())
         if not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
             rules[pattern] = COMPLETE
         elif pattern in inside and inside[pattern]["style"] == "replicate":
@@ -230,8 +232,8 @@ class Overlay:
         return rules
 
     def _between(self, child: str, inside: Rules) -> Rules:
-        """Norms of a split part that stand beside the doors inside it, or behind its last matrix."""
-        doors = [rule for rule, options in inside.items() if options["style"] == DOOR]
+        """Norms of a split part that stand beside the block inputs inside it, or behind its last matrix."""
+        block_inputs = [rule for rule, options in inside.items() if options["style"] == BLOCK_INPUT]
         found = (
             (self.tree.pattern(name), module)
             for name, module in self.tree.modules.items()
@@ -240,8 +242,8 @@ class Overlay:
         return {
             pattern: {"style": "sequence_parallel"}
             for pattern, module in found
-            if (doors or not any(reads(options["style"]) for options in inside.values()))
-            and not any(pattern == door or pattern.startswith(f"{door}.") for door in doors)
+            if (block_inputs or not any(reads(options["style"]) for options in inside.values()))
+            and not any(pattern == block_input or pattern.startswith(f"{block_input}.") for block_input in block_inputs)
             and all(len(p.shape) == 1 for p in module.parameters)
         }
 

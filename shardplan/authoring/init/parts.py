@@ -67,10 +67,10 @@ def _places(whole: torch.Tensor, part: torch.Tensor) -> Iterator[tuple[int, int]
 
 def packed(lengths: tuple[int, ...], small: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
     """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
-    for the small copy and for the model itself.
+    for the reduced model and for the model itself.
 
     Args:
-        lengths: in the small copy.
+        lengths: in the reduced model.
         small: its picture.
         tree: the model's.
         size: the length of the whole in the model.

@@ -11,7 +11,7 @@ from shardplan.compiler.layout.finding import Kind
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
 
-from .draft import DOOR, MENDABLE, Board, Draft, Options, Rules
+from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product
 from .parts import cut, features, packed
 from .regions import Group
@@ -61,10 +61,10 @@ class Solver:
 
     def solve(self, group: Group) -> Draft | str:
         """Rules that split a group, and are right for it alone; where none are found, what is said against the best."""
-        draft, objection = self._split_through(group)
+        draft, reason = self._split_through(group)
         if draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
-            draft = self.board.mended(self._gathered(group))
-        return draft if draft is not None else objection
+            draft = self.board.fixed(self._gathered(group))
+        return draft if draft is not None else reason
 
     def _split_through(self, group: Group) -> tuple[Draft | None, str]:
         """With nothing gathered between the first matrices and the last."""
@@ -76,12 +76,12 @@ class Solver:
             if best is not None and best[0].fits:
                 break
         if best is None:
-            return None, self.board.objection(next(self._drafts(group)))
+            return None, self.board.reason(next(self._drafts(group)))
         score, draft = best
         if not score.fits:
             draft = self._divided(group, draft, score)
-        mended = self.board.mended(draft) if (self._score(draft) or NOWHERE).fits else None
-        return mended, "" if mended is not None else self.board.objection(draft)
+        fixed = self.board.fixed(draft) if (self._score(draft) or NOWHERE).fits else None
+        return fixed, "" if fixed is not None else self.board.reason(draft)
 
     def _gathered(self, group: Group) -> Draft:
         """The matrices split, what is between them computed whole by every rank."""
@@ -108,8 +108,8 @@ class Solver:
         apart = () if group.latent or group.container is not None else (halves,)
         for styles in chain(islice(product(*choices), MOST_DRAFTS), apart):
             if group.container is not None:
-                door = {group.container: {"style": DOOR, "output": "all_reduce"}}
-                yield Draft({**door, **self._split(group, styles, names=self._named)})
+                block_input = {group.container: {"style": BLOCK_INPUT, "output": "all_reduce"}}
+                yield Draft({**block_input, **self._split(group, styles, names=self._named)})
             yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
 
     def _split(
@@ -215,7 +215,7 @@ class Solver:
     def _wrong(self, draft: Draft, kind: Kind | None = None) -> Mapping[str, None]:
         """The module within a block in whose code the first thing that is wrong happens, or the first of a kind."""
         proof = self.board.proof(draft)
-        hard = (f for f in (() if proof is None else proof.findings) if f.kind not in MENDABLE)
+        hard = (f for f in (() if proof is None else proof.findings) if f.kind not in FIXABLE)
         found = next((f.module for f in hard if kind in (None, f.kind)), "")
         return {} if not found or element(found) else {found: None}
 
@@ -275,5 +275,5 @@ def _dividing(draft: Draft, divided: tuple[str, str]) -> Iterator[Draft]:
 
 
 def _score(proof: Proof) -> Score:
-    hard = [finding for finding in proof.findings if finding.kind not in MENDABLE]
+    hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
     return Score(not hard, min((finding.at for finding in hard), default=0), -len(hard))

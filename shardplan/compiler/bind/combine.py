@@ -14,7 +14,7 @@ CONTRADICTION = Code(
     title="a module's rule and its parameter's rule contradict each other",
     text="""A rule for a module says how all of its parameters are held; a rule for one parameter may stand
 beside it and wins for that parameter, but it must not say something else: the module's forward and the moves
-around it count on what the module's style says. A door (`gather_seq_input`, `moe_tp_experts`, ...) says
+around it count on what the module's style says. A block input (`gather_seq_input`, `moe_tp_experts`, ...) says
 nothing about parameters, so that rules for single parameters of the same module are the usual way to go with
 it.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
@@ -41,7 +41,7 @@ def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
     groups: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, assignment in resolved.parameters.items():
         around = resolved.modules.get(resolved.tree.owner(name))
-        if around is None or STYLES[around.rule.style].is_door:
+        if around is None or STYLES[around.rule.style].is_block_input:
             continue
         module_says = STYLES[around.rule.style].parameter(name.rpartition(".")[2])
         if _held(around.rule, module_says) != _held(assignment.rule, STYLES[assignment.rule.style].weight):
@@ -64,7 +64,7 @@ def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnosti
         f"the parameter's own rule `{rule.style}` holds it {_words(STYLES[rule.style].weight)}",
         primary=Label(rule.location, f"holds it {_words(STYLES[rule.style].weight)}"),
         related=(Label(module_rule.location, f"holds it {_words(module_style)}"),),
-        help="remove one of the two rules, or give the module a door and each of its parameters a rule",
+        help="remove one of the two rules, or give the module a block input and each of its parameters a rule",
         modules=names,
     )
 

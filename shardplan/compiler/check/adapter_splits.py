@@ -81,7 +81,7 @@ def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple
                 "write the rule for the module",
             )
     assignment = resolved.modules.get(module.name)
-    if assignment is None or facts.style(assignment).is_door:
+    if assignment is None or facts.style(assignment).is_block_input:
         return None, "", ""
     if adapter_style(facts.style(assignment), parameter) is not None:
         return None, "", ""

@@ -1,4 +1,4 @@
-"""Doors: what reaches them must be what they move. Only what is certain without a trace of the model."""
+"""Block inputs: what reaches them must be what they move. Only what is certain without a trace of the model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .facts import Facts
 
 NESTED = Code(
     code="SP363",
-    title="a door inside a door that has moved the value already",
-    text="""A door moves the argument of its module once for everything inside. A second door of the same kind
+    title="a block input inside a block input that has moved the value already",
+    text="""A block input moves the argument of its module once for everything inside. A second block input of the same kind
 further in would move it again: a gathered sequence would be gathered once more, a gradient all-reduced twice
-and then be too large by the tp size, with the loss unchanged. Keep the outer door for a block whose parts all
+and then be too large by the tp size, with the loss unchanged. Keep the outer block input for a block whose parts all
 read the same value, or the inner ones.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
@@ -38,8 +38,8 @@ UNSPLIT = Code(
     code="SP364",
     title="gathering a sequence that nothing splits",
     text="""`gather_seq_input` and `colwise_seq` gather the sequence from all ranks, but no rule of the plan
-splits it first: every rank has it whole already. Under `tensor_parallel` the door of a block is
-`input_with_grad_allreduce`; the gathering doors belong under `sequence_parallel`.""",
+splits it first: every rank has it whole already. Under `tensor_parallel` the input of a block is
+`input_with_grad_allreduce`; the gathering block inputs belong under `sequence_parallel`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -69,21 +69,21 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 def _nested(facts: Facts) -> Iterator[Diagnostic]:
     modules = facts.resolved.modules
-    doors = {name: one for name, one in facts.boundaries.items() if one.within is not None}
-    nearest = _nearest(facts, doors)
+    block_inputs = {name: one for name, one in facts.boundaries.items() if one.within is not None}
+    nearest = _nearest(facts, block_inputs)
     regions: dict[str, list[tuple[str, tuple[Layout, ...]]]] = defaultdict(list)
     for name, one in facts.boundaries.items():
         around = nearest.get(name)
         while around is not None:
-            regions[around].append((name, one.hands))
+            regions[around].append((name, one.output_destinations))
             around = nearest.get(around)
     pairs: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
-    for name, door in doors.items():
+    for name, block_input in block_inputs.items():
         outer = nearest.get(name)
         if outer is None or not any(
-            before.destination not in move.accepts and not _handed_within(regions[outer], name, move.accepts)
-            for before in doors[outer].inputs
-            for move in door.inputs
+            before.destination not in move.sources and not _handed_within(regions[outer], name, move.sources)
+            for before in block_inputs[outer].inputs
+            for move in block_input.inputs
             if before.argument == move.argument
         ):
             continue
@@ -93,38 +93,40 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NESTED.code,
             severity=Severity.ERROR,
-            message=f"the door `{rule.style}` for {named(names)} is inside the door `{outer_rule.style}`, "
+            message=f"the block input `{rule.style}` for {named(names)} is inside the block input `{outer_rule.style}`, "
             "which has moved the value already",
             primary=Label(rule.location, "moves it again"),
             related=(Label(outer_rule.location, "moves it first"),),
-            help="remove one of the two doors",
+            help="remove one of the two block inputs",
             modules=tuple(names),
         )
 
 
-def _nearest(facts: Facts, doors: Mapping[str, Boundary]) -> Mapping[str, str]:
-    """The door that each module stands in, itself not counted; modules outside every door are not there."""
+def _nearest(facts: Facts, block_inputs: Mapping[str, Boundary]) -> Mapping[str, str]:
+    """The block input that each module stands in, itself not counted; modules outside every block input are not there."""
     nearest: dict[str, str] = {}
-    for name in facts.resolved.tree.modules if doors else ():
+    for name in facts.resolved.tree.modules if block_inputs else ():
         around = parent(name)
-        if name and (around in doors or around in nearest):
-            nearest[name] = around if around in doors else nearest[around]
+        if name and (around in block_inputs or around in nearest):
+            nearest[name] = around if around in block_inputs else nearest[around]
     return nearest
 
 
-def _handed_within(region: list[tuple[str, tuple[Layout, ...]]], door: str, takes: tuple[Layout, ...]) -> bool:
-    """Whether a rule of the region, outside the door itself, hands on what the door takes."""
-    within = (handed for name, handed in region if name != door and not name.startswith(f"{door}."))
-    return any(layout in takes for handed in within for layout in handed)
+def _handed_within(
+    region: list[tuple[str, tuple[Layout, ...]]], block_input: str, input_sources: tuple[Layout, ...]
+) -> bool:
+    """Whether a rule of the region, outside the block input itself, hands on what the block input takes."""
+    within = (handed for name, handed in region if name != block_input and not name.startswith(f"{block_input}."))
+    return any(layout in input_sources for handed in within for layout in handed)
 
 
 def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
     split = V(SEQ)
-    if any(split in one.hands or one.within == split for one in facts.boundaries.values()):
+    if any(split in one.output_destinations or one.within == split for one in facts.boundaries.values()):
         return
     vain: dict[int, tuple[Rule, list[str]]] = {}
     for name, one in facts.boundaries.items():
-        if any(move.accepts == (split,) and move.destination in (R, I) for move in one.inputs):
+        if any(move.sources == (split,) and move.destination in (R, I) for move in one.inputs):
             rule = facts.resolved.modules[name].rule
             vain.setdefault(id(rule), (rule, []))[1].append(name)
     for rule, names in vain.values():
@@ -133,7 +135,7 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
             severity=Severity.ERROR,
             message=f"`{rule.style}` for {named(names)} gathers the sequence, which no rule splits",
             primary=Label(rule.location, "gathers the sequence"),
-            help="use `input_with_grad_allreduce` for the door of a tensor-parallel block and `colwise` for a "
+            help="use `input_with_grad_allreduce` for the block input of a tensor-parallel block and `colwise` for a "
             "matrix, or write the rule under `sequence_parallel`",
             modules=tuple(names),
         )

@@ -62,7 +62,7 @@ class Facts(HeldParameters):
 
     @cached_property
     def _claimed(self) -> frozenset[str]:
-        owners = (name for name, a in self.resolved.modules.items() if not self.style(a).is_door)
+        owners = (name for name, a in self.resolved.modules.items() if not self.style(a).is_block_input)
         return frozenset(owners) | {self.resolved.tree.owner(name) for name in self.resolved.parameters}
 
     @cached_property
@@ -77,4 +77,4 @@ class Facts(HeldParameters):
 
 
 def _keeps_whole(style: Style) -> bool:
-    return style.owns_parameters and style.weight == WHOLE and not style.takes and style.features.tail is None
+    return style.owns_parameters and style.weight == WHOLE and not style.input_sources and style.features.tail is None

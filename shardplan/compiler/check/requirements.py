@@ -132,8 +132,8 @@ def stays_split(held: Held) -> bool:
         return False
     if held.how.shard == "out":
         output = boundary(held.rule).output
-        return output is not None and output.computed == output.destination == V(-1)
-    return any(V(-1) in move.accepts for move in boundary(held.rule).inputs)
+        return output is not None and output.source == output.destination == V(-1)
+    return any(V(-1) in move.sources for move in boundary(held.rule).inputs)
 
 
 def _features(facts: HeldParameters, held: Held, size: int) -> str:

@@ -52,9 +52,9 @@ tensor_parallel:
 
 NO_ENTRANCE = Code(
     code="SP362",
-    title="an embedding for sequence parallelism without the door behind it",
+    title="an embedding for sequence parallelism without the block input behind it",
     text="""`embedding_rowwise_seq` leaves the sequence whole, for the model to compute positions and masks
-from its length; a `split_seq_input` door at the first block then gives each rank its slice. Without that door
+from its length; a `split_seq_input` rule at the first block then gives each rank its slice. Without that block input
 the blocks hand on slices while the embedding hands on the whole sequence, and the two are added.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
 version: "1"
@@ -101,9 +101,9 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 def _entrance(facts: Facts) -> Iterator[Diagnostic]:
     modules = facts.resolved.modules.values()
-    waiting = [a for a in modules if facts.style(a).until_door]
+    waiting = [a for a in modules if facts.style(a).until_block_input]
     splits = any(one.within == V(SEQ) for one in facts.boundaries.values())
-    slices = [a for a in modules if V(SEQ) in facts.boundaries[a.name].hands]
+    slices = [a for a in modules if V(SEQ) in facts.boundaries[a.name].output_destinations]
     if waiting and slices and not splits:
         yield _finding(facts, waiting, slices)
 
@@ -117,7 +117,7 @@ def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) 
         code=NO_ENTRANCE.code,
         severity=Severity.ERROR,
         message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, and no "
-        "`split_seq_input` door splits it for the blocks that hand on slices",
+        "`split_seq_input` rule splits it for the blocks that hand on slices",
         primary=Label(waiting[0].rule.location, "leaves the sequence whole"),
         related=(Label(slices[0].rule.location, "hands on a slice of the sequence"),),
         help=f"add {line} under `sequence_parallel`",

@@ -103,7 +103,7 @@ class HeldParameters:
         owners = {tree.owner(name) for name in own}
         for module in tree.modules.values():
             above = self.resolved.modules.get(module.name)
-            if above is not None and (module.name in misfits or self.style(above).is_door):
+            if above is not None and (module.name in misfits or self.style(above).is_block_input):
                 above = None
             if above is None and module.name not in owners:
                 continue

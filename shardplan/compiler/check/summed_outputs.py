@@ -59,7 +59,7 @@ def _reduced_to(facts: Facts, name: str) -> Layout | None:
     if assignment is None or facts.style(assignment).lookup is not None:
         return None
     output = facts.boundaries[name].at(assignment.rule.seq_dim).output
-    reduced = output is not None and output.computed == P and output.destination.kind in "IV"
+    reduced = output is not None and output.source == P and output.destination.kind in "IV"
     return output.destination if output is not None and reduced else None
 
 

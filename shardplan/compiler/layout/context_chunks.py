@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.model import FoundModel
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.torchlib.attention import attention_replaced, misfit
 
 from .layout_codes import CHUNKS
@@ -42,9 +42,9 @@ class _OwnToken:
 def context_findings(found: FoundModel) -> tuple[Diagnostic, ...]:
     """Why the model cannot be run in chunks of the sequence; one finding at most."""
     try:
-        twin = make_twin(found, tp=1)
-        with twin.running():
-            reason = _reason(twin.build(), twin.inputs())
+        reduced_model = make_reduced_model(found, tp=1)
+        with reduced_model.running():
+            reason = _reason(reduced_model.build(), reduced_model.inputs())
     except PlanError as error:
         return tuple(error.diagnostics)
     if reason is None:

@@ -8,7 +8,7 @@ from shardplan.core.tree import ModuleTree, full_name, parent
 from shardplan.model.reduced.trace import Trace
 
 
-def read_elsewhere(run: Trace) -> Mapping[str, tuple[str, ...]]:
+def find_cross_module_reads(run: Trace) -> Mapping[str, tuple[str, ...]]:
     """Each module that ran -> the parameters of modules below it that its own code reads, by full name."""
     found: dict[str, dict[str, None]] = {event.module: {} for event in run.events}
     for event in run.events:
@@ -26,8 +26,8 @@ def below(name: str, other: str) -> bool:
     return name != other and name.startswith(full_name(other, ""))
 
 
-def elsewhere_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
-    """The same in all layers of a model, from its small copy's."""
+def cross_module_reads_of(tree: ModuleTree, reads: Mapping[str, Iterable[str]]) -> Mapping[str, tuple[str, ...]]:
+    """The same in all layers of a model, from its reduced model's."""
     known: dict[str, dict[str, None]] = {}
     for module, names in reads.items():
         suffixes = (name.removeprefix(full_name(module, "")) for name in names)

@@ -46,7 +46,7 @@ class Crossings:
     ):
         self.known, self.operations, self.model = known, operations, model
         self.plan, self.spreads, self.gathers = plan, spreads, gathers
-        self.arrivals: dict[str, Layout] = {}
+        self.incoming: dict[str, Layout] = {}
         self.running: list[str] = []
         self.entering: list[tuple[int, str]] = []
         self.reduced: list[tuple[int, str]] = []
@@ -62,24 +62,24 @@ class Crossings:
                 else:
                     chosen = name == (one.argument or argument_names(module)[0])
                 if chosen:
-                    self._arrive(event, bound, one, position)
+                    self._check_input(event, bound, one, position)
 
-    def _arrive(self, event: Event, bound: BoundModule, one: InputBoundary, position: int) -> None:
+    def _check_input(self, event: Event, bound: BoundModule, one: InputBoundary, position: int) -> None:
         number, inside = event.inputs[position], event.outputs[position]
         if inside != number and inside not in self.known.origins.read:
             return
         ndim = self.known.run.values[number].ndim
-        arrived = self._resolved(event, number, position)
-        if not any(self._fits(arrived, layout, ndim, bound) for layout in one.accepts):
-            wanted = " or ".join(str(layout) for layout in one.accepts)
-            self.known.find("arrival", event, bound.name, (number,), arrived=arrived.describe(ndim), wanted=wanted)
-        if arrived.kind == "I" and one.destination == R:
+        actual = self._resolved(event, number, position)
+        if not any(self._fits(actual, layout, ndim, bound) for layout in one.sources):
+            wanted = " or ".join(str(layout) for layout in one.sources)
+            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+        if actual.kind == "I" and one.destination == R:
             self.entering.append((number, bound.name))
-        if I in one.accepts and R in one.accepts and arrived.kind in ("I", "R"):
-            before = self.arrivals.setdefault(bound.name, I if arrived.kind == "I" else R)
-            if before.kind != arrived.kind:
+        if I in one.sources and R in one.sources and actual.kind in ("I", "R"):
+            before = self.incoming.setdefault(bound.name, I if actual.kind == "I" else R)
+            if before.kind != actual.kind:
                 self.known.find(
-                    "arrival", event, bound.name, (number,), arrived=arrived.kind, wanted=f"{before}, as before"
+                    "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}, as before"
                 )
         self.known.maker.setdefault(inside, bound.name)
         if inside != number or inside not in self.known.types:
@@ -139,14 +139,14 @@ class Crossings:
     def _hand_on(self, event: Event, bound: BoundModule, output: OutputBoundary) -> None:
         number, handed, hands = event.inputs[0], event.outputs[0], output.destination
         computed, ndim = self.known.type_of(number), self.known.run.values[number].ndim
-        if not self._fits(computed, output.computed, ndim, None):
-            wanted = str(output.computed)
-            self.known.find("result", event, bound.name, (number,), arrived=computed.describe(ndim), wanted=wanted)
+        if not self._fits(computed, output.source, ndim, None):
+            wanted = str(output.source)
+            self.known.find("result", event, bound.name, (number,), actual=computed.describe(ndim), wanted=wanted)
         if output.open_gradient:
-            hands = self.arrivals[bound.name] = self.gathers.get(bound.name, R)
+            hands = self.incoming[bound.name] = self.gathers.get(bound.name, R)
         if bound.scope in self.running:
             hands = P
-        if output.computed == P and hands.kind in "IV" and not bound.vocabulary:
+        if output.source == P and hands.kind in "IV" and not bound.vocabulary:
             self.reduced.append((handed, bound.name))
         if handed != number:
             self.known.types[handed] = declared(hands, self.known.run.values[handed].ndim)
@@ -156,9 +156,9 @@ class Crossings:
         found = self.known.type_of(event.inputs[position])
         if found.kind not in ("R", "whole"):
             ndim = self.known.run.values[event.inputs[position]].ndim
-            arrived = found.describe(ndim)
+            actual = found.describe(ndim)
             self.known.find(
-                "result", event, event.module, event.inputs[position : position + 1], arrived=arrived, wanted="R"
+                "result", event, event.module, event.inputs[position : position + 1], actual=actual, wanted="R"
             )
         self.known.types[event.outputs[position]] = Type("I")
         self.known.maker[event.outputs[position]] = event.module
@@ -169,4 +169,4 @@ class Crossings:
             found = self.known.type_of(number)
             if self.known.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):
                 ndim = self.known.run.values[number].ndim
-                self.known.find("output", event, name, (number,), arrived=found.describe(ndim), wanted="I")
+                self.known.find("output", event, name, (number,), actual=found.describe(ndim), wanted="I")

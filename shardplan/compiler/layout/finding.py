@@ -73,7 +73,7 @@ class Finding:
     operation: str = ""
     source: SourceLine | None = None
     operands: tuple[Operand, ...] = ()
-    arrived: str = ""
+    actual: str = ""
     wanted: str = ""
     message: str = ""
     follows: bool = False

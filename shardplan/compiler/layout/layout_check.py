@@ -1,4 +1,4 @@
-"""The layout check of a bound plan: what is wrong, one finding for each mistake, and the change that mends it."""
+"""The layout check of a bound plan: what is wrong, one finding for each mistake, and the change that fixes it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from shardplan.core.layout import Layout
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ancestors, full_name, starred
-from shardplan.model.reduced import Twin
+from shardplan.model.reduced import ReducedModel
 
 from .finding import Finding
 from .fused import advice, fused_repairs
 from .layout_diagnostics import diagnostic
 from .mergeable_sums import SeenSum, SharedSum
 from .reads import SharedRead, agreed
-from .repairs import OURS, Repair, repairs, together
+from .repairs import OURS, Repair, combined, repairs
 from .run import Workbench, prove
 from .typing_result import Proof
 from .unsummed import holding, undeclared
 
 TRIALS = 40  # changes that are tried for one mistake
-AFTER = 4  # more that are tried when one mends the finding, but leaves others
+AFTER = 4  # more that are tried when one fixes the finding, but leaves others
 
 
 @dataclass(slots=True)
@@ -68,10 +68,10 @@ class LayoutReport:
         arrivals: what arrives (I or R) at each module that takes both, and what a module that gathers its output hands
             on: `ResolvedPlan.arrivals`, for the lowering.
         elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
-        reads: values that several modules move I -> R, each on its own, where one door would do.
+        reads: values that several modules move I -> R, each on its own, where one block input would do.
         lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
         sums: partial sums that are added to each other once each is reduced on its own.
-        repairs: for each of `diagnostics` the change that mends it, where one was found.
+        repairs: for each of `diagnostics` the change that fixes it, where one was found.
         shared_reads: `ResolvedPlan.shared_reads`, for counting.
         through: (sum that the plan declares, dropout that its values pass on the way).
         summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
@@ -79,8 +79,8 @@ class LayoutReport:
 
     diagnostics: tuple[Diagnostic, ...] = ()
     secondary: tuple[Diagnostic, ...] = ()
-    arrivals: Mapping[str, Layout] = field(default_factory=dict)
-    elsewhere: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    incoming: Mapping[str, Layout] = field(default_factory=dict)
+    cross_module_reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     repairs: tuple[Repair | None, ...] = ()
     reads: tuple[SharedRead, ...] = ()
     sums: tuple[SharedSum, ...] = ()
@@ -97,13 +97,17 @@ class LayoutReport:
         """The plan with what the lowering takes from here, without the optional sums that were not seen to hold."""
         sums = tuple(one for one in resolved.sums if not one.rule.optional or one.rule.location in self.summed)
         return replace(
-            resolved, arrivals=self.arrivals, elsewhere=self.elsewhere, shared_reads=self.shared_reads, sums=sums
+            resolved,
+            incoming=self.incoming,
+            cross_module_reads=self.cross_module_reads,
+            shared_reads=self.shared_reads,
+            sums=sums,
         )
 
 
 def check_layout(
     resolved: ResolvedPlan,
-    twin: Twin | Workbench | Sequence[Workbench],
+    reduced_model: ReducedModel | Workbench | Sequence[Workbench],
     *,
     help: bool = True,
     search: Search | None = None,
@@ -111,21 +115,21 @@ def check_layout(
     """Prove that every activation and every gradient of a plan has the layout that its readers assume.
 
     Args:
-        resolved: the plan bound to the small model's tree, with a tp size, free of structural errors.
-        twin: the small model, or workbenches with its unsharded runs (they serve many plans).
+        resolved: the plan bound to the reduced model's tree, with a tp size, free of structural errors.
+        reduced_model: the reduced model, or workbenches with its unsharded runs (they serve many plans).
         help: look for the changes that fix what is wrong; each costs a run.
         search: how much that may do; None: as much as for a plan of its own.
     """
     if resolved.sizes.tp is None:
         raise ValueError("the layout check needs a tp size")
-    benches = _benches(resolved, twin)
+    benches = _benches(resolved, reduced_model)
     if resolved.sizes.tp == 1:
         return LayoutReport()
     search = (search or Search()) if help else Search(tries=0)
     diagnostics: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
-    arrivals: dict[str, Layout] = {}
+    incoming: dict[str, Layout] = {}
     reads: list[SharedRead] | None = None
     sums: list[SharedSum] | None = None
     shared: list[Mapping[str, str | None]] = []
@@ -133,13 +137,13 @@ def check_layout(
     summed: list[SeenSum] = []
     for bench in benches:
         proof = prove(resolved, bench)
-        first, mended, following = _explain(resolved, bench, proof, search, help)
-        for one, change in zip(first, mended, strict=True):
+        first, fixed, following = _explain(resolved, bench, proof, search, help)
+        for one, change in zip(first, fixed, strict=True):
             if one not in diagnostics:
                 diagnostics.append(one)
                 changes.append(change)
         secondary += [one for one in following if one not in secondary]
-        arrivals = {**proof.arrivals, **arrivals}
+        incoming = {**proof.incoming, **incoming}
         reads = [read for read in proof.reads if reads is None or read in reads]
         sums = [one for one in proof.sums if sums is None or one in sums]
         shared.append(proof.shared_reads)
@@ -152,8 +156,8 @@ def check_layout(
     return LayoutReport(
         diagnostics=tuple(diagnostics),
         secondary=tuple(secondary),
-        arrivals=arrivals,
-        elsewhere=_joined(bench.elsewhere for bench in benches),
+        incoming=incoming,
+        cross_module_reads=_joined(bench.cross_module_reads for bench in benches),
         repairs=tuple(changes),
         reads=tuple(reads or ()),
         sums=tuple(sums or ()),
@@ -171,18 +175,23 @@ def _joined(reads: Iterable[Mapping[str, tuple[str, ...]]]) -> Mapping[str, tupl
     return {module: tuple(names) for module, names in joined.items()}
 
 
-def _benches(resolved: ResolvedPlan, twin: Twin | Workbench | Sequence[Workbench]) -> Sequence[Workbench]:
-    if isinstance(twin, Workbench):
-        return [twin]
-    if isinstance(twin, Twin):
-        return [Workbench(twin.build(), twin.inputs(kind=kind), resolved.tree) for kind in twin.kinds]
-    return twin
+def _benches(
+    resolved: ResolvedPlan, reduced_model: ReducedModel | Workbench | Sequence[Workbench]
+) -> Sequence[Workbench]:
+    if isinstance(reduced_model, Workbench):
+        return [reduced_model]
+    if isinstance(reduced_model, ReducedModel):
+        return [
+            Workbench(reduced_model.build(), reduced_model.inputs(kind=kind), resolved.tree)
+            for kind in reduced_model.kinds
+        ]
+    return reduced_model
 
 
 def _explain(
     resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search, help: bool
 ) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
-    """What was found as diagnostics: one for each mistake, what mends each, and what follows from them."""
+    """What was found as diagnostics: one for each mistake, what fixes each, and what follows from them."""
     groups = grouped(proof.findings)
     primary: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
@@ -191,7 +200,7 @@ def _explain(
     plan = resolved
     while groups:
         key, group = next(iter(groups.items()))
-        repair, left = _mend(plan, bench, groups, search)
+        repair, left = _fix(plan, bench, groups, search)
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         if repair is None and help:
             found = replace(found, help=advice(plan, group[0]))
@@ -230,7 +239,7 @@ def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple
     changes: list[Repair | None] = []
     for one, repair in zip(diagnostics, repairs, strict=True):
         for i, (other, before) in enumerate(zip(kept, changes, strict=True)):
-            both = together(before, repair) if before and repair else None
+            both = combined(before, repair) if before and repair else None
             if before is not None and both is not None and one.code == other.code and one.primary == other.primary:
                 kept[i] = replace(
                     other,
@@ -256,10 +265,10 @@ def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:
 
 def _key(f: Finding) -> Key:
     source = f"{f.source.file}:{f.source.line}" if f.source else ""
-    return (f.kind, starred(f.module), starred(f.subject), f.operation, source, f.arrived, f.wanted)
+    return (f.kind, starred(f.module), starred(f.subject), f.operation, source, f.actual, f.wanted)
 
 
-def _mend(
+def _fix(
     plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
     """The change after which the first finding is gone and the fewest are left, and those."""
@@ -293,7 +302,7 @@ def _mend(
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
-    """Whether a change mends something: what is left was there before, or a crash had hidden it, behind which it is, or which
+    """Whether a change fixes something: what is left was there before, or a crash had hidden it, behind which it is, or which
     is no more."""
     new = [group[0] for key, group in after.items() if key not in before]
     crashes = [_reached(group[0]) for key, group in before.items() if key[0] == "crash"]

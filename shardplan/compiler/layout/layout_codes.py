@@ -22,7 +22,7 @@ PARTIAL = Code(
 slices, or with a partial sum: each rank computes only its slice's share of the gradient. The loss is right, and the
 gradient is wrong on every rank, in another way on each. Nothing is repaired in silence: say that the parameter's
 gradient is a partial sum (`replicated_with_grad_allreduce`, on a slice of the sequence `sequence_parallel`), or put a
-door in front of the block that reads the activation (`input_with_grad_allreduce`, `gather_seq_input`).""",
+block input in front of the block that reads the activation (`input_with_grad_allreduce`, `gather_seq_input`).""",
     bad=_QWEN3.format(parent="qwen3", style="none"),
     good=_QWEN3.format(parent="qwen3", style="replicated_with_grad_allreduce"),
 )
@@ -138,7 +138,7 @@ CHUNKS = Code(
     code="SP411",
     title="context parallelism of a model whose tokens meet outside of causal attention",
     text="""With a cp axis each rank has a chunk of the sequence. Keys and values are gathered inside torch's
-`scaled_dot_product_attention`, which must be causal and without a mask. A small copy of the model was run to see whether
+`scaled_dot_product_attention`, which must be causal and without a mask. A reduced model was run to see whether
 tokens meet in another way: attention that is written out, a sliding window, a convolution or a recurrence over the sequence;
 and whether the model heeds `position_ids`, which say where a chunk stands.
 Load the model with `attn_implementation="sdpa"`, or use a mesh without a cp axis.""",

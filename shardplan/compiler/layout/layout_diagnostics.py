@@ -73,13 +73,13 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "arrival": (
         layout_codes.MISFIT,
         lambda f: (
-            f"what arrives at {starred(f.subject)} is {layout_words(f.arrived)}; its style takes {layout_words(f.wanted)}"
+            f"what arrives at {starred(f.subject)} is {layout_words(f.actual)}; its style takes {layout_words(f.wanted)}"
         ),
     ),
     "result": (
         layout_codes.MISFIT,
         lambda f: (
-            f"what {starred(f.subject)} computes is {layout_words(f.arrived)}; its rule says {layout_words(f.wanted)}"
+            f"what {starred(f.subject)} computes is {layout_words(f.actual)}; its rule says {layout_words(f.wanted)}"
         ),
     ),
     "sum": (
@@ -98,7 +98,7 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "output": (
         layout_codes.OUTPUT,
         lambda f: (
-            f"the model's {_result(f.subject)} would be {layout_words(f.arrived)}; "
+            f"the model's {_result(f.subject)} would be {layout_words(f.actual)}; "
             f"callers read it {layout_words(f.wanted)}"
         ),
     ),
@@ -124,7 +124,7 @@ def diagnostic(
     Args:
         plan: the plan that they are about.
         findings: of one kind at one place, the first layer's first.
-        repair: a change that was tried and mends them.
+        repair: a change that was tried and fixes them.
         blamed: the rule to point at.
     """
     first = findings[0]

@@ -26,7 +26,7 @@ class SharedSum:
     Args:
         carriers: the modules whose partial sums can wait.
         closer: the module whose partial sum is reduced last.
-        through: modules whose code the values pass on the way, unchanged on the small copy (a dropout).
+        through: modules whose code the values pass on the way, unchanged on the reduced model (a dropout).
     """
 
     carriers: tuple[str, ...]

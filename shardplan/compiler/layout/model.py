@@ -1,4 +1,4 @@
-"""The layout check of plans for one model: on its small copy, which is made and run once."""
+"""The layout check of plans for one model: on its reduced model, which is made and run once."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree, block, element
 from shardplan.model import FoundModel, tree_of
-from shardplan.model.reduced import Twin, make_twin
+from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
 from shardplan.torchlib.modes import outside_modes
 
 from . import randomness
-from .cross_module_reads import elsewhere_of
+from .cross_module_reads import cross_module_reads_of
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
 from .run import Workbench
@@ -49,27 +49,29 @@ class ModelLayouts:
         self._plans: dict[int, _Checked] = {}
 
     @cached_property
-    def twin(self) -> Twin:
-        """The small copy.
+    def reduced_model(self) -> ReducedModel:
+        """The reduced model.
 
         Raises:
             PlanError: SP520, SP521, SP522: there is none.
         """
-        # Experts one by one: grouped multiplications want sizes that a small copy's shards may not have, and no float64.
+        # Experts one by one: grouped multiplications want sizes that a reduced model's shards may not have, and no float64.
         experts = "eager" if self.found.config is not None else None
-        return make_twin(self.found, tp=self.tp, experts_implementation=experts)
+        return make_reduced_model(self.found, tp=self.tp, experts_implementation=experts)
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
-        """The small copy with each kind of input that it takes.
+        """The reduced model with each kind of input that it takes.
 
         Raises:
             PlanError: there is none, or it does not run (SP523).
         """
-        model = self.twin.build()
+        model = self.reduced_model.build()
         tree = tree_of(model)
-        with self.twin.running():
-            benches = tuple(Workbench(model, self.twin.inputs(kind=kind), tree) for kind in self.twin.kinds)
+        with self.reduced_model.running():
+            benches = tuple(
+                Workbench(model, self.reduced_model.inputs(kind=kind), tree) for kind in self.reduced_model.kinds
+            )
             for bench in benches:
                 if not bench.reference.finite:
                     raise ArithmeticError("its result is not finite")
@@ -127,14 +129,14 @@ class ModelLayouts:
         report = self.layouts_of(plan, resolved, help=help)
         return replace(
             report,
-            arrivals=arrivals_of(self.found.tree, report.arrivals),
-            elsewhere=elsewhere_of(self.found.tree, report.elsewhere),
+            incoming=incoming_of(self.found.tree, report.incoming),
+            cross_module_reads=cross_module_reads_of(self.found.tree, report.cross_module_reads),
             shared_reads=shared_reads_of(self.found.tree, report.shared_reads),
             summed=report.summed - {one.rule.location for one, name in report.through if acting(self.found.tree, name)},
             diagnostics=(
                 *map(self._about_the_model, report.diagnostics),
                 *dropping(self.found.tree, report.through),
-                *((_unseen(self.found.name, self.twin.unseen),) if self.twin.unseen else ()),
+                *((_unseen(self.found.name, self.reduced_model.unseen),) if self.reduced_model.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
             lengths=self._lengths(resolved) if report.ok and not overlays else {},
@@ -168,36 +170,36 @@ class ModelLayouts:
 
     def names_in_model(self, names: Iterable[str]) -> tuple[str, ...]:
         """The modules or parameters of the model that those of the reduced one stand for."""
-        return modules_of(self.found.tree, self.tree, self.twin.layers, tuple(names))
+        return modules_of(self.found.tree, self.tree, self.reduced_model.layers, tuple(names))
 
     @outside_modes()
     def check_copy(self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None) -> LayoutReport:
-        """As `check`, for a plan that is bound to the small copy's tree, and in its names.
+        """As `check`, for a plan that is bound to the reduced model's tree, and in its names.
 
         Args:
             help: look for the changes that fix what is wrong.
             search: how much that may do; None: as much as for a plan of its own.
 
         Raises:
-            PlanError: there is no small copy, or it does not run.
+            PlanError: there is no reduced model, or it does not run.
         """
         return check_layout(resolved, self.benches, help=help, search=search)
 
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
-        """The finding with the model's modules in place of its small copy's."""
+        """The finding with the model's modules in place of its reduced model's."""
         return replace(diagnostic, modules=self.names_in_model(diagnostic.modules))
 
 
-def arrivals_of(tree: ModuleTree, arrivals: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """The arrivals at a model's modules, from those at its small copy's, where all layers agree."""
+def incoming_of(tree: ModuleTree, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """The arrivals at a model's modules, from those at its reduced model's, where all layers agree."""
     known: dict[str, set[Layout]] = {}
-    for name, layout in arrivals.items():
+    for name, layout in incoming.items():
         known.setdefault(tree.pattern(name), set()).add(layout)
     return {name: next(iter(found)) for name in tree.modules if len(found := known.get(tree.pattern(name), set())) == 1}
 
 
 def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The modules or parameters of a model that those of its small copy stand for: every layer where all kinds of layers
+    """The modules or parameters of a model that those of its reduced model stand for: every layer where all kinds of layers
     are among them, else the layers that were copied."""
     here, there = ({*one.modules, *one.parameters} for one in (tree, small))
     result: dict[str, None] = {}
@@ -217,7 +219,7 @@ def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], nam
 
 
 def shared_reads_of(tree: ModuleTree, reads: Mapping[str, str]) -> Mapping[str, str]:
-    """The shared reads of a model's modules, from those of its small copy's, where all layers agree."""
+    """The shared reads of a model's modules, from those of its reduced model's, where all layers agree."""
     known: dict[str, set[str]] = {}
     for name, first in reads.items():
         known.setdefault(tree.pattern(name), set()).add(first.removeprefix(_home(name)))
@@ -249,7 +251,7 @@ def _unseen(name: str, why: str) -> Diagnostic:
     return Diagnostic(
         code=UNTYPED.code,
         severity=Severity.WARNING,
-        message=f"{name} takes images that its small copy could not be given: this plan is proven for text alone",
+        message=f"{name} takes images that its reduced model could not be given: this plan is proven for text alone",
         notes=(why,),
     )
 

@@ -206,8 +206,8 @@ class Operations:
         kinds = {self.known.type_of(number).kind for number in sources}
         split = [n for n in sources if self.known.type_of(n).kind == "V"]
         if not event.module and split:  # the model's last step with its logits, before callers get them
-            arrived = self.known.type_of(split[0]).describe(self.known.run.values[split[0]].ndim)
-            self.known.find("output", event, "logits", split[:1], arrived=arrived, wanted="I")
+            actual = self.known.type_of(split[0]).describe(self.known.run.values[split[0]].ndim)
+            self.known.find("output", event, "logits", split[:1], actual=actual, wanted="I")
             self.known.doubtful.add(output)
             self.known.types[output] = FREE
             return

@@ -67,11 +67,11 @@ class Prover:
             self._parameters()
             self._walk()
         except Stopped:
-            return Proof(tuple(known.findings), crossings.arrivals, (), (), known.operations, stopped=True)
+            return Proof(tuple(known.findings), crossings.incoming, (), (), known.operations, stopped=True)
         taken = (name for name, one in self.plan.items() if one.boundary.inputs or one.boundary.output is not None)
         return Proof(
             tuple(known.findings),
-            crossings.arrivals,
+            crossings.incoming,
             shared_reads(self.run, crossings.entering, taken),
             shared_sums(self.run, crossings.reduced),
             known.operations,

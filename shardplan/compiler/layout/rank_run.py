@@ -81,7 +81,7 @@ class RankRecorder(Recorder):
             elif output is not None and output.moves:
                 waits = bound.scope is not None and self.runs_inside(bound.scope)
                 hands = P if waits else output.destination
-                if hands == output.computed == P:
+                if hands == output.source == P:
                     continue
                 new = self._placed(hands, results[0], whole)
                 if new is not None:

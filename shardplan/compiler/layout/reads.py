@@ -1,4 +1,4 @@
-"""Values that several modules read with a move of their own: which share it as they run, and where one door could move them
+"""Values that several modules read with a move of their own: which share it as they run, and where one block input could move them
 for all."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class SharedRead:
     """One value, moved I -> R by each of several readers.
 
     Args:
-        module: where one door would do: the innermost module that gets the value as an argument and in which nothing else
+        module: where one block input would do: the innermost module that gets the value as an argument and in which nothing else
             differentiable reads it; else the one whose result it is.
         argument: the argument; None for the result.
         readers: the modules that move it.
@@ -68,8 +68,8 @@ def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:
     return {module: first for module, first in found.items() if first is not None}
 
 
-def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:
-    """The doors that a plan leaves out.
+def shared_reads(run: Trace, incoming: Iterable[tuple[int, str]], taken: Iterable[str]) -> tuple[SharedRead, ...]:
+    """The block inputs that a plan leaves out.
 
     Args:
         run: of a rank.
@@ -77,14 +77,16 @@ def shared_reads(run: Trace, arrivals: Iterable[tuple[int, str]], taken: Iterabl
         taken: modules that have a rule for their argument or their result: they can have no other.
     """
     readers: dict[int, list[str]] = {}
-    for number, module in arrivals:
+    for number, module in incoming:
         readers.setdefault(number, []).append(module)
     taken, reading = set(taken), run.readers()
-    found = (_door(run, reading, number, names, taken) for number, names in readers.items() if len(set(names)) > 1)
+    found = (
+        _block_input(run, reading, number, names, taken) for number, names in readers.items() if len(set(names)) > 1
+    )
     return tuple(read for read in found if read is not None)
 
 
-def _door(
+def _block_input(
     run: Trace, reading: Mapping[int, list[Event]], number: int, readers: list[str], taken: set[str]
 ) -> SharedRead | None:
     producers = {o: e for e in run.events if e.kind == "op" for o in e.outputs if o not in e.inputs}
@@ -93,14 +95,14 @@ def _door(
     passed: set[int] = set()  # operations between the argument and the readers
     while True:
         for module in common:
-            door = _argument(reading.get(number, []), module, number)
+            block_input = _argument(reading.get(number, []), module, number)
             if (
-                door is not None
+                block_input is not None
                 and module
                 and module not in taken
                 and _alone(run, reading, number, module, readers, passed)
             ):
-                return SharedRead(module, door, tuple(dict.fromkeys(readers)))
+                return SharedRead(module, block_input, tuple(dict.fromkeys(readers)))
         maker = _maker(reading.get(number, []), common)
         if maker is not None and maker not in taken and _alone(run, reading, number, "", (*readers, maker), passed):
             return SharedRead(maker, None, tuple(dict.fromkeys(readers)))

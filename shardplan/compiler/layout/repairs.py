@@ -1,4 +1,4 @@
-"""Changes of one rule that may mend a finding, the likeliest first. Each is tried before it is proposed."""
+"""Changes of one rule that may fix a finding, the likeliest first. Each is tried before it is proposed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Repair:
             for name in self.names:
                 changed[name] = Assignment(name, name in plan.tree.parameters, self.new, self.section)
         order = (*plan.tree.modules, *plan.tree.parameters)
-        result = replace(plan, assignments={name: changed[name] for name in order if name in changed}, arrivals=None)
+        result = replace(plan, assignments={name: changed[name] for name in order if name in changed}, incoming=None)
         return result if self.also is None else self.also.apply(result)
 
     @property
@@ -73,7 +73,7 @@ class Repair:
         if before.shards_parameters and (after is None or not after.shards_parameters):
             return f"; this leaves {self.pattern} whole on every rank"
         in_layers = "*" in self.pattern  # logits are read by a loss alone
-        if in_layers and before.hands is None and after is not None and after.gathers_features:
+        if in_layers and before.output_destination is None and after is not None and after.gathers_features:
             return f"; this leaves what reads {self.pattern} whole on every rank"
         return ""
 
@@ -88,7 +88,7 @@ class Repair:
         return f"say `{self.entry}`{where}, not {written(self.old)}"
 
 
-def together(one: Repair, other: Repair) -> Repair | None:
+def combined(one: Repair, other: Repair) -> Repair | None:
     """Both changes as one rule, where they say the same of names that differ in one place; else None."""
     if (one.section, one.old, one.new, one.also) != (other.section, other.old, other.new, other.also):
         return None
@@ -238,7 +238,7 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
             yield change(plan, name, old, replace(old, output=output, grad=None, location=OURS), section)
     if old.grad is not None:
         yield change(plan, name, old, replace(old, grad=None, location=OURS), section)
-    if style.options.grad and style.is_door and old.grad is None:
+    if style.options.grad and style.is_block_input and old.grad is None:
         yield change(plan, name, old, replace(old, grad="complete", location=OURS), section)
     for packed in (2, 3) if style.packed_option else ():
         if packed != old.packed:
@@ -251,7 +251,9 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
 def change(plan: ResolvedPlan, name: str, old: Rule | None, new: Rule | None, section: Section) -> Repair:
     """A rule's change for a module or parameter and all that are like it in other layers."""
     tree = plan.tree
-    single = new is not None and P in STYLES[new.style].takes  # the door into the sequence-parallel region: one block's
+    single = (
+        new is not None and P in STYLES[new.style].input_sources
+    )  # the entry into the sequence-parallel region: one block's
     pattern = name if single else tree.pattern(name)
     among = tree.parameters if name in tree.parameters else tree.modules
     names = tuple(other for other in among if (other if single else tree.pattern(other)) == pattern)

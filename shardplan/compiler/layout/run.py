@@ -16,7 +16,7 @@ from shardplan.model.rebinding import copied
 from shardplan.model.reduced.recorder import record
 from shardplan.model.reduced.trace import Place
 
-from .cross_module_reads import read_elsewhere
+from .cross_module_reads import find_cross_module_reads
 from .finding import Finding
 from .mergeable_sums import seen_sums
 from .origins import Origins
@@ -53,7 +53,7 @@ class Workbench:
         with watched(fresh) as watch:
             self.reference = record(fresh, inputs, self.atoms)
         self.random = acting_sites(model, inputs) if watch.drew else ()
-        self.elsewhere = read_elsewhere(self.reference)
+        self.cross_module_reads = find_cross_module_reads(self.reference)
 
 
 def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
@@ -63,7 +63,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
 
     Args:
         plan: the plan.
-        bench: the small model.
+        bench: the reduced model.
         stop: whether nothing behind a finding matters to the caller.
     """
     bound = boundaries(plan)

@@ -21,7 +21,7 @@ def boundaries(plan: ResolvedPlan) -> Mapping[str, BoundModule]:
 def _does_nothing(one: BoundModule) -> bool:
     """Whether a rule moves nothing and holds no gradient."""
     inputs, output = one.boundary.inputs, one.boundary.output
-    moves = any(src != move.destination for move in inputs for src in move.accepts) or (output and output.moves)
+    moves = any(src != move.destination for move in inputs for src in move.sources) or (output and output.moves)
     shards = one.style is not None and one.style.shards_parameters
     return not moves and not shards and not any(p.requires_grad for p in one.module.parameters)
 

@@ -34,7 +34,7 @@ class Proof:
     """
 
     findings: tuple[Finding, ...]
-    arrivals: Mapping[str, Layout]
+    incoming: Mapping[str, Layout]
     reads: tuple[SharedRead, ...]
     sums: tuple[SharedSum, ...]
     operations: int

@@ -36,7 +36,7 @@ def holding(seen: Iterable[SeenSum]) -> frozenset[Location]:
 
 
 def acting(tree: ModuleTree, name: str) -> tuple[str, ...]:
-    """The dropouts of a model that one of its small copy stands for, where they drop something."""
+    """The dropouts of a model that one of its reduced model stands for, where they drop something."""
     pattern = tree.pattern(name)
     return tuple(n for n, m in tree.modules.items() if tree.pattern(n) == pattern and m.numbers.get("p"))
 

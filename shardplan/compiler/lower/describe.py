@@ -68,7 +68,7 @@ def leaving(module: ModuleProgram) -> str:
     if module.joins is not None:
         return f"{module.leave.src}, reduced at {module.joins}"
     if module.link == "source":
-        return f"{module.leave.src}, joins the partial sum" if module.leave.src == I else "P until the door"
+        return f"{module.leave.src}, joins the partial sum" if module.leave.src == I else "P until the block input"
     return f"{module.leave.src} -> {module.leave.dst}"
 
 

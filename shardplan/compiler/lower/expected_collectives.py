@@ -16,7 +16,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
 def expected_collectives(modules: Mapping[str, ModuleProgram], axis: Axis = Axis.TP) -> dict[str, Counter[str]]:
     """How many collectives a step runs on an axis, forward and backward, if every module runs once.
 
-    A partial embedding's reduction is counted where it happens: at the door. Activation checkpointing runs a block's
+    A partial embedding's reduction is counted where it happens: at the block input. Activation checkpointing runs a block's
     forward collectives again; FSDP's are on another axis.
     """
     counts: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}

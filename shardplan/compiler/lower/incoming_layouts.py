@@ -1,6 +1,6 @@
 """What arrives at a module that takes either R or I: what the layout check saw, else from the structure of the plan.
 
-Megatron's scheme has one door per block: inside it values are R, outside I. The one value that leaves a block region
+Megatron's scheme has one block input per block: inside it values are R, outside I. The one value that leaves a block region
 whole and is read by further matrix multiplications is the final norm's; whether it is R or I depends on its readers.
 """
 
@@ -14,7 +14,7 @@ from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary
 
 
-class Arrivals:
+class IncomingLayouts:
     """The layouts that a plan's structure decides.
 
     Args:
@@ -28,10 +28,10 @@ class Arrivals:
 
     def source(self, name: str, move: InputBoundary) -> Layout:
         """What arrives of an argument: where R and I may, the one that does; the sum of an embedding that waits for it."""
-        if R in move.accepts and I in move.accepts:
-            return self._arrives(name)
-        waits = P in move.accepts and any(output.until_door for output in self.outputs.values())
-        return P if waits else move.accepts[0]
+        if R in move.sources and I in move.sources:
+            return self._incoming(name)
+        waits = P in move.sources and any(output.until_block_input for output in self.outputs.values())
+        return P if waits else move.sources[0]
 
     def handed(self, name: str) -> Layout:
         """What a module hands on that says so: where its readers decide, what the layout check found, else R where a head
@@ -41,21 +41,21 @@ class Arrivals:
             return output.destination
         return self.seen.get(name) or (R if self._free_readers() else I)
 
-    def _arrives(self, name: str) -> Layout:
+    def _incoming(self, name: str) -> Layout:
         if name in self.seen:
             return self.seen[name]
         gathers = [other for other, output in self.outputs.items() if output.gathers]
-        return self._inside_door(name) or (self.handed(gathers[-1]) if gathers else I)
+        return self._in_block_input(name) or (self.handed(gathers[-1]) if gathers else I)
 
-    def _inside_door(self, name: str) -> Layout | None:
+    def _in_block_input(self, name: str) -> Layout | None:
         found = (self.modules[ancestor].boundary.within for ancestor in ancestors(name))
         return next((layout for layout in found if layout in (R, I)), None)
 
     def _free_readers(self) -> bool:
-        """Whether modules outside every door take R: output heads, and the colwise rules of a plan without doors."""
+        """Whether modules outside every block input take R: output heads, and the colwise rules of a plan without block inputs."""
         return any(
-            move.destination == R and I in move.accepts
+            move.destination == R and I in move.sources
             for name, one in self.modules.items()
-            if one.boundary.within is None and self._inside_door(name) is None
+            if one.boundary.within is None and self._in_block_input(name) is None
             for move in one.boundary.inputs
         )

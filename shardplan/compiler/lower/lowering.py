@@ -15,7 +15,7 @@ from shardplan.styles.stored_parameters import lower_parameters
 from shardplan.styles.style_record import FeatureStyle
 
 from .homes import home_of
-from .incoming_layouts import Arrivals
+from .incoming_layouts import IncomingLayouts
 from .program import Program
 from .tables import with_tables
 
@@ -33,12 +33,12 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
 def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     """The module programs of one variant, by name, in the tree's order."""
     modules = bound_modules(plan)
-    arrivals = Arrivals(modules, plan.arrivals or {})
+    incoming = IncomingLayouts(modules, plan.incoming or {})
     programs = {}
     for name, one in modules.items():
         also_reads = _also_reads(plan, modules, one.module)
         if one.parameters or one.assignment or one.link or also_reads:
-            programs[name] = _lower_module(plan, arrivals, one, also_reads)
+            programs[name] = _lower_module(plan, incoming, one, also_reads)
     return with_tables(plan.tree, _with_sums(plan, _with_groups(plan, programs)))
 
 
@@ -53,15 +53,18 @@ def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
 
 
 def _lower_module(
-    plan: ResolvedPlan, arrivals: Arrivals, one: BoundModule, also_reads: tuple[tuple[str, ParameterProgram], ...]
+    plan: ResolvedPlan,
+    incoming: IncomingLayouts,
+    one: BoundModule,
+    also_reads: tuple[tuple[str, ParameterProgram], ...],
 ) -> ModuleProgram:
     features = one.style.features if one.style else FeatureStyle()
     return ModuleProgram(
         name=one.name,
         style=one.style.name if one.style else None,
         parameters=one.parameters,
-        enter=_enter(plan, arrivals, one),
-        leave=_leave(arrivals, one),
+        enter=_enter(plan, incoming, one),
+        leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
         features=one.width if features.means else None,
         link=one.link,
@@ -80,8 +83,8 @@ def _also_reads(
     """What the layout check saw it read; of a module that did not run there (a vision tower without images), and that
     owns parameters and has no rule below it, all that is below it."""
     tree, prefix = plan.tree, full_name(module.name, "")
-    if module.name in plan.elsewhere:
-        names = plan.elsewhere[module.name]
+    if module.name in plan.cross_module_reads:
+        names = plan.cross_module_reads[module.name]
     elif module.parameters and plan.modules.get(module.name) is None and not _named_below(plan, prefix):
         names = tuple(name for name in tree.parameters if name.startswith(prefix))
     else:
@@ -100,22 +103,22 @@ def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
     return any(name.startswith(prefix) and f"{name}." != prefix for name in (*plan.assignments, *plan.fsdp_units))
 
 
-def _enter(plan: ResolvedPlan, arrivals: Arrivals, one: BoundModule) -> tuple[InputMove, ...]:
+def _enter(plan: ResolvedPlan, incoming: IncomingLayouts, one: BoundModule) -> tuple[InputMove, ...]:
     moves = []
     for given in one.boundary.inputs:
-        src, dst = arrivals.source(one.name, given), given.destination
+        src, dst = incoming.source(one.name, given), given.destination
         if src != dst:
             first = plan.shared_reads.get(one.name) if (src, dst) == (I, R) else None
             moves.append(InputMove(src, dst, given.argument, given.regather, first))
     return tuple(moves)
 
 
-def _leave(arrivals: Arrivals, one: BoundModule) -> OutputMove | None:
+def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:
     output = one.boundary.output
     if output is None or not output.moves or output.dtensor:
         return None
-    size = one.width if output.computed == V(-1) else None
-    return OutputMove(output.computed, arrivals.handed(one.name), size)
+    size = one.width if output.source == V(-1) else None
+    return OutputMove(output.source, incoming.handed(one.name), size)
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:

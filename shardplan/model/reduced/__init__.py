@@ -1,6 +1,6 @@
-"""Small copies of models for numeric proofs.
+"""Reduced models of models for numeric proofs.
 
-Importing this package imports neither torch nor transformers; using `make_twin` does.
+Importing this package imports neither torch nor transformers; using `make_reduced_model` does.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from .reduced_codes import CODES
 
 if TYPE_CHECKING:
-    from .reduced_model import Twin, make_twin
+    from .reduced_model import ReducedModel, make_reduced_model
 
-__all__ = ["CODES", "Twin", "make_twin"]
+__all__ = ["CODES", "ReducedModel", "make_reduced_model"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Twin", "make_twin"):
+    if name in ("ReducedModel", "make_reduced_model"):
         return getattr(import_module(f"{__name__}.reduced_model"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -33,7 +33,7 @@ def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Col
     for small in count(start, step):
         if same_relation(small, large, tp) and small not in avoid:
             return small
-        if small > start + 64 * tp * step:  # no multiple of `multiple_of` can
+        if small > start + 64 * tp * step:  # not a multiple of `multiple_of` can
             return like(large, tp, at_least=at_least, avoid=avoid)
     raise AssertionError("unreachable")
 

@@ -1,7 +1,7 @@
-"""Images and videos for the small model: which arrays, by the names of forward's arguments, and how many tokens they take.
+"""Images and videos for the reduced model: which arrays, by the names of forward's arguments, and how many tokens they take.
 
 A family whose images have another form is one more entry of RECIPES. How many tokens stand for an image is not computed
-from the configuration: the small model's own vision part is run, and its features are counted.
+from the configuration: the reduced model's own vision part is run, and its features are counted.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
     """The first form of images of a kind that a small model takes; or why none fits, "" where it takes no such images.
 
     Args:
-        model: the small model.
+        model: the reduced model.
         tries: runs the model on inputs with such images, and raises what it raises.
     """
     takes = inspect.signature(model.forward).parameters

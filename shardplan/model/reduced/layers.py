@@ -1,4 +1,4 @@
-"""Which layers of the original the small model keeps: each kind once, in order."""
+"""Which layers of the original the reduced model keeps: each kind once, in order."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> l
     parameters' names and dimensions. Numbered parts (experts) count as one.
 
     Args:
-        tree: the original's or the small model's.
+        tree: the original's or the reduced model's.
         names: the module lists that hold the layers.
         layers: which elements of them.
     """

@@ -1,4 +1,4 @@
-"""What the small model is called with."""
+"""What the reduced model is called with."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def text_inputs(
     """Token ids [batch, sequence] that between them use as much of the vocabulary as fits, and labels.
 
     Args:
-        config: the small model's.
+        config: the reduced model's.
         labels: see `labels_of`.
         seq_len: the sequence's length.
         seed: other ids for each.

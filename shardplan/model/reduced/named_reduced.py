@@ -1,4 +1,4 @@
-"""The small model that a user names: whether it stands for the original."""
+"""The reduced model that a user names: whether it stands for the original."""
 
 from __future__ import annotations
 

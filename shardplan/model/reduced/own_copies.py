@@ -17,7 +17,7 @@ from shardplan.model.rebinding import NotBound, copied
 
 from .images import BATCH
 from .precision import in_dtype
-from .reduced_codes import NO_INPUTS, NO_TWIN, NOT_CARRIED, TOO_LARGE
+from .reduced_codes import NO_INPUTS, NO_REDUCED_MODEL, NOT_CARRIED, TOO_LARGE
 from .weights import randomise
 
 LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
@@ -40,7 +40,7 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
             TOO_LARGE,
             f"{name} has {size / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, more than the "
             f"{MOST_BYTES / 2**30:g} GiB that are copied",
-            help="give `reduced` (`--reduced module:callable`): a function without arguments that builds a small model of "
+            help="give `reduced` (`--reduced module:callable`): a function without arguments that builds a reduced model of "
             "the same classes",
         )
     try:
@@ -147,7 +147,7 @@ def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     unset = [n for n, b in result.named_buffers() if (id(b), b._version) in filled or bool(b.isnan().any())]
     if unset:
         raise refuse(
-            NO_TWIN,
+            NO_REDUCED_MODEL,
             f"{name} is on the meta device and nothing tells the values of its buffers",
             notes=tuple(unset),
             help="build it on the CPU, or name the callable that builds it (`module:callable`)",

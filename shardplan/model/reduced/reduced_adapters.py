@@ -1,4 +1,4 @@
-"""The adapters of a small copy: on the layers whose originals have them, of a small rank."""
+"""The adapters of a reduced model: on the layers whose originals have them, of a small rank."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
 
     Args:
         model: changed in place.
-        original: the name that a module or parameter of the small model has in the original.
+        original: the name that a module or parameter of the reduced model has in the original.
 
     Raises:
         ValueError: they come out as others than the original's.
@@ -103,7 +103,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
     result = unwrapped(wrapped)
     made = {name: {a: one.variant for a, one in _adapted(wrapper)} for name, wrapper in adapters_in(result)}
     if made != {name: {a: one.variant for a, one in layer.items()} for name, layer in wanted.items()}:
-        raise ValueError("peft gives the small copy other adapters than the original has")
+        raise ValueError("peft gives the reduced model other adapters than the original has")
     for name, parameter in result.named_parameters():
         parameter.requires_grad_(adapters.trained[original(name)])
     return result

@@ -2,12 +2,12 @@
 
 from shardplan.core.diagnostics import Code
 
-NO_TWIN = Code(
+NO_REDUCED_MODEL = Code(
     "SP520",
-    "a model of which no small copy can be made",
-    "`verify` runs a small model of the same classes. Its configuration is the original's with fewer layers, "
+    "a model of which no reduced model can be made",
+    "`verify` runs a reduced model of the same classes. Its configuration is the original's with fewer layers, "
     "heads and experts and narrower widths, chosen so that every kind of layer and every divisibility stays. "
-    "For this model transformers refuses the small configuration, or the small model has other layers than "
+    "For this model transformers refuses the small configuration, or the reduced model has other layers than "
     "the original. Name a smaller configuration of your own, or give `verify` a `module:callable` that "
     "builds a small model.",
     bad="$ shardplan verify ./model my-plan.yaml --tp 2",
@@ -17,7 +17,7 @@ TOO_LARGE = Code(
     "SP521",
     "a module too large to copy",
     "A module without a transformers configuration is copied as it is, up to 2 GiB of weights in float32. A larger one needs "
-    "a small model of the same structure, made by a function of yours: `--reduced module:callable`, or `reduced=`.",
+    "a reduced model of the same structure, made by a function of yours: `--reduced module:callable`, or `reduced=`.",
     bad="$ shardplan validate my_models:seventy_billion my-plan.yaml --tp 2",
     good="$ shardplan validate my_models:seventy_billion my-plan.yaml --tp 2 --reduced my_models:small",
 )
@@ -32,8 +32,8 @@ NO_INPUTS = Code(
 
 NOT_RUNNING = Code(
     "SP523",
-    "a model whose small copy does not run",
-    "The small model raises in its own unsharded forward, so there is nothing to hold a plan against. The cause is in "
+    "a model whose reduced model does not run",
+    "The reduced model raises in its own unsharded forward, so there is nothing to hold a plan against. The cause is in "
     "the configuration or in the modelling code; the original raises too, unless the cause is a width.",
     bad="attention_dropout: null   # in the model's config.json",
     good="attention_dropout: 0.0",
@@ -55,11 +55,11 @@ NOT_CARRIED = Code(
 NOT_REDUCED = Code(
     "SP526",
     "a reduced model that is not one of the original",
-    "`--reduced module:callable` (`reduced=`) builds the small model on which a plan is proven. It must have the modules of the "
+    "`--reduced module:callable` (`reduced=`) builds the reduced model on which a plan is proven. It must have the modules of the "
     "original, of the same classes and with the same flags, and its parameters with as many dimensions each: layers and "
     "experts may be fewer and narrower, nothing may be missing or new.",
     bad="validate(model, plan, reduced=lambda: MyModel(width=64, gated=False))   # the original is gated",
     good="validate(model, plan, reduced=lambda: MyModel(width=64, layers=2, gated=True))",
 )
 
-CODES = (NO_TWIN, TOO_LARGE, NO_INPUTS, NOT_RUNNING, NOT_CARRIED, NOT_REDUCED)
+CODES = (NO_REDUCED_MODEL, TOO_LARGE, NO_INPUTS, NOT_RUNNING, NOT_CARRIED, NOT_REDUCED)

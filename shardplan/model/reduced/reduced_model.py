@@ -1,4 +1,4 @@
-"""The small copy of a model."""
+"""The reduced model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .weights import without_noise
 
 
 @dataclass(frozen=True, eq=False)
-class Twin:
-    """A small model of the same classes as a large one, for running both sharded and unsharded.
+class ReducedModel:
+    """A reduced model of the same classes as a large one, for running both sharded and unsharded.
 
     Args:
         name: the original's.
@@ -38,7 +38,7 @@ class Twin:
         config: the small configuration, or None for a module without one.
         kinds: the kinds of inputs that it takes: "text", "image" and "video", one of `features.py`, or "own".
         layers: which of the original's layers it has.
-        maker: builds a model with the twin's weights.
+        maker: builds a model with the reduced model's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
         unseen: why images that the model takes are not among its inputs.
     """
@@ -69,7 +69,9 @@ class Twin:
         except PlanError:  # about its inputs
             raise
         except Exception as error:  # whatever the modelling code raises
-            raise refuse(NOT_RUNNING, f"the small copy of {self.name} does not run", notes=(reason(error),)) from error
+            raise refuse(
+                NOT_RUNNING, f"the reduced model of {self.name} does not run", notes=(reason(error),)
+            ) from error
 
     def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
         """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].
@@ -80,15 +82,17 @@ class Twin:
             padding: also give an `attention_mask` that pads the second row on that side.
 
         Raises:
-            ValueError: the twin takes no inputs of that kind.
+            ValueError: the reduced model takes no inputs of that kind.
         """
         kind = self.kinds[0] if kind is None else kind
         if kind not in self.kinds:
-            raise ValueError(f"the twin of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}")
+            raise ValueError(
+                f"the reduced model of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}"
+            )
         return self.feeder(kind, seed, padding)
 
 
-def make_twin(
+def make_reduced_model(
     model: FoundModel | nn.Module,
     *,
     tp: int,
@@ -98,8 +102,8 @@ def make_twin(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     inputs: Inputs | None = None,
-) -> Twin:
-    """A small copy of a model.
+) -> ReducedModel:
+    """A reduced model.
 
     Counts keep their relation to tp (divided by it or not, below it or not) and to each other (grouped-query
     attention stays grouped); every kind of layer is there once, at least two layers; dropout and other noise
@@ -140,11 +144,11 @@ def make_twin(
             raise ValueError(f"{name} has no transformers configuration to change")
         if reduced is not None:
             model = named_by_user(reduced, tree, name, seed)
-        return _module_twin(model, name, tp, seed, dtype, inputs)
+        return _of_module(model, name, tp, seed, dtype, inputs)
     seq_len = sequence_length(tp)
     if reduced is not None:
         named = named_by_user(reduced, tree, name, seed)
-        return _named_twin(named, name, tp, seed, dtype, inputs, options)
+        return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
     small, kept, adapted = small_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
     build = maker(cls, small, adapted, seed, {"dtype": dtype, **options})
@@ -156,10 +160,10 @@ def make_twin(
         return maker(cls, small, adapted, weights, {"dtype": dtype, **options})
 
     build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), small)
-    return Twin(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+    return ReducedModel(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
 
 
-def _named_twin(
+def _of_named(
     model: nn.Module,
     name: str,
     tp: int,
@@ -167,8 +171,8 @@ def _named_twin(
     dtype: torch.dtype,
     inputs: Inputs | None,
     options: Mapping[str, str],
-) -> Twin:
-    """The twin of a transformers model for which the user names the small one."""
+) -> ReducedModel:
+    """The reduced model of a transformers model for which the user names the small one."""
     assert isinstance(model, PreTrainedModel), "its root is of the original's class"
     if "attn_implementation" in options:
         model.set_attn_implementation(options["attn_implementation"])
@@ -178,13 +182,13 @@ def _named_twin(
     build = module_maker(model, name, seed, dtype)
     seq_len = sequence_length(tp)
     fed = feeding(build(), model.config, seq_len, name, inputs)
-    return Twin(name, tp, seq_len, model.config, fed.kinds, (), build, fed.feed, fed.unseen)
+    return ReducedModel(name, tp, seq_len, model.config, fed.kinds, (), build, fed.feed, fed.unseen)
 
 
-def _module_twin(
+def _of_module(
     model: FoundModel | nn.Module, name: str, tp: int, seed: int, dtype: torch.dtype, inputs: Inputs | None
-) -> Twin:
-    """The twin of a module without configuration: itself with random weights."""
+) -> ReducedModel:
+    """The reduced model of a module without configuration: itself with random weights."""
     seq_len = sequence_length(tp)
     build = module_maker(model, name, seed, dtype)
     module = build()
@@ -195,10 +199,10 @@ def _module_twin(
 
     error = _tried(module, feed("own", 0, None))
     if error is not None and _tried(without_half(build()), feed("own", 0, None)) is None:
-        return Twin(name, tp, seq_len, None, ("own",), (), lambda: without_half(build()), feed)
+        return ReducedModel(name, tp, seq_len, None, ("own",), (), lambda: without_half(build()), feed)
     if error is not None and inputs is None:
         raise not_callable(name, feed("own", 0, None), error) from error
-    return Twin(name, tp, seq_len, None, ("own",), (), build, feed)
+    return ReducedModel(name, tp, seq_len, None, ("own",), (), build, feed)
 
 
 def _tried(model: nn.Module, inputs: Mapping[str, Any]) -> Exception | None:

@@ -26,11 +26,11 @@ from .live import Live, live_of
 from .model_inputs import labels_of, sequence_length
 from .own_copies import LARGEST, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
-from .reduced_codes import NO_TWIN
+from .reduced_codes import NO_REDUCED_MODEL
 from .shrink import small_config
 from .weights import fill_zero_buffers, randomise
 
-Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a small copy
+Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a reduced model
 
 
 def maker(
@@ -83,7 +83,7 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
         raise not_carried(name, error) from error
     except Exception as error:  # of the configuration and the modelling code
         raise refuse(
-            NO_TWIN, f"{name} cannot be built from its class and configuration", notes=(reason(error),)
+            NO_REDUCED_MODEL, f"{name} cannot be built from its class and configuration", notes=(reason(error),)
         ) from error
 
 
@@ -122,14 +122,14 @@ def small_of(
             continue
         size = sum(parameter.numel for _, parameter in made.parameters.values())
         if size > LARGEST:
-            failures.append(f"the small model would have {size:,} parameters, more than {LARGEST:,}")
+            failures.append(f"the reduced model would have {size:,} parameters, more than {LARGEST:,}")
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
             return small, kept, adapted
-        failures.append(f"the small model's layers are not those of layers {', '.join(map(str, kept.layers))}")
+        failures.append(f"the reduced model's layers are not those of layers {', '.join(map(str, kept.layers))}")
     raise refuse(
-        NO_TWIN,
-        f"no small copy of {name} can be made for tp={tp}",
+        NO_REDUCED_MODEL,
+        f"no reduced model of {name} can be made for tp={tp}",
         notes=tuple(dict.fromkeys(failures)),
         help="name a small configuration of the architecture, or a `module:callable` that builds one",
     )

@@ -25,7 +25,7 @@ class Scale:
 
     Args:
         tp: the number of ranks.
-        seq_len: the length of the sequences that the small model is run on.
+        seq_len: the length of the sequences that the reduced model is run on.
         heads, head_dims, widths, vocabulary: original -> small.
         tokens: special token ids, original -> small.
         kept: the layers kept.

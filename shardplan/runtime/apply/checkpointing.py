@@ -1,4 +1,4 @@
-"""Activation checkpointing inside a module's forward: its hooks (doors, FSDP2) stay outside and run once."""
+"""Activation checkpointing inside a module's forward: its hooks (block inputs, FSDP2) stay outside and run once."""
 
 from __future__ import annotations
 

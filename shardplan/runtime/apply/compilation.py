@@ -1,4 +1,4 @@
-"""Per-module torch.compile of a module's forward: hooks (doors of the block, FSDP2) stay outside the graph."""
+"""Per-module torch.compile of a module's forward: hooks (block inputs of the block, FSDP2) stay outside the graph."""
 
 from __future__ import annotations
 

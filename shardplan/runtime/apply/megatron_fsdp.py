@@ -39,7 +39,7 @@ def arguments(model: nn.Module, mesh: Any, section: DataParallel, wrapped: Wrapp
     *outer, shard = mesh.mesh_dim_names
     axes: dict[str, Any] = {"device_mesh": wrapped.mesh, "dp_shard_dim": shard, "tp_dim": wrapped.tp}
     if outer:
-        axes |= {"dp_outer_dim": outer[0], "hybrid_fsdp_group": wrapped.together}
+        axes |= {"dp_outer_dim": outer[0], "hybrid_fsdp_group": wrapped.joint}
     return {**axes, "fsdp_unit_modules": unit_classes(model, wrapped.units), **named}
 
 

@@ -108,8 +108,8 @@ def _data_parallel(work: Work) -> bool:
         tuple(full_name(prefix, name) for name in names)
         for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
     )
-    together = work.mesh.together(mesh) if backend.joint_group else None
-    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get(Axis.TP), together)
+    joint = work.mesh.joint(mesh) if backend.joint_group else None
+    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get(Axis.TP), joint)
     work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
     assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} says otherwise"
     return True

@@ -71,7 +71,7 @@ class PlanMesh:
             flatten(self.mesh, flat, name)
         return self.mesh[(replicate, name)] if replicate else self.mesh[name]
 
-    def together(self, mesh: DeviceMesh) -> ProcessGroup | None:
+    def joint(self, mesh: DeviceMesh) -> ProcessGroup | None:
         """The process group over both axes of a data-parallel mesh; None where it has one."""
         if mesh.ndim == 1:
             return None

@@ -26,4 +26,4 @@ class Wrapped:
     ignored: tuple[str, ...] = ()
     mesh: DeviceMesh | None = None
     tp: str | None = None
-    together: ProcessGroup | None = None
+    joint: ProcessGroup | None = None

@@ -45,7 +45,7 @@ class Enter:
             if reads is not None:
                 return reads.read(x, self.mesh)
             src = boundary.src
-            if program.link == "door":
+            if program.link == "block_input":
                 assert self.shared.link is not None
                 src = P if self.shared.link.take(x) else I
             if not boundary.regather:

@@ -65,12 +65,12 @@ def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[t
 
 
 def _link(modules: Mapping[str, ModuleProgram]) -> PartialEmbedding | None:
-    doors = [m for m in modules.values() if m.link == "door"]
-    if not doors:
+    block_inputs = [m for m in modules.values() if m.link == "block_input"]
+    if not block_inputs:
         return None
     sources = ((m.name, m.leave) for m in modules.values() if m.link == "source")
     split = frozenset(name for name, leave in sources if leave is not None and leave.src == P)
-    seq_dim = doors[0].enter[0].dst.dim
+    seq_dim = block_inputs[0].enter[0].dst.dim
     assert isinstance(seq_dim, int)  # a program says which dim the sequence is
     return PartialEmbedding(split, seq_dim)
 

@@ -69,7 +69,7 @@ def note(whole: Tensor, shard: Tensor, mesh: DeviceMesh, dim: int) -> None:
 
 
 class Regather:
-    """Around the forward of a module with such a door."""
+    """Around the forward of a module with such a block input."""
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         found = [getattr(x, _AGAIN) for x in (*args, *kwargs.values()) if hasattr(x, _AGAIN)]

@@ -14,7 +14,7 @@ from .shared_reads import SharedReads
 from .waiting_sums import Waiting
 
 _current_graph_task_id = private("current_graph_task_id")
-_PARTIAL = "_shardplan_partial"  # on a tensor that reached the door: whether it was a partial sum
+_PARTIAL = "_shardplan_partial"  # on a tensor that reached the block input: whether it was a partial sum
 
 
 @dataclass(slots=True)
@@ -32,15 +32,15 @@ class Regime:
 
 class PartialEmbedding:
     """Knows, within one forward of the module that holds both ends, whether the value that reaches the
-    `split_seq_input` door is a partial sum from the plan's embeddings.
+    `split_seq_input` rule is a partial sum from the plan's embeddings.
 
-    An embedding hands its partial sum on only where the door will see it: inside that forward. A whole table's vectors
+    An embedding hands its partial sum on only where the block input will see it: inside that forward. A whole table's vectors
     join the partial sum only once the split tables gave theirs (with `inputs_embeds` these did not run: the value is
     complete, and so must be what is added to it). Models run their tables in any order.
 
     Args:
         split: the names of the embeddings whose rows are split.
-        seq_dim: the sequence dimension of what the door splits.
+        seq_dim: the sequence dimension of what the block input splits.
     """
 
     def __init__(self, split: frozenset[str], seq_dim: int = 1):
@@ -49,7 +49,7 @@ class PartialEmbedding:
         self.running = False
         self.pending: set[str] = set()
         self.complete = False
-        self.length: int | None = None  # of the whole sequence, noted by the door
+        self.length: int | None = None  # of the whole sequence, noted by the block input
 
     def begin(self) -> None:
         self.running = True
@@ -71,9 +71,9 @@ class PartialEmbedding:
         return True
 
     def take(self, x: Tensor) -> bool:
-        """Called by the door with the value that arrives: whether it is a partial sum.
+        """Called by the block input with the value that arrives: whether it is a partial sum.
 
-        A checkpoint around the door runs it again in backward, after the forward that knew; so the answer stays with
+        A checkpoint around the block input runs it again in backward, after the forward that knew; so the answer stays with
         the tensor, which such a checkpoint hands in again.
 
         Raises:
@@ -82,7 +82,7 @@ class PartialEmbedding:
         if not self.running and _current_graph_task_id() != -1:
             if not hasattr(x, _PARTIAL):
                 raise RuntimeError(
-                    "a checkpoint around the sequence-parallel door recomputes it from a copy of its input "
+                    "a checkpoint around the sequence-parallel block input recomputes it from a copy of its input "
                     "(use_reentrant=True?): use the plan's activation_checkpointing, or use_reentrant=False"
                 )
             return getattr(x, _PARTIAL)
@@ -98,7 +98,7 @@ class Shared:
     """What the styles of one program share.
 
     Args:
-        link: where the plan has a `split_seq_input` door.
+        link: where the plan has a `split_seq_input` rule.
         waiting: by variant and module, what is reduced with its own partial sum.
         reads: by module, what is moved once in each call of it for all that read it there.
     """

@@ -1,4 +1,4 @@
-"""Small copies of every causal language model of transformers."""
+"""Reduced models of every causal language model of transformers."""
 
 import pytest
 import torch
@@ -6,11 +6,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.model.model_findings import reason
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from tests.model_settings import find
 
 # Why the rest of transformers 5.23 has none: their inputs are more than token ids, their parts need packages for images,
-# they are drafts of another model, or their positions are factors of numbers that a small copy has not.
+# they are drafts of another model, or their positions are factors of numbers that a reduced model has not.
 WITHOUT = {
     "blt",
     "gemma3n",
@@ -24,15 +24,15 @@ WITHOUT = {
 
 
 def attempt(model_type):
-    twin = make_twin(find(model_type), tp=2, experts_implementation="eager")
-    model = twin.build()
-    loss = model(**twin.inputs()).loss
+    reduced_model = make_reduced_model(find(model_type), tp=2, experts_implementation="eager")
+    model = reduced_model.build()
+    loss = model(**reduced_model.inputs()).loss
     assert loss.isfinite(), "the loss is not finite"
     loss.backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(g.isfinite().all() for g in gradients), "a gradient is not finite"
     assert sum(bool(g.abs().max() > 0) for g in gradients) > len(gradients) / 2, "most gradients are zero"
-    again = make_twin(find(model_type), tp=2, experts_implementation="eager").build().state_dict()
+    again = make_reduced_model(find(model_type), tp=2, experts_implementation="eager").build().state_dict()
     assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items()), "weights differ"
 
 

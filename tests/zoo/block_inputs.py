@@ -1,15 +1,15 @@
 """Where the gradients of what split parts read are reduced, and what each choice costs.
 
-The gradient of what a split part reads is a partial sum. It is reduced at a *door*: at the value that the part reads, or
-at one further up that this is computed from. Between the door and the part all gradients are partial sums: those of whole
-parameters there are summed too, all of a block by one more all-reduce. So a choice of doors has a number of collectives, a
-size for each token (the widths of the values at the doors), and a size whatever the number of tokens (the parameters behind
-doors). A door further up may stand for several further down (one in front of the latent matrices of latent attention, or of
+The gradient of what a split part reads is a partial sum. It is reduced at a *block input*: at the value that the part reads, or
+at one further up that this is computed from. Between the block input and the part all gradients are partial sums: those of whole
+parameters there are summed too, all of a block by one more all-reduce. So a choice of block inputs has a number of collectives, a
+size for each token (the widths of the values at the block inputs), and a size whatever the number of tokens (the parameters behind
+block inputs). A block input further up may stand for several further down (one in front of the latent matrices of latent attention, or of
 two norms of one value), or for none (it is wider than what it stands for): which is less is a matter of the model's sizes.
 
-The values that may have a door are those of the branches: the residual stream, what a block hands on, and sums that a
+The values that may have a block input are those of the branches: the residual stream, what a block hands on, and sums that a
 block reduces have complete gradients. What one line of code makes of one kind of values (the rows for each expert) has its
-doors alike.
+block inputs alike.
 """
 
 from __future__ import annotations
@@ -76,24 +76,24 @@ class TooManyChoices(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Values whose doors depend on each other.
+    """Values whose block inputs depend on each other.
 
     Args:
         groups: free values, those that are alike together, in the order of the run.
-        doors: values that may have a door, these among them.
+        block inputs: values that may have a block input, these among them.
     """
 
     groups: tuple[tuple[int, ...], ...]
-    doors: tuple[int, ...]
+    block_inputs: tuple[int, ...]
 
 
-class Doors:
+class BlockInputs:
     """The choices of a run.
 
     Args:
         flow: the run.
         effects: what each operation, by its results, makes: a "split" value, also one that is "gathered" at once (what is
-            made of it: "logits"), or a partial "sum", which want all that they are made of behind doors; a sum "scaled" by whole factors, which it wants there; "residual" is a sum with
+            made of it: "logits"), or a partial "sum", which want all that they are made of behind block inputs; a sum "scaled" by whole factors, which it wants there; "residual" is a sum with
             whole values added, whose gradient is complete. "whole" where none is said.
         sizes: how much values and parameters are.
         home: where a parameter's gradient is reduced with others; None of one that is split.
@@ -148,11 +148,11 @@ class Doors:
 
     @cached_property
     def _splitting(self) -> tuple[Event, ...]:
-        """The operations that want values behind doors."""
+        """The operations that want values behind block inputs."""
         return tuple(e for e in self.run.events if self._effect(e) in WANTING)
 
     def _wanted(self, event: Event) -> list[int]:
-        """What an operation wants behind doors."""
+        """What an operation wants behind block inputs."""
         effect = self._effect(event)
         if effect not in WANTING:
             return []
@@ -199,7 +199,7 @@ class Doors:
 
     @cached_property
     def _free(self) -> Mapping[int, tuple]:
-        """Values that may be behind a door -> a key that those have in common that are behind one alike."""
+        """Values that may be behind a block input -> a key that those have in common that are behind one alike."""
         wanted = {n for event in self._splitting for n in self._wanted(event)}
         found: dict[int, tuple] = {}
         for event in reversed(self.run.events):
@@ -213,7 +213,7 @@ class Doors:
         return found
 
     def _key(self, event: Event, position: int) -> tuple:
-        """The key of what an operation makes: that of what it reads, where a door in front would cost what one behind does."""
+        """The key of what an operation makes: that of what it reads, where a block input in front would cost what one behind does."""
         read = self._read(event)
         if len(read) == 1 and not any(self._parameters(n) for n in event.inputs) and len(event.outputs) == 1:
             alone = len(self.reading[read[0]]) == 1 and self.sizes.value(read[0]) == self.sizes.value(event.outputs[0])
@@ -258,25 +258,27 @@ class Doors:
             for read in self._read(self.made[number]):
                 leader[find(read)] = find(number)
             leader[find(number)] = find(self._free[number])
-        doors = {n for event in self._splitting for n in self._wanted(event)}
-        doors |= {read for number in self._free for read in self._read(self.made[number])}
+        block_inputs = {n for event in self._splitting for n in self._wanted(event)}
+        block_inputs |= {read for number in self._free for read in self._read(self.made[number])}
         parts: dict[object, tuple[list, list]] = {}
-        for number in sorted(doors | set(self._free)):
+        for number in sorted(block_inputs | set(self._free)):
             parts.setdefault(find(number), ([], []))[1].append(number)
         for key, numbers in alike.items():
             parts[find(key)][0].append(tuple(numbers))
         return (Part(tuple(groups), tuple(numbers)) for groups, numbers in parts.values())
 
     def _choices(self, part: Part) -> Mapping[tuple[int, frozenset[str]], Size]:
-        """(number of doors, where parameters are behind them) -> the least that is reduced with them."""
+        """(number of block inputs, where parameters are behind them) -> the least that is reduced with them."""
         found: dict[tuple[int, frozenset[str]], Size] = {}
         for behind in self._placements(part):
-            doors = [
-                n for n in part.doors if n not in behind and any(self._wants(e, n, behind) for e in self.reading[n])
+            block_inputs = [
+                n
+                for n in part.block_inputs
+                if n not in behind and any(self._wants(e, n, behind) for e in self.reading[n])
             ]
             names = {(home, name) for n in behind for home, names in self._behind(n).items() for name in names}
-            size = Size(sum(map(self.sizes.value, doors)), sum(self.sizes.parameter(name) for _, name in names))
-            key = len(doors), frozenset(home for home, _ in names)
+            size = Size(sum(map(self.sizes.value, block_inputs)), sum(self.sizes.parameter(name) for _, name in names))
+            key = len(block_inputs), frozenset(home for home, _ in names)
             found[key] = min(found.get(key, size), size)
         return found
 
@@ -284,7 +286,7 @@ class Doors:
         return number in self._wanted(event) or any(n in behind for n in event.outputs)
 
     def _placements(self, part: Part) -> Sequence[frozenset[int]]:
-        """The sets of values behind doors: with a value all that is made of it."""
+        """The sets of values behind block inputs: with a value all that is made of it."""
         found = [frozenset()]
         for group in part.groups:
             made_of = {read for number in group for read in self._read(self.made[number])}
@@ -294,7 +296,7 @@ class Doors:
                 for one in ((behind | set(group),) if made_of & behind else (behind, behind | set(group)))
             ]
             if len(found) > MOST_CHOICES:
-                raise TooManyChoices(f"there are too many places for doors in {self.made[group[0]].module}")
+                raise TooManyChoices(f"there are too many places for block inputs in {self.made[group[0]].module}")
         return [behind for behind in found if all(self._is_behind(n, behind) for group in part.groups for n in group)]
 
     def _is_behind(self, number: int, behind: frozenset[int]) -> bool:

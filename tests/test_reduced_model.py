@@ -1,4 +1,4 @@
-"""The small copy has the structure of the original, trains, and leaves no gradient unproven."""
+"""The reduced model has the structure of the original, trains, and leaves no gradient unproven."""
 
 from functools import cache
 from pathlib import Path
@@ -13,9 +13,9 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_model, found_from_config, tree_of
 from shardplan.model.config_numbers import config_numbers
 from shardplan.model.find_anything import find_any
-from shardplan.model.reduced import make_twin
+from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.fields import role
-from shardplan.model.reduced.reduced_model import Twin
+from shardplan.model.reduced.reduced_model import ReducedModel
 
 CONFIGS = Path(__file__).parent / "cases" / "models"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.json"))
@@ -26,10 +26,10 @@ def found(name, **settings):
     return find_model(str(CONFIGS / f"{name}.json"), overrides=settings)
 
 
-def step(twin: Twin, **inputs) -> tuple[float, dict[str, torch.Tensor | None]]:
+def step(reduced_model: ReducedModel, **inputs) -> tuple[float, dict[str, torch.Tensor | None]]:
     """Loss and gradients of one step."""
-    model = twin.build()
-    loss = model(**twin.inputs(**inputs)).loss
+    model = reduced_model.build()
+    loss = model(**reduced_model.inputs(**inputs)).loss
     loss.backward()
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
@@ -47,7 +47,7 @@ RELATED = (
 @pytest.mark.parametrize("tp", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("name", NAMES)
 def test_relations(name, tp):
-    large, small = dict(found(name).tree.numbers), config_numbers(make_twin(found(name), tp=tp).config)
+    large, small = dict(found(name).tree.numbers), config_numbers(make_reduced_model(found(name), tp=tp).config)
     for field in RELATED:
         if field in large:
             assert (small[field] % tp == 0) == (large[field] % tp == 0), field
@@ -70,8 +70,8 @@ def test_relations(name, tp):
 @pytest.mark.parametrize("name", NAMES)
 def test_structure(name):
     original = found(name)
-    twin = make_twin(original, tp=2)
-    small = tree_of(twin.build())
+    reduced_model = make_reduced_model(original, tp=2)
+    small = tree_of(reduced_model.build())
     assert small.class_names == original.tree.class_names and small.model_type == original.tree.model_type
     assert small.tied == original.tree.tied
     assert set(small.modules) <= set(original.tree.modules)
@@ -83,14 +83,14 @@ def test_structure(name):
     for module in small.modules.values():
         dropouts = {k: v for k, v in module.numbers.items() if role(k) == "dropout" or k == "p"}
         assert not any(dropouts.values())
-    assert not twin.config.get_text_config().use_cache
+    assert not reduced_model.config.get_text_config().use_cache
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_step(name):
-    twin = make_twin(found(name), tp=2)
-    for kind in twin.kinds:
-        loss, gradients = step(twin, kind=kind)
+    reduced_model = make_reduced_model(found(name), tp=2)
+    for kind in reduced_model.kinds:
+        loss, gradients = step(reduced_model, kind=kind)
         assert 0 < loss < 20
         missing = {n for n, g in gradients.items() if g is None}
         assert not missing or (kind == "text" and all(".vision_tower." in n or "projector" in n for n in missing))
@@ -104,66 +104,71 @@ def test_a_step(name):
 
 
 def test_layer_kinds_are_kept_once():
-    assert make_twin(found("gemma-3-1b"), tp=2).layers == (0, 5)
-    assert make_twin(found("gemma-3-1b"), tp=2).config.layer_types == ["sliding_attention", "full_attention"]
-    assert make_twin(found("gemma-3-4b"), tp=2).layers == (0, 5)
-    assert make_twin(found("llama-3.1-405b"), tp=2).layers == (0, 1)
+    assert make_reduced_model(found("gemma-3-1b"), tp=2).layers == (0, 5)
+    assert make_reduced_model(found("gemma-3-1b"), tp=2).config.layer_types == ["sliding_attention", "full_attention"]
+    assert make_reduced_model(found("gemma-3-4b"), tp=2).layers == (0, 5)
+    assert make_reduced_model(found("llama-3.1-405b"), tp=2).layers == (0, 1)
     mixed = found("qwen3-30b-a3b", decoder_sparse_step=3)
-    twin = make_twin(mixed, tp=2)
-    classes = [tree_of(twin.build()).modules[f"model.layers.{i}.mlp"].class_name for i in range(len(twin.layers))]
+    reduced_model = make_reduced_model(mixed, tp=2)
+    classes = [
+        tree_of(reduced_model.build()).modules[f"model.layers.{i}.mlp"].class_name
+        for i in range(len(reduced_model.layers))
+    ]
     assert classes == ["Qwen3MoeMLP", "Qwen3MoeMLP", "Qwen3MoeSparseMoeBlock"]
 
 
 def test_dense_layers_named_by_index():
     config = transformers.Qwen3MoeConfig(num_hidden_layers=8, mlp_only_layers=[0, 5], num_experts=8)
-    twin = make_twin(found_from_config(config), tp=2)
-    assert twin.layers == (0, 1) and twin.config.mlp_only_layers == [0]
+    reduced_model = make_reduced_model(found_from_config(config), tp=2)
+    assert reduced_model.layers == (0, 1) and reduced_model.config.mlp_only_layers == [0]
 
 
 def test_layers_that_differ_in_heads():
     large = transformers.AutoConfig.for_model("laguna")
     config = type(large)(num_hidden_layers=4, num_attention_heads_per_layer=[48, 72, 48, 72])
-    twin = make_twin(found_from_config(config), tp=2)  # the first layer's feed-forward is dense, the others' sparse
-    assert twin.layers == (0, 1, 2)
-    assert twin.config.num_attention_heads_per_layer == [8, 12, 8]
+    reduced_model = make_reduced_model(
+        found_from_config(config), tp=2
+    )  # the first layer's feed-forward is dense, the others' sparse
+    assert reduced_model.layers == (0, 1, 2)
+    assert reduced_model.config.num_attention_heads_per_layer == [8, 12, 8]
 
 
 def test_windows_matter():
-    twin = make_twin(found("mistral-7b"), tp=2)
-    assert twin.config.sliding_window < twin.seq_len // 2
-    windowed, _ = step(twin)
-    unwindowed, _ = step(make_twin(found("mistral-7b", sliding_window=None), tp=2))
+    reduced_model = make_reduced_model(found("mistral-7b"), tp=2)
+    assert reduced_model.config.sliding_window < reduced_model.seq_len // 2
+    windowed, _ = step(reduced_model)
+    unwindowed, _ = step(make_reduced_model(found("mistral-7b", sliding_window=None), tp=2))
     assert windowed != unwindowed
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "gpt2", "mixtral-8x7b"])
 def test_the_same_every_time(name):
-    twin = make_twin(found(name), tp=2)
-    state = twin.build().state_dict()
+    reduced_model = make_reduced_model(found(name), tp=2)
+    state = reduced_model.build().state_dict()
     torch.manual_seed(7)
     before = torch.random.get_rng_state()
-    again = make_twin(found(name), tp=2).build().state_dict()
+    again = make_reduced_model(found(name), tp=2).build().state_dict()
     assert torch.equal(before, torch.random.get_rng_state()), "the caller's random numbers are left alone"
     assert state.keys() == again.keys() and all(torch.equal(state[key], again[key]) for key in state)
-    other = make_twin(found(name), tp=2, seed=1).build().state_dict()
+    other = make_reduced_model(found(name), tp=2, seed=1).build().state_dict()
     assert any(not torch.equal(state[key], other[key]) for key in state)
-    assert step(twin) != step(twin, seed=1)
-    assert step(twin)[0] == step(twin)[0]
+    assert step(reduced_model) != step(reduced_model, seed=1)
+    assert step(reduced_model)[0] == step(reduced_model)[0]
 
 
 def test_models_share_nothing():
-    twin = make_twin(found("qwen3-0.6b"), tp=2)
-    one, other = twin.build(), twin.build()
+    reduced_model = make_reduced_model(found("qwen3-0.6b"), tp=2)
+    one, other = reduced_model.build(), reduced_model.build()
     with torch.no_grad():
         one.model.norm.weight.fill_(3)
     one.config.num_attention_heads = 1
-    assert other.model.norm.weight.max() < 3 and twin.build().model.norm.weight.max() < 3
-    assert other.config.num_attention_heads == twin.config.num_attention_heads != 1
+    assert other.model.norm.weight.max() < 3 and reduced_model.build().model.norm.weight.max() < 3
+    assert other.config.num_attention_heads == reduced_model.config.num_attention_heads != 1
 
 
 def test_dtypes_agree():
-    single = make_twin(found("llama-3.1-8b"), tp=2)
-    double = make_twin(found("llama-3.1-8b"), tp=2, dtype=torch.float64)
+    single = make_reduced_model(found("llama-3.1-8b"), tp=2)
+    double = make_reduced_model(found("llama-3.1-8b"), tp=2, dtype=torch.float64)
     assert {p.dtype for p in double.build().parameters()} == {torch.float64}
     for one, other in zip(single.build().parameters(), double.build().parameters(), strict=True):
         assert torch.equal(one, other.float())
@@ -172,7 +177,7 @@ def test_dtypes_agree():
 
 def test_attention_implementations_agree():
     losses = [
-        step(make_twin(found("gemma-3-1b"), tp=2, attn_implementation=implementation), padding=padding)[0]
+        step(make_reduced_model(found("gemma-3-1b"), tp=2, attn_implementation=implementation), padding=padding)[0]
         for padding in (None, "left", "right")
         for implementation in ("sdpa", "eager")
     ]
@@ -182,7 +187,7 @@ def test_attention_implementations_agree():
 
 def test_experts_implementations_agree():
     losses = [
-        step(make_twin(found("mixtral-8x7b"), tp=2, experts_implementation=implementation))[0]
+        step(make_reduced_model(found("mixtral-8x7b"), tp=2, experts_implementation=implementation))[0]
         for implementation in ("eager", "grouped_mm")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -191,45 +196,45 @@ def test_experts_implementations_agree():
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gemma-3-1b", "gpt2", "gemma-3-4b"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_ties_as_asked(name, tied):
-    twin = make_twin(found(name), tp=2, tied=tied)
-    model = twin.build()
+    reduced_model = make_reduced_model(found(name), tp=2, tied=tied)
+    model = reduced_model.build()
     assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == tied
     assert bool(tree_of(model).tied) == tied
-    step(twin)
+    step(reduced_model)
 
 
 def test_nothing_to_tie():
     config = LlamaConfig(architectures=["LlamaForSequenceClassification"])
     with pytest.raises(ValueError, match="no embedding and head to tie"):
-        make_twin(found_from_config(config), tp=2, tied=True)
+        make_reduced_model(found_from_config(config), tp=2, tied=True)
 
 
 def test_inputs():
-    twin = make_twin(found("phi-3-mini-4k"), tp=4)
-    inputs = twin.inputs(3)
-    assert inputs.keys() == {"input_ids", "labels"} and inputs["input_ids"].shape == (2, twin.seq_len)
-    assert twin.seq_len % 4 == 0 and twin.seq_len > 4
-    pad = twin.config.pad_token_id
+    reduced_model = make_reduced_model(found("phi-3-mini-4k"), tp=4)
+    inputs = reduced_model.inputs(3)
+    assert inputs.keys() == {"input_ids", "labels"} and inputs["input_ids"].shape == (2, reduced_model.seq_len)
+    assert reduced_model.seq_len % 4 == 0 and reduced_model.seq_len > 4
+    pad = reduced_model.config.pad_token_id
     assert (inputs["input_ids"] == pad).any(), "the row that may not learn is looked up"
-    assert len(inputs["input_ids"].unique()) > twin.config.vocab_size // 2
-    assert all(torch.equal(inputs[key], twin.inputs(3)[key]) for key in inputs)
-    masked = twin.inputs(3, padding="left")
-    assert masked["attention_mask"].sum(1).tolist() == [twin.seq_len, twin.seq_len * 3 // 4]
+    assert len(inputs["input_ids"].unique()) > reduced_model.config.vocab_size // 2
+    assert all(torch.equal(inputs[key], reduced_model.inputs(3)[key]) for key in inputs)
+    masked = reduced_model.inputs(3, padding="left")
+    assert masked["attention_mask"].sum(1).tolist() == [reduced_model.seq_len, reduced_model.seq_len * 3 // 4]
     assert masked["attention_mask"][1, 0] == 0 and masked["labels"][1, 0] == -100
     with pytest.raises(ValueError, match="inputs of kind text, not 'image'"):
-        twin.inputs(kind="image")
+        reduced_model.inputs(kind="image")
 
 
 def test_image_inputs():
-    twin = make_twin(found("gemma-3-4b"), tp=2)
-    assert twin.kinds == ("text", "image")
-    token = twin.config.image_token_id
-    assert token < twin.config.text_config.vocab_size
-    assert not (twin.inputs(kind="text")["input_ids"] == token).any()
-    inputs = twin.inputs(kind="image")
-    per_image = twin.config.mm_tokens_per_image
+    reduced_model = make_reduced_model(found("gemma-3-4b"), tp=2)
+    assert reduced_model.kinds == ("text", "image")
+    token = reduced_model.config.image_token_id
+    assert token < reduced_model.config.text_config.vocab_size
+    assert not (reduced_model.inputs(kind="text")["input_ids"] == token).any()
+    inputs = reduced_model.inputs(kind="image")
+    per_image = reduced_model.config.mm_tokens_per_image
     assert (inputs["input_ids"] == token).sum(1).tolist() == [per_image] * 2
-    model = twin.build()
+    model = reduced_model.build()
     before = model(**inputs).logits
     inputs["pixel_values"] = inputs["pixel_values"] + 1
     assert not torch.allclose(before, model(**inputs).logits), "the image is seen"
@@ -240,21 +245,21 @@ def test_image_inputs():
 )
 def test_other_heads(architecture):
     config = LlamaConfig(architectures=[architecture], num_hidden_layers=3)
-    twin = make_twin(found_from_config(config), tp=2)
-    output = twin.build()(**twin.inputs())
-    assert type(twin.build()).__name__ == architecture
+    reduced_model = make_reduced_model(found_from_config(config), tp=2)
+    output = reduced_model.build()(**reduced_model.inputs())
+    assert type(reduced_model.build()).__name__ == architecture
     assert ("loss" in output) == (architecture != "LlamaModel")
-    assert twin.build()(**twin.inputs(padding="right"))[0].isfinite().all()
+    assert reduced_model.build()(**reduced_model.inputs(padding="right"))[0].isfinite().all()
 
 
 def test_from_a_module():
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))
-    by_module = make_twin(model, tp=2)
-    by_config = make_twin(found_from_config(model.config), tp=2)
+    by_module = make_reduced_model(model, tp=2)
+    by_config = make_reduced_model(found_from_config(model.config), tp=2)
     assert step(by_module)[0] == step(by_config)[0]
     with pytest.raises(ValueError, match="tp must be a positive integer"):
-        make_twin(model, tp=0)
+        make_reduced_model(model, tp=0)
 
 
 class Tiny(nn.Module):
@@ -270,23 +275,25 @@ class Tiny(nn.Module):
 
 
 def test_own_modules():
-    twin = make_twin(Tiny(), tp=2)
-    model = twin.build()
-    assert twin.kinds == ("own",) and twin.config is None
-    assert torch.equal(model(**twin.inputs()), twin.build()(**twin.inputs()))
-    assert twin.inputs(1)["tokens"].shape == (2, 16)
+    reduced_model = make_reduced_model(Tiny(), tp=2)
+    model = reduced_model.build()
+    assert reduced_model.kinds == ("own",) and reduced_model.config is None
+    assert torch.equal(model(**reduced_model.inputs()), reduced_model.build()(**reduced_model.inputs()))
+    assert reduced_model.inputs(1)["tokens"].shape == (2, 16)
     assert not ((model.norm.weight == 1) | (model.norm.bias == 0)).any()
     with torch.device("meta"):
         unbuilt = Tiny()
-    built = make_twin(unbuilt, tp=2).build()
+    built = make_reduced_model(unbuilt, tp=2).build()
     assert {p.device.type for p in built.parameters()} == {"cpu"}
     assert torch.equal(built.head.weight, model.head.weight), "weights follow from seed and names"
 
 
 def test_own_inputs():
-    twin = make_twin(nn.Linear(4, 4), tp=2, inputs=lambda seed: {"input": torch.full((1, 4), float(seed))})
-    assert twin.inputs(5)["input"].max() == 5
-    twin.build()(**twin.inputs(5))
+    reduced_model = make_reduced_model(
+        nn.Linear(4, 4), tp=2, inputs=lambda seed: {"input": torch.full((1, 4), float(seed))}
+    )
+    assert reduced_model.inputs(5)["input"].max() == 5
+    reduced_model.build()(**reduced_model.inputs(5))
 
 
 class Buffered(Tiny):
@@ -302,7 +309,7 @@ class Picky(Tiny):
 
 def refusal(module, **arguments):
     with pytest.raises(PlanError) as caught:
-        make_twin(module, tp=2, **arguments)
+        make_reduced_model(module, tp=2, **arguments)
     (diagnostic,) = caught.value.diagnostics
     return diagnostic
 
@@ -317,7 +324,7 @@ def test_own_modules_that_cannot():
     diagnostic = refusal(unknown)
     assert diagnostic.code == "SP520" and diagnostic.notes == ("scale",)
     with pytest.raises(ValueError, match="no transformers configuration"):
-        make_twin(Tiny(), tp=2, tied=True)
+        make_reduced_model(Tiny(), tp=2, tied=True)
 
 
 def test_a_small_copy_that_stays_large_is_refused(monkeypatch):
@@ -335,7 +342,7 @@ def test_a_found_module_is_copied_from_the_module():
         picture = found_module.build()
         assert {p.device.type for p in picture.parameters()} == {"meta"} and picture is not module
         assert picture.embed.weight.requires_grad == module.embed.weight.requires_grad
-        built = make_twin(found_module, tp=2).build()
-        assert torch.equal(built.head.weight, make_twin(module, tp=2).build().head.weight)
+        built = make_reduced_model(found_module, tp=2).build()
+        assert torch.equal(built.head.weight, make_reduced_model(module, tp=2).build().head.weight)
     large = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))
-    assert len(make_twin(find_any(large), tp=2).layers) == 2
+    assert len(make_reduced_model(find_any(large), tp=2).layers) == 2
