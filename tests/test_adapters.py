@@ -541,6 +541,7 @@ def saved(folder: str) -> None:
         model.save_pretrained(folder, state_dict=whole)
 
 
+@pytest.mark.slow
 def test_peft_saves_what_the_unsharded_model_would(tmp_path):
     on_ranks(4, saved, str(tmp_path))
     model = AdaptedRecipe("phi3", TWO_BY_TWO, targets=("qkv_proj", "o_proj"), save=("lm_head",)).build()

@@ -99,6 +99,7 @@ def whole_states(models: list[tuple[str, bool]]) -> list[dict[str, Tensor]]:
     return [whole_state(sharded(name, tied, "two by two")) for name, tied in models]
 
 
+@pytest.mark.slow
 def test_whole_states_are_the_originals():
     for rank in on_ranks(4, whole_states, MODELS):
         for (name, tied), state in zip(MODELS, rank, strict=True):

@@ -280,9 +280,9 @@ def test_the_table_names_every_field(config: type) -> None:
     ],
 )
 def test_a_config_has_the_options_of_its_section(
-    config: type, section: type, cross_module_reads: set[str], other_defaults: set[str]
+    config: type, section: type, elsewhere: set[str], other_defaults: set[str]
 ) -> None:
     """With their defaults, where the other project has no other one."""
     own, defaults = {one.name: one.default for one in fields(config)}, section().values
-    assert defaults.keys() - own.keys() == cross_module_reads
+    assert defaults.keys() - own.keys() == elsewhere
     assert {name for name in defaults.keys() & own.keys() if own[name] != defaults[name]} == other_defaults

@@ -155,6 +155,7 @@ def _gathers(one: Estimate) -> int:
     return next(t.calls for t in one.traffic if (t.axis, t.collective) == ("tp", "all_gather"))
 
 
+@pytest.mark.slow
 def test_each_option_changes_what_it_is_about():
     plain = estimated()
     split = estimated(logits="sharded")

@@ -76,6 +76,7 @@ def initialise(kind: str, models: list[tuple[str, bool]]) -> dict[str, list[str]
     return found
 
 
+@pytest.mark.slow
 def test_random_weights_are_those_of_the_unsharded_model():
     for found in on_ranks(4, initialise, "two by two", MODELS):
         assert found == {name: [] for name, _ in MODELS}

@@ -23,9 +23,17 @@ def fresh():
     torch._dynamo.reset()
 
 
+# One plan of each kind on every change; the others are slow ones.
+PLANS = [
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "phi3", "cohere", "olmo2")),
+    "gpt2",
+]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize("plan", ["llama", "qwen3", "phi3", "gpt2", "cohere", "olmo2"])
+@pytest.mark.parametrize("plan", PLANS)
 def test_layers_compile_whole_and_to_one_graph(plan, sp, checkpointing, mesh):
     small = reduced_model(plan, 2)
     model = (optimised if plan == "cohere" else planned)(  # cohere: partial sums wait for others

@@ -99,6 +99,7 @@ def run_few_rows() -> dict[tuple[bool, str], dict[str, Tensor]]:
     return results
 
 
+@pytest.mark.slow
 def test_a_last_rank_with_one_row():
     for results in on_ranks(4, run_few_rows):
         for (tied, logits), found in results.items():

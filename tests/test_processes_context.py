@@ -86,6 +86,7 @@ def all_chunks(names: list[str]) -> None:
             raise
 
 
+@pytest.mark.slow
 def test_chunks_are_as_the_whole_sequence():
     on_ranks(4, all_chunks, ["cp and tp", "cp alone", "cp and dp"])
 

@@ -64,6 +64,7 @@ def outputs() -> tuple[Tensor, Tensor]:
     return found[0].detach(), found[1].detach()
 
 
+@pytest.mark.slow
 def test_the_output_dtype_is_that_of_the_model_alone():
     for low, high in on_ranks(4, outputs):
         assert (low.dtype, high.dtype) == (torch.bfloat16, torch.float32) and torch.equal(low.float(), high)
@@ -110,6 +111,7 @@ def test_bfloat16_is_as_exact_as_the_unsharded_model(name, sequence_parallel):
             assert relative_error(gradients[key], value) <= 2 * relative_error(plain[key], value), key
 
 
+@pytest.mark.slow
 def test_partial_gradients_are_summed_in_the_dtype_of_the_reduction():
     for sequence_parallel in (False, True):
         for _, _, seen in on_ranks(4, mixed, "qwen3", sequence_parallel):
@@ -137,6 +139,7 @@ def autocast(name: str) -> tuple[float, dict[str, Tensor], float]:
     return losses[1], gradients, abs(losses[1] - losses[0])
 
 
+@pytest.mark.slow
 def test_autocast_is_as_exact_as_in_the_unsharded_model():
     parts = [batch(0), batch(1)]
     exact_loss, exact = backward(small_model("qwen3"), *parts)

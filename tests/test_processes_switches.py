@@ -138,6 +138,7 @@ def copies() -> None:
     assert all(torch.equal(whole(value), before[key]) for key, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_a_copy_is_a_model_of_its_own():
     on_ranks(4, copies)
 

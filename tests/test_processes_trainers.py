@@ -65,6 +65,7 @@ def on_this_rank(name: str, folder: str, *words: str) -> list[float]:
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
+@pytest.mark.slow
 def test_the_losses_are_those_of_the_unsharded_model(name, words, tmp_path):
     outputs = {one: ("--output", str(tmp_path / one)) if name == "trainer" else () for one in ("sharded", "whole")}
     (tmp_path / "one").mkdir()

@@ -16,8 +16,8 @@ import shardplan
 
 ARCHITECTURES = [
     Recipe("qwen3", TWO_BY_TWO, tied=True),
-    Recipe("phi3", TWO_BY_TWO),
-    Recipe("qwen3_moe", TWO_BY_TWO, tied=True, mixture=True),
+    pytest.param(Recipe("phi3", TWO_BY_TWO), marks=pytest.mark.slow),
+    pytest.param(Recipe("qwen3_moe", TWO_BY_TWO, tied=True, mixture=True), marks=pytest.mark.slow),
 ]
 
 
@@ -69,6 +69,7 @@ def test_meshes(mesh):
     compare(Recipe("qwen3", MESHES[mesh], tied=True))
 
 
+@pytest.mark.slow
 def test_an_axis_of_any_name():
     compare(Recipe("phi3", {"dp": 2, "rows": 2}, options={"axes": {"tp": "rows"}}))
 

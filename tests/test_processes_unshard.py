@@ -200,6 +200,7 @@ def on_all_ranks() -> bool:
     ])  # fmt: skip
 
 
+@pytest.mark.slow
 def test_unshard():
     assert on_ranks(4, on_all_ranks, seconds=300) == [True] * 4
 

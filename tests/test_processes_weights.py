@@ -132,6 +132,7 @@ def shapes(folder: Path) -> dict[str, list[int]]:
         pytest.param(MESHES, id="meshes", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_loading_and_saving_are_those_of_transformers(cases, tmp_path):
     expected = [written(case, tmp_path) for case in cases]
     runs = on_ranks(4, load_and_save, cases, tmp_path, seconds=300)
@@ -270,6 +271,7 @@ def load_damaged(folders: dict[str, Path], good: Path, cut: Path) -> dict[str, t
     return said
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_said_on_every_rank_and_touches_nothing(tmp_path):
     folders = damaged(tmp_path)
     (some,) = set(shapes(tmp_path / "good")) - set(shapes(tmp_path / "names"))
@@ -377,6 +379,7 @@ def save_in_vain(good: Path, folder: Path) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_leaves_the_old_checkpoint_whole(tmp_path):
     small_model("phi3").save_pretrained(tmp_path / "good")
     folder = tmp_path / "saved"

@@ -339,6 +339,7 @@ def test_a_proof_that_accepts_what_is_not_proven_is_none_for_one_that_does_not()
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.slow
 def test_a_process_proves_again_and_again(name: str) -> None:
     """torch remembers the meshes of earlier threads, whose groups are gone."""
     with fake_mesh(4) as mesh:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import jsonschema
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -73,6 +74,7 @@ def verdicts_apart(path: Path) -> str | None:
     )
 
 
+@pytest.mark.slow
 def test_schema_and_library_give_the_same_verdict_on_every_case_and_plan(tmp_path: Path) -> None:
     files = sorted((ROOT / "plans").iterdir())
     for case in cases():

@@ -83,6 +83,7 @@ def test_the_table_counts_what_is_missed() -> None:
     assert "| dropped | 2 | 0 | 0 | 0 | 1 | 1 | 1 | 1 |" in table([missed, refused])
 
 
+@pytest.mark.slow
 def test_a_module_that_nothing_reads_has_no_number_to_compare() -> None:
     """The head of Gemma 3's vision tower runs, and its result is dropped: what is refused there is not right by proof."""
     model = subject("gemma3", 2)

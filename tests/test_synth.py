@@ -99,6 +99,7 @@ def rules(name: str) -> dict[str, str]:
     return {p: o["style"] for p, o in derived(name).draft.tensor_parallel.items()}
 
 
+@pytest.mark.slow
 def test_what_meets_in_halves_has_a_share_of_both() -> None:
     """DiffLlama subtracts heads of its first half from those of its second. A block input says nothing of the lambdas beside it."""
     found = rules("diffllama")
@@ -107,6 +108,7 @@ def test_what_meets_in_halves_has_a_share_of_both() -> None:
     assert found[f"{ATTENTION}.lambda_q1"] == "replicated_with_grad_allreduce"
 
 
+@pytest.mark.slow
 def test_numbers_that_only_help_together_are_divided_together() -> None:
     attention = "transformer.blocks.*.norm_attn_norm.attn"
     assert derived("dbrx").draft.tensor_parallel[attention]["divide"] == ["hidden_size", "num_key_value_heads"]
@@ -127,6 +129,7 @@ def test_what_is_small_is_not_gathered() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_latents_that_are_wider_than_what_they_are_made_of_are_reduced_there() -> None:
     """Youtu's; DeepSeek-V3's are narrower than its hidden state, though not those of its reduced model."""
     latents = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
@@ -154,6 +157,7 @@ def test_latents_that_are_wider_than_what_they_are_made_of_are_reduced_there() -
         pytest.param("stablelm", (), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_what_is_found_is_right(name: str, whole: tuple[str, ...]) -> None:
     """Also at a size for which it was not tried."""
     found = derived(name)
