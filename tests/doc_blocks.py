@@ -29,6 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from tests.unbounded import without_the_bound_of_time  # noqa: E402
+
 LINKED = ("demo", "examples", "plans", "schemas")
 CHECKED = {"console", "python", "yaml", "json"}  # languages of blocks that must have a mark
 
@@ -126,7 +130,7 @@ class Session:
         from shardplan.cli.main import main
 
         printed = io.StringIO()
-        with self._inside(), redirect_stdout(printed):
+        with self._inside(), without_the_bound_of_time(), redirect_stdout(printed):
             self.code = main([word for part in words[1:] for word in self._expanded(part)])
         return printed.getvalue().rstrip()
 
@@ -206,7 +210,6 @@ def rewrite(name: str, folder: Path) -> str:
 if __name__ == "__main__":
     import tempfile
 
-    sys.path.insert(0, str(ROOT))
     for document in sys.argv[1:] or documents():
         with tempfile.TemporaryDirectory() as scratch:
             written = rewrite(document, Path(scratch).resolve())

@@ -58,12 +58,12 @@ def test_the_demo_comes_out_as_announced():
     assert "all as announced" in result.stdout
     printed = {without_numbers(line) for line in result.stdout.splitlines()}
     shown = [line for line in readme_lines() if without_numbers(line) not in printed]
-    assert not shown, "README.md shows what the demo does not print:\n" + "\n".join(shown)
+    assert not shown, "docs/demo.md shows what the demo does not print:\n" + "\n".join(shown)
 
 
 def readme_lines():
-    """What README.md shows of the demo's output, without the rows of the loss table."""
-    block = (ROOT / "README.md").read_text("utf-8").partition("$ make demo\n")[2].partition("\n```")[0]
+    """What docs/demo.md shows of the demo's output, without the rows of the loss table."""
+    block = (ROOT / "docs/demo.md").read_text("utf-8").partition("$ make demo\n")[2].partition("\n```")[0]
     return [line for line in block.splitlines() if line.strip() != "[...]" and "##" not in line]
 
 

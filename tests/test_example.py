@@ -1,4 +1,4 @@
-"""examples/train.py, the training script that README.md shows."""
+"""examples/train.py, the training script that docs/training-script.md shows."""
 
 import importlib.util
 import json

@@ -65,7 +65,7 @@ STYLE = Recipe(
     {
         "schemas/plan.schema.json": '"rowwise_partial"',
         "docs/language.md": "`rowwise_partial`",
-        "README.md": "`rowwise_partial`",
+        "docs/styles.md": "`rowwise_partial`",
     },
     {"mine.yaml": f"{PLAN}tensor_parallel:\n  a.b: rowwise_partial\n"},
     {"python -m shardplan lint mine.yaml": ""},
