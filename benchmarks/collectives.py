@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from shardplan.proof.counter import Collective, CollectiveCounter
+from tests.collective_counter import Collective, CollectiveCounter
 
 from .page import table
 from .ways import SHAPES, Way, fake_ranks, llama, planned, stock_sp, stock_tp

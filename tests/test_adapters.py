@@ -31,12 +31,12 @@ from shardplan.core.tree import ParameterInfo
 from shardplan.model import find_any, tree_of
 from shardplan.model.adapters import adapters_in, unwrapped
 from shardplan.model.reduced import ReducedModel, make_reduced_model
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.parallel import reading
 from shardplan.styles import STYLES
 from shardplan.styles import stored_parameters as stored
 from shardplan.styles.adapter_styles import DIVIDED, adapter_style
 from shardplan.styles.style_record import WHOLE, WHOLE_PARTIAL, ParameterStyle
+from tests.collective_counter import CollectiveCounter
 from tests.proofs import (
     Case,
     assert_equal,

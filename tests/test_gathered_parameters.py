@@ -22,7 +22,7 @@ from shardplan import Model, applied
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, R, V
 from shardplan.core.mesh import MeshSizes
-from shardplan.proof.counter import CollectiveCounter
+from tests.collective_counter import CollectiveCounter
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 132, "head_dim": 8}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 4}

@@ -12,7 +12,7 @@ from shardplan.compiler.check import check
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.tree import ModuleTree
 from shardplan.language import globs, lint_plan, parse_text
-from shardplan.proof.counter import CollectiveCounter
+from tests.collective_counter import CollectiveCounter
 from tests.proofs import fake_mesh
 from tests.small_models import small_model
 

@@ -25,12 +25,12 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.language import from_hf_tp_plan, parse_plan
 from shardplan.model import hf_tp_plan, tree_of
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.proof.steps import cast
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.runtime.parallel.boundaries import Enter
 from shardplan.runtime.parallel.waiting_sums import Collects, Waiting
+from tests.collective_counter import CollectiveCounter
 from tests.merging_models import (
     FLAT,
     JOINT,

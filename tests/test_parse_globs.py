@@ -96,16 +96,12 @@ def test_many_stars_do_not_backtrack() -> None:
 
 def test_structure_for_a_walk_over_a_tree() -> None:
     glob = parse_glob("model.layers.*.self_attn.{q,k,q}_proj")
-    assert glob.literal_prefix == ("model", "layers")
     assert glob.texts == ("model.layers.*.self_attn.q_proj", "model.layers.*.self_attn.k_proj")
     assert [(s.text, s.literal, s.any_depth) for s in parse_glob("a.b*.**").alternatives[0]] == [
         ("a", True, False),
         ("b*", False, False),
         ("**", False, True),
     ]
-    assert parse_glob("{a,b}.c").literal_prefix == ()
-    assert parse_glob("a.{b,b.c}").literal_prefix == ("a", "b")
-    assert parse_glob("a.{b,c}").is_literal and not glob.is_literal
 
 
 def expand(pattern: str) -> set[str]:

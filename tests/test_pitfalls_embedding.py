@@ -9,9 +9,9 @@ import torch
 
 from shardplan.model import find_any
 from shardplan.model.reduced import make_reduced_model
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.parallel import vocabulary_lookup as vocabulary
 from shardplan.runtime.parallel.regime import PartialEmbedding
+from tests.collective_counter import CollectiveCounter
 from tests.proofs import Case, assert_equal, case, fake_mesh, plan_like, planned, reduced_model
 
 

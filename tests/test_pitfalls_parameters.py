@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from shardplan.proof.compare import compare
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.parallel import reading, style
 from shardplan.styles import stored_parameters as stored
+from tests.collective_counter import CollectiveCounter
 from tests.proofs import (
     Case,
     assert_equal,

@@ -23,8 +23,8 @@ import torch
 
 from shardplan import applied
 from shardplan.compiler.lower.expected_collectives import expected_collectives
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.apply import without_sequence_parallel
+from tests.collective_counter import CollectiveCounter
 from tests.proofs import PLANS, fake_mesh, optimised, plan_like, reduced_model, step
 from tests.proofs import planned as apply
 

@@ -26,8 +26,8 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import relative_error
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.training import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm, to_local_if_dtensor
+from tests.collective_counter import CollectiveCounter
 
 ORDERS = (2.0, 1.0, 0.5, 3.0, 8.0, math.inf, -math.inf)
 LIMIT = 1e-6  # the norm is a float32

@@ -18,9 +18,9 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.training import causal_lm_loss, entropy, log_probabilities, top_k, vocabulary_parallel_nll
 from shardplan.torchlib.private import private
+from tests.collective_counter import CollectiveCounter
 
 BATCH, TOKENS = 2, 7
 IGNORED = -100

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import shardplan
 from shardplan.proof.compare import relative_error
-from shardplan.proof.counter import CollectiveCounter
+from tests.collective_counter import CollectiveCounter
 
 BUILDS = {"joint": (Joint, JOINT), "reads": (Stack, SPLIT), "sums": (Stack, SUMMED)}
 

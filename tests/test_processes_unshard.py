@@ -16,8 +16,8 @@ from training_runs import share_of
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.proof.counter import CollectiveCounter
 from shardplan.runtime.training import log_probabilities, unshard
+from tests.collective_counter import CollectiveCounter
 
 LIMIT = TOLERANCE[torch.float64]
 

@@ -129,23 +129,6 @@ class Glob:
         """The alternatives as patterns without braces."""
         return tuple(".".join(segment.text for segment in alternative) for alternative in self.alternatives)
 
-    @property
-    def is_literal(self) -> bool:
-        """Whether it names everything that it can match."""
-        return all(segment.literal for alternative in self.alternatives for segment in alternative)
-
-    @property
-    def literal_prefix(self) -> tuple[str, ...]:
-        """The segments that every matching name begins with."""
-        first = self.alternatives[0]
-        length = 0
-        while length < len(first) and all(
-            length < len(other) and other[length].literal and other[length] == first[length]
-            for other in self.alternatives
-        ):
-            length += 1
-        return tuple(segment.text for segment in first[:length])
-
 
 _ANY_DEPTH = Segment("**", (DEPTH,))
 _P = TypeVar("_P")

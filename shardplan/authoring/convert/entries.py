@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -100,5 +99,4 @@ def finding(
     return Diagnostic(code.code, severity, message, Label(at) if at is not None else None, help=help)
 
 
-MeaningOf = Callable[[object], Meaning]
 DEFAULT_SEQ_DIM = Rule("", "", Location("")).seq_dim

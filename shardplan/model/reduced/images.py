@@ -18,7 +18,6 @@ from transformers import PreTrainedConfig
 from shardplan.model.model_findings import reason
 
 BATCH = 2
-TEXT = ("input_ids", "inputs_embeds", "attention_mask", "labels")
 Kind = Literal["image", "video"]
 Arrays = dict[str, Tensor]
 

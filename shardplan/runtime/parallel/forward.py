@@ -57,11 +57,6 @@ def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = Non
     module.__class__ = _wrapped_class(type(module))
 
 
-def is_wrapped(module: nn.Module) -> bool:
-    """Whether `wrap_forward` was called on the module."""
-    return _AROUND in module.__dict__
-
-
 def arguments_of(module: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of a module's forward, which may be one that was set on the instance."""
     return tuple(inspect.signature(module.__dict__.get(_OWN) or module.forward).parameters)
