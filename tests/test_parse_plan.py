@@ -225,3 +225,12 @@ def test_messages_hold_no_control_characters_and_no_whole_novels() -> None:
     shown = "".join(d.message + (d.help or "") for d in parsed.diagnostics)
     assert shown.isprintable() and len(shown) < 2500
     assert "`a\\x1b[31mb`" in shown and "`col\\nwise`" in shown
+
+
+def test_dtypes_have_the_spellings_that_users_write() -> None:
+    precision = {"param": "bf16", "reduce": "fp32", "output": "float16"}
+    plan = {"version": "1", "name": "mine", "data_parallel": {"backend": "fsdp2", "mixed_precision": precision}}
+    parsed = parse_plan(plan).plan
+    assert parsed is not None and parsed.data_parallel is not None and parsed.data_parallel.mixed_precision is not None
+    read = parsed.data_parallel.mixed_precision
+    assert (read.param, read.reduce, read.output) == ("bfloat16", "float32", "float16")

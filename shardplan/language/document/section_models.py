@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import Field, create_model
+from pydantic import AfterValidator, Field, create_model
 
+from shardplan.core.dtypes import NAMES
 from shardplan.core.options import Option, options
-from shardplan.core.sections import BackendName, Glob, Section
+from shardplan.core.sections import BackendName, Dtype, Glob, Section
 from shardplan.styles.backends import BACKENDS
 
 from .field_values import Either, GlobText, Strict, default_of
@@ -81,6 +82,8 @@ def _type(hint: Any, said: Option) -> Any:
     """What pydantic reads for a type of a field."""
     if hint == Glob:
         return GlobText
+    if hint == Dtype:
+        return Annotated[Literal[tuple(NAMES)], AfterValidator(NAMES.__getitem__)]
     if hint in RECORDS:
         return Literal[tuple(RECORDS[hint])]
     if hint is int:
