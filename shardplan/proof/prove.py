@@ -25,7 +25,7 @@ from shardplan.core.report import Comparison, VariantProof, VerifyReport
 from shardplan.core.tree import full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
-from shardplan.torchlib.modes import outside_modes
+from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import sharded_run
@@ -67,7 +67,7 @@ def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: I
     return replace(variants, layouts={on: small.layouts_of(plan, one) for on, one in variants.resolved.items()})
 
 
-@outside_modes()
+@reduced_runs()
 @torch.random.fork_rng(devices=[])
 def prove(
     small: ModelLayouts,

@@ -17,7 +17,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile
 from shardplan.core.report import VerifyReport
-from shardplan.torchlib.modes import outside_modes
+from shardplan.torchlib.modes import reduced_runs
 
 from .proof_findings import findings_of
 from .prove import EAGER, compile_for, prove
@@ -49,7 +49,7 @@ class Question:
         return MeshSizes(tp=self.small.tp)
 
 
-@outside_modes()
+@reduced_runs()
 def prove_stage(
     asked: Question, wanted: Sequence[Overlays], progress: Callable[[str], None] = lambda text: None
 ) -> tuple[VerifyReport | None, Findings]:
@@ -77,7 +77,7 @@ def prove_stage(
     return proven.report, found
 
 
-@outside_modes()
+@reduced_runs()
 def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
     """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
     and tells the others."""

@@ -1,4 +1,4 @@
-"""Modes of torch: apart from those that the caller is in; and one that keeps kernels from ending the process."""
+"""Modes of torch: how reduced models are run, whatever the caller is in; and one that keeps kernels from ending the process."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ from .private import private
 
 
 @contextmanager
-def outside_modes() -> Iterator[None]:
-    """Switch off the dispatch modes of the caller (a fake or simulated tensor mode, a default device) while it lasts:
-    what is built inside is real, and on the CPU unless it says otherwise."""
+def reduced_runs() -> Iterator[None]:
+    """How reduced models are run. The dispatch modes of the caller (a fake or simulated tensor mode, a default device) are off:
+    what is built inside is real, and on the CPU unless it says otherwise. Operators run in one thread: matrices of a few rows
+    cost less than a second thread's waiting, by a factor of ten where other programs have the cores.
+    """
     # A device as context looks at every torch call: without need, a third of the time of the layout check.
     on_cpu = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-    with private("disable_modes")(), on_cpu:
-        yield
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with private("disable_modes")(), on_cpu:
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class NothingEmpty(TorchFunctionMode):

@@ -16,7 +16,7 @@ from shardplan.core.tree import ModuleTree, block, element
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
-from shardplan.torchlib.modes import outside_modes
+from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
 from .cross_module_reads import cross_module_reads_of
@@ -100,7 +100,7 @@ class ModelLayouts:
         except PlanError:
             return False
 
-    @outside_modes()
+    @reduced_runs()
     def check(
         self, plan: PlanFile, overlays: Overlays = NO_OVERLAYS, *, help: bool = True, allow_unproven: bool = False
     ) -> LayoutReport:
@@ -172,7 +172,7 @@ class ModelLayouts:
         """The modules or parameters of the model that those of the reduced one stand for."""
         return modules_of(self.found.tree, self.tree, self.reduced_model.layers, tuple(names))
 
-    @outside_modes()
+    @reduced_runs()
     def check_copy(self, resolved: ResolvedPlan, *, help: bool = False, search: Search | None = None) -> LayoutReport:
         """As `check`, for a plan that is bound to the reduced model's tree, and in its names.
 
