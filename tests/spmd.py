@@ -139,7 +139,7 @@ def _mesh(ranks: int) -> Iterator[DeviceMesh]:
 def _decided(one: BoundModule, found: Layout) -> BoundModule:
     """The module with what is handed on where its readers decide on that."""
     output = one.boundary.output
-    if output is None or not output.open_gradient:
+    if output is None or not output.unresolved_gradient:
         return one
     return replace(one, boundary=replace(one.boundary, output=replace(output, destination=found)))
 

@@ -184,8 +184,8 @@ def early_findings(
             if checkpoint.source is not None and _are_configured(facts):
                 certain.update(wrong)
             found += wrong
-        said = [d if d in certain else _unsure(d) for d in found if d in certain or not sure]
-        findings[on] = tuple(replace(d, modules=folded.all_of(d.modules)) for d in said)
+        shown = [d if d in certain else _unsure(d) for d in found if d in certain or not sure]
+        findings[on] = tuple(replace(d, modules=folded.all_of(d.modules)) for d in shown)
     return replace(variants, findings=findings).all_findings
 
 

@@ -52,7 +52,7 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
                 raise ValueError(
                     f"{name}=True says no modules: the plan has no data-parallel units, pass a mapping with `modules`"
                 )
-            resolved = _on(resolved, name, units)
+            resolved = _with_section(resolved, name, units)
     return resolved
 
 
@@ -65,7 +65,7 @@ def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
     return replace(resolved, compile=None, compile_modules=())
 
 
-def _on(resolved: ResolvedPlan, section: str, units: tuple[str, ...]) -> ResolvedPlan:
+def _with_section(resolved: ResolvedPlan, section: str, units: tuple[str, ...]) -> ResolvedPlan:
     if section == "activation_checkpointing":
         return replace(resolved, activation_checkpointing=ActivationCheckpointing(), ac_modules=units)
     assert section == "compile", section

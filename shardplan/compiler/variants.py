@@ -37,12 +37,12 @@ class Variants:
     @property
     def secondary(self) -> tuple[Diagnostic, ...]:
         """What follows from the findings of the layout check, by the same rule."""
-        return _together([report.secondary for report in self.layouts.values()])
+        return _merged([report.secondary for report in self.layouts.values()])
 
     @property
     def all_findings(self) -> tuple[Diagnostic, ...]:
         """The findings of all variants, what both say once."""
-        return _together(list(self.findings.values()))
+        return _merged(list(self.findings.values()))
 
     def with_findings(self, more: Mapping[Overlays, tuple[Diagnostic, ...]]) -> Variants:
         """The same with further findings."""
@@ -103,7 +103,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 
-def _together(found: Sequence[tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
+def _merged(found: Sequence[tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
     return of_both_variants(*found) if len(found) == 2 else next(iter(found), ())
 
 

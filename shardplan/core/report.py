@@ -49,12 +49,12 @@ def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
 def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     """The findings of a plan without and with its sequence-parallel overlay, each once: what both say of
     different lines names both, and what only one says tells which, where its line does not."""
-    tensor, sequence = ({_said(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
-    both = [_of_both(d, sequence.get(said)) for said, d in tensor.items()]
-    return (*both, *(_of_overlay(d) for said, d in sequence.items() if said not in tensor))
+    tensor, sequence = ({_content(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
+    both = [_of_both(d, sequence.get(content)) for content, d in tensor.items()]
+    return (*both, *(_of_overlay(d) for content, d in sequence.items() if content not in tensor))
 
 
-def _said(diagnostic: Diagnostic) -> tuple[object, ...]:
+def _content(diagnostic: Diagnostic) -> tuple[object, ...]:
     """What a finding says, wherever it points."""
     return (diagnostic.code, diagnostic.message, diagnostic.notes, diagnostic.help, diagnostic.modules)
 

@@ -48,7 +48,7 @@ class OutputBoundary:
         source: the layout of what the module's forward returns.
         destination: the layout handed on.
         gathers: whether `output: gather` says so: R or I may be handed on.
-        open_gradient: whether the rule leaves it to the structure which of them; `destination` is R then.
+        unresolved_gradient: whether the rule leaves it to the structure which of them; `destination` is R then.
         until_door: inside the module around it and the `split_seq_input` rule, a partial sum (P) is handed on in place of
             `destination`.
         dtensor: the value stays as it is computed, and is handed on as a DTensor that its readers take as `destination`.
@@ -57,7 +57,7 @@ class OutputBoundary:
     source: Layout
     destination: Layout
     gathers: bool = False
-    open_gradient: bool = False
+    unresolved_gradient: bool = False
     until_block_input: bool = False
     dtensor: bool = False
 

@@ -27,11 +27,11 @@ def parameter_style(assignment: Assignment, parameter: ParameterInfo) -> Paramet
     return style.weight if assignment.is_parameter else style.parameter(parameter.short)
 
 
-def split_dim(module: ModuleInfo, parameter: ParameterInfo, how: ParameterStyle) -> int | None:
+def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: ParameterStyle) -> int | None:
     """The dim (from 0) that is split; None for a whole copy, and where the parameter has no such dim."""
-    if how.shard is None or not parameter.shape:
+    if placement.shard is None or not parameter.shape:
         return None
-    dim = feature_dim(module.kind, parameter.short, how.shard, len(parameter.shape))
+    dim = feature_dim(module.kind, parameter.short, placement.shard, len(parameter.shape))
     return dim if dim is not None and dim < len(parameter.shape) else None
 
 
@@ -49,16 +49,18 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
     style = STYLES[assignment.rule.style]
     if parameter.adapter is not None:
         return _lower_adapter(plan, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
-    held = parameter_style(assignment, parameter)
+    placement = parameter_style(assignment, parameter)
     withheld = own is None and style.bias is not None and parameter.short == "bias"
-    return _program(plan, module, parameter, held, assignment.rule, withheld=withheld)
+    return _program(plan, module, parameter, placement, assignment.rule, withheld=withheld)
 
 
-def _lower_adapter(plan: ResolvedPlan, parameter: ParameterInfo, held: ParameterStyle, rule: Rule) -> ParameterProgram:
-    if held.shard is None:
-        return ParameterProgram(parameter.name, I, Layout(held.computed))
-    dim = adapter_dim(parameter, held.shard)
-    parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
+def _lower_adapter(
+    plan: ResolvedPlan, parameter: ParameterInfo, placement: ParameterStyle, rule: Rule
+) -> ParameterProgram:
+    if placement.shard is None:
+        return ParameterProgram(parameter.name, I, Layout(placement.computed))
+    dim = adapter_dim(parameter, placement.shard)
+    parts = packed_parts(rule, parameter.shape[dim], plan) if placement.packed else ()
     return ParameterProgram(parameter.name, V(dim), V(dim), parts)
 
 
@@ -66,17 +68,17 @@ def _program(
     plan: ResolvedPlan,
     module: ModuleInfo,
     parameter: ParameterInfo,
-    held: ParameterStyle,
+    placement: ParameterStyle,
     rule: Rule,
     *,
     withheld: bool,
 ) -> ParameterProgram:
-    dim = split_dim(module, parameter, held)
+    dim = split_dim(module, parameter, placement)
     if dim is None:
-        computed = Layout(held.computed) if held.shard is None else I
+        computed = Layout(placement.computed) if placement.shard is None else I
         # A Linear skips a bias that is None; Conv1D's addmm needs one.
         stand_in: StandIn | None = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
         return ParameterProgram(parameter.name, I, computed, withheld=stand_in)
-    parts = packed_parts(rule, parameter.shape[dim], plan) if held.packed else ()
-    computed = V(dim) if held.computed == "V" else Layout(held.computed)
+    parts = packed_parts(rule, parameter.shape[dim], plan) if placement.packed else ()
+    computed = V(dim) if placement.computed == "V" else Layout(placement.computed)
     return ParameterProgram(parameter.name, V(dim), computed, parts)

@@ -113,11 +113,11 @@ def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...
 
 def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
     """What holds for each module and parameter, in the tree's order."""
-    held: dict[str, Assignment] = {}
+    winning: dict[str, Assignment] = {}
     for layer in stack:
         for name, (rule, is_parameter) in _winners(layer).items():
-            held[name] = Assignment(name, is_parameter, rule, layer.section)
-    kept = {name: assignment for name, assignment in held.items() if assignment.rule.style != NONE}
+            winning[name] = Assignment(name, is_parameter, rule, layer.section)
+    kept = {name: assignment for name, assignment in winning.items() if assignment.rule.style != NONE}
     return {name: kept[name] for name in _in_order(kept, names.tree)}
 
 
@@ -176,15 +176,15 @@ def _both(rule: Rule, reached: Reached) -> Diagnostic:
 
 def _clashes(layer: Layer) -> Iterator[Diagnostic]:
     """One finding for each two rules that meet."""
-    said: dict[str, Rule] = {}
+    seen: dict[str, Rule] = {}
     meetings: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for number, (rule, reached) in enumerate(zip(layer.rules, layer.reached, strict=True)):
         for name in reached.modules or reached.parameters:
-            earlier = said.get(name)
+            earlier = seen.get(name)
             if earlier is not None and not rule.override:
                 key = (id(earlier), number)
                 meetings.setdefault(key, (earlier, rule, []))[2].append(name)
-            said[name] = rule
+            seen[name] = rule
     for earlier, later, names in meetings.values():
         yield _clash(earlier, later, tuple(names))
 
@@ -204,8 +204,8 @@ def _clash(earlier: Rule, later: Rule, names: tuple[str, ...]) -> Diagnostic:
         code=CONFLICT.code,
         severity=Severity.ERROR,
         message=f"two rules differ about {named(names)}: {_difference(earlier, later)}",
-        primary=Label(later.location, _says(later, earlier)),
-        related=(Label(earlier.location, _says(earlier, later)),),
+        primary=Label(later.location, _written_as(later, earlier)),
+        related=(Label(earlier.location, _written_as(earlier, later)),),
         help="make the keys disjoint, or say `override: true` in the later rule",
         modules=names,
     )
@@ -221,7 +221,7 @@ def _other_options(one: Rule, other: Rule) -> Iterator[str]:
     return (name for name, value in one.options.items() if value != other.options[name])
 
 
-def _says(rule: Rule, other: Rule) -> str:
+def _written_as(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
         return f"says `{rule.style}`"
     return "says " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))

@@ -43,15 +43,15 @@ def contradictions(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
         around = resolved.modules.get(resolved.tree.owner(name))
         if around is None or STYLES[around.rule.style].is_block_input:
             continue
-        module_says = STYLES[around.rule.style].parameter(name.rpartition(".")[2])
-        if _held(around.rule, module_says) != _held(assignment.rule, STYLES[assignment.rule.style].weight):
+        of_module = STYLES[around.rule.style].parameter(name.rpartition(".")[2])
+        if _storage(around.rule, of_module) != _storage(assignment.rule, STYLES[assignment.rule.style].weight):
             key = (id(around.rule), id(assignment.rule))
             groups.setdefault(key, (around.rule, assignment.rule, []))[2].append(name)
     for module_rule, rule, names in groups.values():
         yield _finding(module_rule, rule, tuple(names))
 
 
-def _held(rule: Rule, style: ParameterStyle) -> tuple[object, ...]:
+def _storage(rule: Rule, style: ParameterStyle) -> tuple[object, ...]:
     return (style, rule.packed if style.packed else None)
 
 

@@ -60,8 +60,8 @@ def dead(
     model = names.tree.class_names[0] if names.tree.class_names else "the model"
     close = suggestions(glob, names.starred(modules_only))
     # One name for each alternative: they are one key again.
-    together = len(close) == len(glob.alternatives) and " and " not in named(close)
-    keys = [named(close)] if together else close
+    as_one = len(close) == len(glob.alternatives) and " and " not in named(close)
+    keys = [named(close)] if as_one else close
     near = " or ".join(f"`{key}`" for key in keys)
     if inherited:
         help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")

@@ -47,7 +47,7 @@ def declared_sums(
     """
     sections = [section for section in SECTIONS if section == "tensor_parallel" or section in overlays]
     rules = [(file, rule) for section in sections for file in plan.lineage for rule in file.sums.get(section, ())]
-    holds: dict[str, SumRule] = {}
+    in_force: dict[str, SumRule] = {}
     wrong: list[Diagnostic] = []
     for file, rule in rules:
         reached = names.reach(parse_glob(rule.pattern))
@@ -55,12 +55,12 @@ def declared_sums(
             wrong.append(
                 dead(names, parse_glob(rule.pattern), rule.location, inherited=file is not plan, modules_only=True)
             )
-        holds.update(dict.fromkeys(reached.modules, rule))
+        in_force.update(dict.fromkeys(reached.modules, rule))
     found: list[SummedOutputs] = []
     used: set[str] = set()
     matched: dict[SumRule, list[tuple[str, tuple[tuple[str, ...], ...]]]] = {}
-    for name in (name for name in tree.modules if name in holds and holds[name].outputs):
-        matched.setdefault(holds[name], []).append((name, _members(tree, name, holds[name])))
+    for name in (name for name in tree.modules if name in in_force and in_force[name].outputs):
+        matched.setdefault(in_force[name], []).append((name, _members(tree, name, in_force[name])))
     for rule, blocks in matched.items():
         wrong += [] if rule.optional else _unmatched(tree, rule, dict(blocks))
         for name, lists in blocks:

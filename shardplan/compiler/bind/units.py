@@ -68,7 +68,7 @@ def unit_of(tree: ModuleTree, units: frozenset[str]) -> dict[str, str]:
     return found
 
 
-def _inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterInfo]]]:
+def _parameters_inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterInfo]]]:
     """The parameters of each module and of those inside it, with their full names."""
     found: dict[str, list[tuple[str, ParameterInfo]]] = defaultdict(list)
     for name, (module, parameter) in tree.parameters.items():
@@ -79,7 +79,7 @@ def _inside(tree: ModuleTree) -> dict[str, list[tuple[str, ParameterInfo]]]:
 
 def _wholly_frozen(tree: ModuleTree) -> Mapping[str, None]:
     """The modules that have parameters, none of which is trained, in the tree's order; lists are not among them."""
-    inside = _inside(tree)
+    inside = _parameters_inside(tree)
     return {
         name: None
         for name, module in tree.modules.items()
@@ -99,7 +99,7 @@ def _of_own_dtype(tree: ModuleTree, units: frozenset[str], left_out: frozenset[s
     trained = {n: p for n, (_, p) in tree.parameters.items() if p.requires_grad and n not in left_out}
     if len({p.dtype for p in trained.values()}) < 2:
         return ()
-    of, inside = unit_of(tree, units), _inside(tree)
+    of, inside = unit_of(tree, units), _parameters_inside(tree)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for name, p in trained.items():
         counts[of[tree.owner(name)]][p.dtype] += 1

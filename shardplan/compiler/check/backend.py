@@ -55,7 +55,7 @@ data_parallel:
 """,
 )
 
-UNSAID = Code(
+NO_SECTION = Code(
     code="SP553",
     title="data-parallel ranks without a data_parallel section",
     text="""The mesh has ranks that see other batches (`dp_replicate`, `dp_shard`, `cp`), and the plan does not say how
@@ -117,7 +117,7 @@ over `dp_shard` (`zero_dp_strategy: optim_grads_params`), and a model on the met
 (`init_model_with_meta_device` with `no_shard`).""",
 )
 
-CODES = (MISSING, REPLICATES, UNSAID, FIELD, COMBINED, CLASSES, STRATEGY)
+CODES = (MISSING, REPLICATES, NO_SECTION, FIELD, COMBINED, CLASSES, STRATEGY)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
@@ -125,7 +125,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for."""
     section = facts.resolved.data_parallel
     if section is None:
-        yield from _unsaid(facts)
+        yield from _no_section(facts)
         return
     backend = BACKENDS[section.backend]
     if backend.module and find_spec(backend.module) is None:
@@ -140,11 +140,11 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     axes = [axis for axis in APPLIED if axis not in backend.splits]
     splitting = {axis: size for axis in axes if (size := sizes.of(axis)) > 1}
     if splitting:
-        said = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
+        listed = " and ".join(f"{axis}={size}" for axis, size in splitting.items())
         yield Diagnostic(
             code=REPLICATES.code,
             severity=Severity.ERROR,
-            message=f"the backend {backend.name} {_limits(backend)}, but the mesh has {said}",
+            message=f"the backend {backend.name} {_limits(backend)}, but the mesh has {listed}",
             primary=field_label(section, "backend"),
             help=f"use `backend: fsdp2`, or a mesh with {_known(backend)} alone",
         )
@@ -180,7 +180,7 @@ def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
 def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
     if (facts.tp or 1) == 1:
         return
-    partial = tuple(name for group in facts.groups if group.how.computed == "R" for name in group.names)
+    partial = tuple(name for group in facts.groups if group.placement.computed == "R" for name in group.names)
     if facts.resolved.sequence_parallel and not backend.sequence_parallel:
         message, help = f"the backend {backend.name} does not work with sequence parallelism", "switch it off"
     elif partial and not backend.partial_gradients:
@@ -238,13 +238,13 @@ def _strategy(section: DataParallel) -> Iterator[Diagnostic]:
     )
 
 
-def _unsaid(facts: Facts) -> Iterator[Diagnostic]:
+def _no_section(facts: Facts) -> Iterator[Diagnostic]:
     sizes = facts.resolved.sizes
     ranks = {axis: size for axis in DATA_PARALLEL if (size := sizes.of(axis)) > 1}
     if ranks:
         axes = " and ".join(f"{axis}={size}" for axis, size in ranks.items())
         yield Diagnostic(
-            code=UNSAID.code,
+            code=NO_SECTION.code,
             severity=Severity.ERROR,
             message=f"the mesh has {axes}, but the plan has no data_parallel section",
             help="add `data_parallel: {backend: fsdp2, units: [...]}`",

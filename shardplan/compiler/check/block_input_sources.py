@@ -81,7 +81,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
     for name, block_input in block_inputs.items():
         outer = nearest.get(name)
         if outer is None or not any(
-            before.destination not in move.sources and not _handed_within(regions[outer], name, move.sources)
+            before.destination not in move.sources and not _output_within(regions[outer], name, move.sources)
             for before in block_inputs[outer].inputs
             for move in block_input.inputs
             if before.argument == move.argument
@@ -112,12 +112,12 @@ def _nearest(facts: Facts, block_inputs: Mapping[str, Boundary]) -> Mapping[str,
     return nearest
 
 
-def _handed_within(
+def _output_within(
     region: list[tuple[str, tuple[Layout, ...]]], block_input: str, input_sources: tuple[Layout, ...]
 ) -> bool:
     """Whether a rule of the region, outside the block input itself, hands on what the block input takes."""
-    within = (handed for name, handed in region if name != block_input and not name.startswith(f"{block_input}."))
-    return any(layout in input_sources for handed in within for layout in handed)
+    within = (layouts for name, layouts in region if name != block_input and not name.startswith(f"{block_input}."))
+    return any(layout in input_sources for layouts in within for layout in layouts)
 
 
 def _unsplit(facts: Facts) -> Iterator[Diagnostic]:

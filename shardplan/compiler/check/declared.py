@@ -135,10 +135,10 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     """(code, reason, rule, module or parameter) of everything that does not exist or does not add up."""
     resolved = facts.resolved
-    for held in facts.splits:
-        parts = packed_parts(resolved, held) if held.how.packed else ()
+    for stored in facts.splits:
+        parts = packed_parts(resolved, stored) if stored.placement.packed else ()
         if isinstance(parts, str):
-            yield from ((PARTS, parts, held.rule, name) for name in held.assigned)
+            yield from ((PARTS, parts, stored.rule, name) for name in stored.assigned)
     for assignment in resolved.assignments.values():
         rule, style = assignment.rule, facts.style(assignment)
         for expression in rule.divides:
@@ -154,7 +154,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
 
 
 def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Diagnostic:
-    says = {
+    words = {
         PARTS.code: (
             "`packed` does not fit",
             "say the length of each part, in the order in which they are stored",
@@ -166,7 +166,7 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
         ),
         NUMBER.code: (f"`{rule.style}` needs a number", "use this style for models with that number only"),
     }
-    what, help = says[code.code]
+    what, help = words[code.code]
     return Diagnostic(
         code=code.code,
         severity=Severity.ERROR,

@@ -8,7 +8,7 @@ from functools import lru_cache
 from shardplan.core.expressions import EvaluationError, Expression, evaluate, parse_expression
 from shardplan.core.plan import Assignment, ResolvedPlan
 
-from .stored_by_rules import Held
+from .stored_by_rules import StoredParameter
 
 DEFAULT_PARTS = 2  # gate and up, the usual pair
 CONFIG = "config."
@@ -26,21 +26,21 @@ def declared(expression: str, numbers: Mapping[str, int | float]) -> int | str:
     return count if count > 0 else f"{expression} is {count}"
 
 
-def packed_parts(resolved: ResolvedPlan, held: Held) -> tuple[int, ...] | str:
+def packed_parts(resolved: ResolvedPlan, stored: StoredParameter) -> tuple[int, ...] | str:
     """The lengths of the parts of a packed dimension, or why they cannot be what the rule says."""
-    packed = DEFAULT_PARTS if held.rule.packed is None else held.rule.packed
+    packed = DEFAULT_PARTS if stored.rule.packed is None else stored.rule.packed
     if isinstance(packed, int):
-        if packed < 1 or held.size % packed:
-            return f"{held.size} features do not make {packed} equal parts"
-        return (held.size // packed,) * packed
+        if packed < 1 or stored.size % packed:
+            return f"{stored.size} features do not make {packed} equal parts"
+        return (stored.size // packed,) * packed
     parts: list[int] = []
     for expression in packed:
         part = declared(expression, resolved.tree.numbers)
         if isinstance(part, str):
             return part
         parts.append(part)
-    if sum(parts) != held.size:
-        return f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {held.size} features"
+    if sum(parts) != stored.size:
+        return f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {stored.size} features"
     return tuple(parts)
 
 

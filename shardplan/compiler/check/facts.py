@@ -14,11 +14,11 @@ from shardplan.styles.boundary import Boundary, boundary
 from shardplan.styles.style_record import WHOLE
 
 from .requirements import Requirement, allowed_sizes, requirements
-from .stored_by_rules import HeldParameters
+from .stored_by_rules import StorageFacts
 
 
 @dataclass(frozen=True)
-class Facts(HeldParameters):
+class Facts(StorageFacts):
     """A bound plan and what the checks derive from it.
 
     Args:

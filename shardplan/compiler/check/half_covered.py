@@ -70,13 +70,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     tree = facts.resolved.tree
     own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
     split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
-    for held in facts.splits:
-        if stays_split(held):
-            for name in held.names:
+    for stored in facts.splits:
+        if stays_split(stored):
+            for name in stored.names:
                 owner = tree.owner(name)
-                own[owner][name] = held.rule
-                if held.module.kind in MATMUL:
-                    split[parent(owner)].setdefault(owner, held.rule)
+                own[owner][name] = stored.rule
+                if stored.module.kind in MATMUL:
+                    split[parent(owner)].setdefault(owner, stored.rule)
     whole: dict[tuple[int, ...], tuple[list[str], dict[str, Rule]]] = {}
     for around, siblings in split.items():
         for name in tree.children[around]:
@@ -107,11 +107,11 @@ def _feeds(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
     read what a sibling splits.
     """
     modules = facts.resolved.tree.modules
-    weights = {name: facts.held.get(weight) for name in siblings if (weight := _weight(modules[name]))}
+    weights = {name: facts.stored.get(weight) for name in siblings if (weight := _weight(modules[name]))}
     split = [
         _widths(modules[name])
-        for name, held in weights.items()
-        if held is not None and held.how.shard == "out" and held.how.computed == "V"
+        for name, stored in weights.items()
+        if stored is not None and stored.placement.shard == "out" and stored.placement.computed == "V"
     ]
     own = _widths(module)
     if own is None:
@@ -138,7 +138,7 @@ def _widths(module: ModuleInfo) -> tuple[int, int] | None:
 def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
     for parameter in module.parameters:
         name = full_name(module.name, parameter.name)
-        if parameter.adapter is None and name not in facts.held and module.name not in facts.whole:
+        if parameter.adapter is None and name not in facts.stored and module.name not in facts.whole:
             yield name
 
 

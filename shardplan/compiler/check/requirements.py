@@ -20,7 +20,7 @@ from shardplan.styles.boundary import boundary
 
 from .check_words import feature_words, head_words, is_count
 from .declared_numbers import attribute, declared, packed_parts
-from .stored_by_rules import HEAD_SIZES, WHOLE_HEAD, Held, HeldParameters
+from .stored_by_rules import HEAD_SIZES, WHOLE_HEAD, StorageFacts, StoredParameter
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
 
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
@@ -50,33 +50,38 @@ class Requirement:
     from_output: bool = False
 
 
-def requirements(facts: HeldParameters) -> Iterator[Requirement]:
+def requirements(facts: StorageFacts) -> Iterator[Requirement]:
     """All requirements, in the tree's order: those of the splits, then the declared ones."""
     numbers = facts.resolved.tree.numbers
     pieces = [
-        (held, piece) for held in facts.splits if not vocabulary_rows(facts, held) for piece in _pieces(facts, held)
+        (stored, piece)
+        for stored in facts.splits
+        if not vocabulary_rows(facts, stored)
+        for piece in _pieces(facts, stored)
     ]
-    heads_of = [(held, piece, head_count(facts, held, piece)) for held, piece in pieces]
+    heads_of = [(stored, piece, head_count(facts, stored, piece)) for stored, piece in pieces]
     most_heads: dict[str, int] = defaultdict(int)
-    for held, _, heads in heads_of:
+    for stored, _, heads in heads_of:
         if heads is None:
             continue
-        for name in held.names:
+        for name in stored.names:
             around = parent(facts.resolved.tree.owner(name))
             most_heads[around] = max(most_heads[around], heads)
-    for held, piece, heads in heads_of:
-        from_output = held.how.shard == "out"
+    for stored, piece, heads in heads_of:
+        from_output = stored.placement.shard == "out"
         if heads is None:
-            yield Requirement(piece, _features(facts, held, piece), "features", held.assigned, held.rule, from_output)
+            yield Requirement(
+                piece, _features(facts, stored, piece), "features", stored.assigned, stored.rule, from_output
+            )
             continue
-        fewer = heads < most_heads[held.around.name]
-        what = head_words(heads, fewer, numbers) or f"the number of heads of {named(held.assigned)}"
+        fewer = heads < most_heads[stored.around.name]
+        what = head_words(heads, fewer, numbers) or f"the number of heads of {named(stored.assigned)}"
         kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
-        yield Requirement(heads, what, kind, held.assigned, held.rule, from_output)
+        yield Requirement(heads, what, kind, stored.assigned, stored.rule, from_output)
     yield from _declared(facts)
 
 
-def _declared(facts: HeldParameters) -> Iterator[Requirement]:
+def _declared(facts: StorageFacts) -> Iterator[Requirement]:
     resolved = facts.resolved
     groups: dict[tuple[int, str, int, Kind], tuple[Rule, list[str]]] = {}
     for assignment in resolved.assignments.values():
@@ -94,15 +99,15 @@ def _declared(facts: HeldParameters) -> Iterator[Requirement]:
         yield Requirement(count, what, kind, tuple(names), rule)
 
 
-def _pieces(facts: HeldParameters, held: Held) -> tuple[int, ...]:
+def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[int, ...]:
     """The lengths that are split each on its own: the packed parts, or the dim."""
-    if not held.how.packed:
-        return (held.size,)
-    parts = packed_parts(facts.resolved, held)
+    if not stored.placement.packed:
+        return (stored.size,)
+    parts = packed_parts(facts.resolved, stored)
     return parts if isinstance(parts, tuple) else ()
 
 
-def head_count(facts: HeldParameters, held: Held, size: int) -> int | None:
+def head_count(facts: StorageFacts, stored: StoredParameter, size: int) -> int | None:
     """How many heads a length splits into, or None where its shards need not be whole heads.
 
     By structure: the module around knows the size of a head, and the value stays split between this matrix
@@ -110,50 +115,50 @@ def head_count(facts: HeldParameters, held: Held, size: int) -> int | None:
     and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
     itself such a number has one feature for each head (a gate).
     """
-    if not stays_split(held):
+    if not stays_split(stored):
         return None
-    numbers, own = facts.resolved.tree.numbers, held.around.numbers
+    numbers, own = facts.resolved.tree.numbers, stored.around.numbers
     head_sizes = {name: width for name in HEAD_SIZES if is_count(width := own.get(name))}
     counts = [size // width for width in head_sizes.values() if size % width == 0]
-    said = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
-    agreed = [count for count in counts if count in said]
+    configured = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
+    agreed = [count for count in counts if count in configured]
     if agreed:
         return max(agreed)
-    if size in said:
+    if size in configured:
         return size
     sure = len(head_sizes) == 1 and head_sizes.keys() <= set(WHOLE_HEAD)
     return counts[0] if counts and sure else None
 
 
-def stays_split(held: Held) -> bool:
+def stays_split(stored: StoredParameter) -> bool:
     """Whether the split reaches beyond the module: its output stays split, or it takes a value that already
     is."""
-    if held.how.computed != "V":  # gathered where it is read
+    if stored.placement.computed != "V":  # gathered where it is read
         return False
-    if held.how.shard == "out":
-        output = boundary(held.rule).output
+    if stored.placement.shard == "out":
+        output = boundary(stored.rule).output
         return output is not None and output.source == output.destination == V(-1)
-    return any(V(-1) in move.sources for move in boundary(held.rule).inputs)
+    return any(V(-1) in move.sources for move in boundary(stored.rule).inputs)
 
 
-def _features(facts: HeldParameters, held: Held, size: int) -> str:
-    near = (held.module, held.around) if held.module.kind == "other" else (held.around,)
+def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
+    near = (stored.module, stored.around) if stored.module.kind == "other" else (stored.around,)
     found = feature_words(size, near, facts.resolved.tree.numbers)
     if found:
         return found
-    side = "output" if held.how.shard == "out" else "input"
-    part = "the length of a part of the" if held.how.packed else "the number of"
-    return f"{part} {side} features of {named(held.assigned)}"
+    side = "output" if stored.placement.shard == "out" else "input"
+    part = "the length of a part of the" if stored.placement.packed else "the number of"
+    return f"{part} {side} features of {named(stored.assigned)}"
 
 
-def allowed_sizes(facts: HeldParameters, required: Iterable[Requirement]) -> tuple[int, ...]:
+def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement]) -> tuple[int, ...]:
     """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where
     the plan splits nothing."""
     if not facts.splits:
         return (1,)
     common = gcd(*(requirement.count for requirement in required))
     sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
-    rows = {held.size for held in facts.splits if vocabulary_rows(facts, held)}
+    rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)}
     return tuple(
         size
         for size in sizes

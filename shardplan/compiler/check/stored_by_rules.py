@@ -19,7 +19,7 @@ HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredParameter:
     """Parameters that are held alike on the tp axis: by one rule, of one shape, in repeated layers.
 
     Args:
@@ -40,7 +40,7 @@ class Held:
     parameter: ParameterInfo
     assignment: Assignment
     style: Style
-    how: ParameterStyle
+    placement: ParameterStyle
     dim: int | None
 
     @property
@@ -55,7 +55,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class HeldParameters:
+class StorageFacts:
     """A bound plan and how it holds its parameters.
 
     Args:
@@ -84,7 +84,7 @@ class HeldParameters:
         return style.weight.shard is None or module.parameter("weight") is not None
 
     @cached_property
-    def groups(self) -> tuple[Held, ...]:
+    def groups(self) -> tuple[StoredParameter, ...]:
         """Every parameter that a fitting rule claims, itself or through its module, those held alike together; in the
         order in which the first of each stands in the tree."""
         members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
@@ -118,12 +118,12 @@ class HeldParameters:
     def _around(self, module: ModuleInfo) -> ModuleInfo:
         return self.resolved.tree.modules[parent(module.name)]
 
-    def _group(self, members: list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]) -> Held:
+    def _group(self, members: list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]) -> StoredParameter:
         names, modules, parameters, assignments = zip(*members, strict=True)
         module, parameter, assignment = modules[0], parameters[0], assignments[0]
         style = self.style(assignment)
-        how = parameter_style(assignment, parameter)
-        return Held(
+        placement = parameter_style(assignment, parameter)
+        return StoredParameter(
             names=names,
             assigned=tuple(a.name for a in assignments),
             module=module,
@@ -131,23 +131,23 @@ class HeldParameters:
             parameter=parameter,
             assignment=assignment,
             style=style,
-            how=how,
-            dim=split_dim(module, parameter, how),
+            placement=placement,
+            dim=split_dim(module, parameter, placement),
         )
 
     @cached_property
-    def held(self) -> Mapping[str, Held]:
+    def stored(self) -> Mapping[str, StoredParameter]:
         """How each parameter is held that a fitting rule claims."""
         return {name: group for group in self.groups for name in group.names}
 
     @cached_property
-    def splits(self) -> tuple[Held, ...]:
+    def splits(self) -> tuple[StoredParameter, ...]:
         """The parameters that are split over tp."""
         return tuple(group for group in self.groups if group.dim is not None)
 
     @cached_property
     def vocabularies(self) -> frozenset[int]:
         """The numbers of rows of the vocabularies that a plan may split: looked up by id, or the config's."""
-        looked_up = {held.size for held in self.splits if held.style.splits_rows}
-        said = self.resolved.tree.numbers.get("vocab_size")
-        return frozenset(looked_up | ({said} if is_count(said) else set()))
+        looked_up = {stored.size for stored in self.splits if stored.style.splits_rows}
+        configured = self.resolved.tree.numbers.get("vocab_size")
+        return frozenset(looked_up | ({configured} if is_count(configured) else set()))

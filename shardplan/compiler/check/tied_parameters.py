@@ -15,7 +15,7 @@ from .facts import Facts
 from .field_places import field_label
 from .fsdp import fully_shards, severity
 
-HELD = Code(
+DIFFERENT = Code(
     code="SP340",
     title="tied parameters held in two ways",
     text="""An embedding and an output head that share their weight are one parameter, so both rules must hold
@@ -63,7 +63,7 @@ data_parallel:
 """,
 )
 
-CODES = (HELD, UNITS)
+CODES = (DIFFERENT, UNITS)
 
 BY_ROWS = {
     "embedding": "embedding_rowwise",
@@ -90,7 +90,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     for group in facts.resolved.tree.tied:
         places = {name: _place(facts, name) for name in group}
         if len(set(places.values())) > 1:
-            yield _held(facts, places)
+            yield _stored_differently(facts, places)
         if fully_shards(facts.resolved):
             units = {name: facts.unit_of[parent(name)] for name in group}
             if len(set(units.values())) > 1:
@@ -98,20 +98,20 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _place(facts: Facts, name: str) -> Place:
-    held = facts.held.get(name)
-    if held is None:
+    stored = facts.stored.get(name)
+    if stored is None:
         return Place(None, (), "I")
-    if held.dim is None:
-        return Place(None, (), held.how.computed)
-    parts = packed_parts(facts.resolved, held) if held.how.packed else ()
-    return Place(held.dim, parts if isinstance(parts, tuple) else (), held.how.computed)
+    if stored.dim is None:
+        return Place(None, (), stored.placement.computed)
+    parts = packed_parts(facts.resolved, stored) if stored.placement.packed else ()
+    return Place(stored.dim, parts if isinstance(parts, tuple) else (), stored.placement.computed)
 
 
-def _held(facts: Facts, places: dict[str, Place]) -> Diagnostic:
-    rules = {name: facts.held[name].rule for name in places if name in facts.held}
+def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
+    rules = {name: facts.stored[name].rule for name in places if name in facts.stored}
     first = next(name for name in (*(n for n, p in places.items() if p.dim is not None), *rules) if name in rules)
     return Diagnostic(
-        code=HELD.code,
+        code=DIFFERENT.code,
         severity=Severity.ERROR,
         message=f"{' and '.join(places)} are one parameter, but are held in different ways: "
         + ", ".join(f"{place}" for place in places.values()),

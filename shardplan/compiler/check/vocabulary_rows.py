@@ -5,28 +5,28 @@ from __future__ import annotations
 
 from shardplan.styles.boundary import boundary
 
-from .stored_by_rules import Held, HeldParameters
+from .stored_by_rules import StorageFacts, StoredParameter
 
 
-def vocabulary_rows(facts: HeldParameters, held: Held) -> bool:
+def vocabulary_rows(facts: StorageFacts, stored: StoredParameter) -> bool:
     """Whether the split dim holds the rows of a vocabulary, which need not divide.
 
     By structure: rows that are looked up by id; or the output features of a head that hands on all of them
     (or a DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is split by
     rows; or the same Parameter under another name (a head's bias that the module around it owns too).
     """
-    names = {name for group in facts.resolved.tree.tied if not set(group).isdisjoint(held.names) for name in group}
-    others = (facts.held[name] for name in names if name in facts.held)
-    return any(_holds_rows(facts, one) for one in (held, *others))
+    names = {name for group in facts.resolved.tree.tied if not set(group).isdisjoint(stored.names) for name in group}
+    others = (facts.stored[name] for name in names if name in facts.stored)
+    return any(_splits_rows(facts, one) for one in (stored, *others))
 
 
-def _holds_rows(facts: HeldParameters, held: Held) -> bool:
-    if held.style.splits_rows:
+def _splits_rows(facts: StorageFacts, stored: StoredParameter) -> bool:
+    if stored.style.splits_rows:
         return True
-    if held.module.kind == "embedding" or held.how.shard != "out" or held.how.packed:
+    if stored.module.kind == "embedding" or stored.placement.shard != "out" or stored.placement.packed:
         return False
-    output = boundary(held.rule).output
-    return output is not None and output.moves and held.size in facts.vocabularies
+    output = boundary(stored.rule).output
+    return output is not None and output.moves and stored.size in facts.vocabularies
 
 
 def chunks(rows: int, ranks: int) -> tuple[int, ...]:

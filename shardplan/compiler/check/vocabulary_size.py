@@ -9,7 +9,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 
 from .check_words import join
 from .facts import Facts
-from .stored_by_rules import Held
+from .stored_by_rules import StoredParameter
 from .vocabulary_rows import chunks, leaves_rank_empty, vocabulary_rows
 
 UNEVEN = Code(
@@ -60,20 +60,20 @@ MOST_LISTED = 8  # ranks whose rows are listed one by one
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each number of rows."""
-    tables: dict[int, list[Held]] = defaultdict(list)
-    for held in facts.splits:
-        if vocabulary_rows(facts, held):
-            tables[held.size].append(held)
-    for rows, helds in tables.items():
+    tables: dict[int, list[StoredParameter]] = defaultdict(list)
+    for stored in facts.splits:
+        if vocabulary_rows(facts, stored):
+            tables[stored.size].append(stored)
+    for rows, group in tables.items():
         if facts.tp is not None and rows % facts.tp:
-            yield _finding(rows, facts.tp, helds)
+            yield _finding(rows, facts.tp, group)
 
 
-def _finding(rows: int, tp: int, helds: list[Held]) -> Diagnostic:
+def _finding(rows: int, tp: int, group: list[StoredParameter]) -> Diagnostic:
     empty = leaves_rank_empty(rows, tp)
     dealt = chunks(rows, tp)
     # The head's rule is the same with and without the sequence-parallel overlay; the embedding's is not.
-    location = helds[-1].rule.location
+    location = group[-1].rule.location
     return Diagnostic(
         code=EMPTY.code if empty else UNEVEN.code,
         severity=Severity.ERROR if empty else Severity.WARNING,
@@ -84,7 +84,7 @@ def _finding(rows: int, tp: int, helds: list[Held]) -> Diagnostic:
         help="use a smaller tp size, or leave it whole with `replicate`"
         if empty
         else f"nothing has to be changed; a vocabulary of {-(-rows // tp) * tp} rows would be even",
-        modules=tuple(dict.fromkeys(name for held in helds for name in held.assigned)),
+        modules=tuple(dict.fromkeys(name for stored in group for name in stored.assigned)),
     )
 
 

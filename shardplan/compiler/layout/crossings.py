@@ -126,33 +126,33 @@ class Crossings:
             if self.known.run.requires_grad[number]:
                 self._resolved(event, number, position)
         if output is not None and output.moves and event.inputs:
-            self._hand_on(event, bound, output)
+            self._type_output(event, bound, output)
         if bound.tail and event.outputs:
             self.known.types[event.outputs[0]] = Type("tail", tail=bound.tail)
         for position in bound.boundary.outside:
             if position < len(event.inputs):
-                self._hand_outside(event, position)
+                self._type_outside_reads(event, position)
         if not event.module:
-            self._hand_over(event)
+            self._check_results(event)
         self.running.pop()
 
-    def _hand_on(self, event: Event, bound: BoundModule, output: OutputBoundary) -> None:
-        number, handed, hands = event.inputs[0], event.outputs[0], output.destination
+    def _type_output(self, event: Event, bound: BoundModule, output: OutputBoundary) -> None:
+        number, moved, destination = event.inputs[0], event.outputs[0], output.destination
         computed, ndim = self.known.type_of(number), self.known.run.values[number].ndim
         if not self._fits(computed, output.source, ndim, None):
             wanted = str(output.source)
             self.known.find("result", event, bound.name, (number,), actual=computed.describe(ndim), wanted=wanted)
-        if output.open_gradient:
-            hands = self.incoming[bound.name] = self.gathers.get(bound.name, R)
+        if output.unresolved_gradient:
+            destination = self.incoming[bound.name] = self.gathers.get(bound.name, R)
         if bound.scope in self.running:
-            hands = P
-        if output.source == P and hands.kind in "IV" and not bound.vocabulary:
-            self.reduced.append((handed, bound.name))
-        if handed != number:
-            self.known.types[handed] = declared(hands, self.known.run.values[handed].ndim)
-            self.known.maker[handed] = bound.name
+            destination = P
+        if output.source == P and destination.kind in "IV" and not bound.vocabulary:
+            self.reduced.append((moved, bound.name))
+        if moved != number:
+            self.known.types[moved] = declared(destination, self.known.run.values[moved].ndim)
+            self.known.maker[moved] = bound.name
 
-    def _hand_outside(self, event: Event, position: int) -> None:
+    def _type_outside_reads(self, event: Event, position: int) -> None:
         found = self.known.type_of(event.inputs[position])
         if found.kind not in ("R", "whole"):
             ndim = self.known.run.values[event.inputs[position]].ndim
@@ -163,7 +163,7 @@ class Crossings:
         self.known.types[event.outputs[position]] = Type("I")
         self.known.maker[event.outputs[position]] = event.module
 
-    def _hand_over(self, event: Event) -> None:
+    def _check_results(self, event: Event) -> None:
         """The model's results: callers get each on every rank whole, with a complete gradient."""
         for name, number in zip(event.names, event.outputs, strict=True):
             found = self.known.type_of(number)

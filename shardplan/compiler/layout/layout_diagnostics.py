@@ -40,8 +40,8 @@ def _partial(f: Finding) -> str:
     where = starred(f.module) or "the model"
     if f.subject == f.module:
         return f"a gradient inside {where} would be a partial sum, and is taken as complete"
-    handed = f"what {starred(f.subject) or 'the model'} hands to {where}"
-    return f"the gradient of {handed} would be a partial sum, and is taken as complete"
+    value = f"what {starred(f.subject) or 'the model'} hands to {where}"
+    return f"the gradient of {value} would be a partial sum, and is taken as complete"
 
 
 def _result(name: str) -> str:

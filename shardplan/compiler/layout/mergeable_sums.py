@@ -56,7 +56,7 @@ class SeenSum:
 
 
 def seen_sums(
-    tree: ModuleTree, run: Trace, handed: Iterable[tuple[int, str]], declared: Iterable[SummedOutputs]
+    tree: ModuleTree, run: Trace, outputs: Iterable[tuple[int, str]], declared: Iterable[SummedOutputs]
 ) -> tuple[SeenSum, ...]:
     """Look at the sums that a plan declares, in each call of their blocks; of those whose block does not run, nothing is said.
 
@@ -68,7 +68,7 @@ def seen_sums(
     by_member = {name: one for one in declared for name in one.members}
     if not by_member:
         return ()
-    calls = _calls(run, set(handed), by_member)
+    calls = _calls(run, set(outputs), by_member)
     reading = run.readers()
     found = []
     for one in dict.fromkeys(by_member.values()):
@@ -84,7 +84,7 @@ _Call = list[tuple[str, int | None]]
 
 
 def _calls(
-    run: Trace, handed: set[tuple[int, str]], by_member: Mapping[str, SummedOutputs]
+    run: Trace, outputs: set[tuple[int, str]], by_member: Mapping[str, SummedOutputs]
 ) -> Mapping[str, list[_Call]]:
     """Block -> for each of its calls, the members of its sums that ran."""
     blocks = {one.block for one in by_member.values()}
@@ -99,7 +99,7 @@ def _calls(
             running.pop()
             one = by_member.get(event.module)
             if one is not None and one.block in running:
-                value = event.outputs[0] if event.outputs and (event.outputs[0], event.module) in handed else None
+                value = event.outputs[0] if event.outputs and (event.outputs[0], event.module) in outputs else None
                 calls[one.block][-1].append((event.module, value))
     return calls
 
@@ -133,7 +133,7 @@ def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one:
     return SeenSum(one, through=tuple(passed))
 
 
-def shared_sums(run: Trace, handed: Iterable[tuple[int, str]]) -> tuple[SharedSum, ...]:
+def shared_sums(run: Trace, outputs: Iterable[tuple[int, str]]) -> tuple[SharedSum, ...]:
     """The sums that a block's code makes of reduced values.
 
     Args:
@@ -141,10 +141,10 @@ def shared_sums(run: Trace, handed: Iterable[tuple[int, str]]) -> tuple[SharedSu
         handed: (value, module) for each partial sum that a module reduces as it hands it on, in the order of the run.
     """
     reading = run.readers()
-    times = dict.fromkeys((module for _, module in handed), 0)
-    for _, module in handed:
+    times = dict.fromkeys((module for _, module in outputs), 0)
+    for _, module in outputs:
         times[module] += 1
-    once = [(number, module) for number, module in handed if times[module] == 1 and element(block(module))]
+    once = [(number, module) for number, module in outputs if times[module] == 1 and element(block(module))]
     found = []
     for home, members in groupby(once, key=lambda one: block(one[1])):
         paths = [(module, *_path(run, reading, number, home)) for number, module in members]
@@ -158,8 +158,8 @@ def shared_sums(run: Trace, handed: Iterable[tuple[int, str]]) -> tuple[SharedSu
 
 def in_every_block(sums: Sequence[SharedSum], blocks: Iterable[str]) -> bool:
     """Whether each of the blocks has the same sums."""
-    said = [{_relative(one, name) for one in sums if block(one.closer) == name} for name in blocks]
-    return all(one == said[0] for one in said)
+    relative = [{_relative(one, name) for one in sums if block(one.closer) == name} for name in blocks]
+    return all(one == relative[0] for one in relative)
 
 
 def _relative(one: SharedSum, home: str) -> SharedSum:

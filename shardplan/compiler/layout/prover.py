@@ -81,9 +81,9 @@ class Prover:
         )
 
     def _parameters(self) -> None:
-        held = {full_name(b.name, p.name): (b.name, p) for b in self.plan.values() for p in b.parameters}
+        owned = {full_name(b.name, p.name): (b.name, p) for b in self.plan.values() for p in b.parameters}
         for number, name in self.run.parameters.items():
-            self.known.maker[number], parameter = held[name]
+            self.known.maker[number], parameter = owned[name]
             dim = parameter.computed.dim
             if isinstance(dim, int):
                 order = packed_indices(parameter.parts, len(self.runs)) if parameter.parts else None

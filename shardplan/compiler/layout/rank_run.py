@@ -80,10 +80,10 @@ class RankRecorder(Recorder):
                 moved[position] = _like(results[position], whole)
             elif output is not None and output.moves:
                 waits = bound.scope is not None and self.runs_inside(bound.scope)
-                hands = P if waits else output.destination
-                if hands == output.source == P:
+                destination = P if waits else output.destination
+                if destination == output.source == P:
                     continue
-                new = self._placed(hands, results[0], whole)
+                new = self._placed(destination, results[0], whole)
                 if new is not None:
                     moved[0] = new
         return moved
@@ -174,15 +174,15 @@ def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, ra
         module = local.get_submodule(bound.name)
         for parameter in bound.parameters:
             owner, leaf = owner_of(module, parameter.name)
-            held: dict[str, Any] = owner._parameters  # a plain tensor stands in for what is withheld
-            old = held[leaf]
+            parameters: dict[str, Any] = owner._parameters  # a plain tensor stands in for what is withheld
+            old = parameters[leaf]
             if old is None:
                 continue
             if parameter.withheld:
-                held[leaf] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
+                parameters[leaf] = torch.zeros_like(old) if parameter.withheld == "zeros" else None
                 continue
             data = local_part(old.detach(), parameter, ranks, rank)
-            held[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
+            parameters[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
         layer = module.get_submodule(bound.module.layer)  # "" is the module itself
         divide_attributes(layer, bound.divide, ranks)
         if bound.vocabulary is not None:
@@ -198,9 +198,9 @@ def _look_up_own_rows(module: nn.Module, rows: int, ranks: int, rank: int) -> No
     own: Callable[..., Tensor] = module.forward  # the class's, or one that was set on the instance
 
     def forward(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        elsewhere = (input < start) | (input >= start + length)
-        vectors = own((input - start).masked_fill(elsewhere, 0), *args, **kwargs)
-        return vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
+        foreign = (input < start) | (input >= start + length)
+        vectors = own((input - start).masked_fill(foreign, 0), *args, **kwargs)
+        return vectors.masked_fill(foreign.unsqueeze(-1), 0)
 
     module.forward = forward
 

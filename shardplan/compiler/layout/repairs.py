@@ -114,8 +114,8 @@ def written(rule: Rule) -> str:
     options = {name: value for name, value in rule.options.items() if value != default[name]}
     if not options:
         return rule.style
-    said = ", ".join(f"{name}: {_value(value)}" for name, value in options.items())
-    return f"{{style: {rule.style}, {said}}}"
+    listed = ", ".join(f"{name}: {_value(value)}" for name, value in options.items())
+    return f"{{style: {rule.style}, {listed}}}"
 
 
 def _value(value: object) -> str:

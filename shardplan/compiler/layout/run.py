@@ -73,16 +73,18 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
     runs = [run(rank) for rank in range(ranks)]
     owners = {name: module.name for name, (module, _) in plan.tree.parameters.items()}
     spreads, origins = Spreads(bound, bench.reference, runs), Origins(runs[0], owners)
-    open_ones = [name for name, one in bound.items() if one.boundary.output and one.boundary.output.open_gradient]
+    unresolved = [
+        name for name, one in bound.items() if one.boundary.output and one.boundary.output.unresolved_gradient
+    ]
     parts: dict[Place, dict[int, bool]] = {}
 
     def typed(layout: Layout) -> Proof:
-        gathers = dict.fromkeys(open_ones, layout)
+        gathers = dict.fromkeys(unresolved, layout)
         return Prover(bench.model, bound, spreads, origins, gathers, plan.fsdp_units, parts, stop).prove()
 
     while True:
         best = typed(R)
-        if best.findings and open_ones:
+        if best.findings and unresolved:
             best = min(best, typed(I), key=lambda proof: (proof.stopped, len(proof.findings)))
         if best.findings or not best.doubts:
             break

@@ -29,7 +29,7 @@ def split_lengths(plan: ResolvedPlan, bench: Workbench) -> Mapping[int, str]:
     ranks = plan.sizes.tp or 1
     run = run_rank(bench.model, bench.inputs, bench.atoms, boundaries(plan), bench.reference, ranks, 0)
     facts = Facts(plan)
-    rows = {held.size for held in facts.splits if vocabulary_rows(facts, held)} | facts.vocabularies
+    rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)} | facts.vocabularies
     found: dict[int, str] = {}
     for event in run.events:
         whole = bench.reference.at.get(event.place)

@@ -33,11 +33,11 @@ class IncomingLayouts:
         waits = P in move.sources and any(output.until_block_input for output in self.outputs.values())
         return P if waits else move.sources[0]
 
-    def handed(self, name: str) -> Layout:
+    def output_layout(self, name: str) -> Layout:
         """What a module hands on that says so: where its readers decide, what the layout check found, else R where a head
         follows that takes R, else I."""
         output = self.outputs[name]
-        if not output.open_gradient:
+        if not output.unresolved_gradient:
             return output.destination
         return self.seen.get(name) or (R if self._free_readers() else I)
 
@@ -45,7 +45,7 @@ class IncomingLayouts:
         if name in self.seen:
             return self.seen[name]
         gathers = [other for other, output in self.outputs.items() if output.gathers]
-        return self._in_block_input(name) or (self.handed(gathers[-1]) if gathers else I)
+        return self._in_block_input(name) or (self.output_layout(gathers[-1]) if gathers else I)
 
     def _in_block_input(self, name: str) -> Layout | None:
         found = (self.modules[ancestor].boundary.within for ancestor in ancestors(name))

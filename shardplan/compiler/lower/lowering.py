@@ -118,7 +118,7 @@ def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:
     if output is None or not output.moves or output.dtensor:
         return None
     size = one.width if output.source == V(-1) else None
-    return OutputMove(output.source, incoming.handed(one.name), size)
+    return OutputMove(output.source, incoming.output_layout(one.name), size)
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
