@@ -76,7 +76,7 @@ def test_a_module_that_mixes_dtypes_cannot_be_mended():
     model = tree("mixtral-float64-bias")
     (finding,) = checked("data_parallel:\n  units: [model.layers.*]\n", model, dp_shard=2)
     assert finding.message == (
-        "the FSDP unit model.layers.* has parameters of dtypes float32 and float64, and may have only one"
+        "the FSDP unit model.layers.* has parameters of dtypes float32 and float64, but may have only one"
     )
     assert finding.modules == ("model.layers.0.mlp.gate.bias", "model.layers.1.mlp.gate.bias")
     (root,) = checked(FSDP2, model, dp_shard=2)
@@ -294,6 +294,6 @@ def test_axes_that_are_not_supported_are_refused(axis: str, name: str):
     (finding,) = checked("", **{axis: 2})
     assert (finding.code, finding.message) == (
         "SP550",
-        f"the mesh axis {axis} has size 2, and {name} is not supported yet",
+        f"the mesh axis {axis} has size 2, but {name} is not supported yet",
     )
     assert checked("", **{axis: 1}) == ()

@@ -194,8 +194,8 @@ def test_an_attribute_must_be_there_and_a_number():
     text = rules("transformer.h.*.attn: {style: input_with_grad_allreduce, divide: [heads, config.n_heads]}")
     model = tree("gpt2-no-dropout")
     assert messages(checked(text, model, None)) == [
-        "SP306: `divide` names nothing to divide for transformer.h.*.attn: GPT2Attention has no number heads",
-        "SP306: `divide` names nothing to divide for transformer.h.*.attn: the configuration has no number n_heads",
+        "SP306: `divide` does not fit for transformer.h.*.attn: GPT2Attention has no number heads",
+        "SP306: `divide` does not fit for transformer.h.*.attn: the configuration has no number n_heads",
     ]
 
 
@@ -273,7 +273,7 @@ def test_an_uneven_vocabulary_is_a_warning_that_says_how_the_ranks_are_filled():
     (finding,) = checked("gpt2", tree("gpt2-no-dropout"), 4)
     assert (finding.code, finding.severity) == ("SP320", Severity.WARNING)
     assert finding.message == (
-        "a vocabulary of 50257 rows does not divide by tp=4: the ranks get 12565, 12565, 12565 and 12562 rows"
+        "tp=4 does not divide a vocabulary of 50257 rows: the ranks get 12565, 12565, 12565 and 12562 rows"
     )
     assert finding.modules == ("transformer.wte", "lm_head")
 
@@ -297,4 +297,4 @@ def test_a_module_without_a_configuration_has_none_to_divide():
     modules = {name: replace(module, config={}) for name, module in model.modules.items()}
     text = rules("model.layers.*.mlp.{gate,up}_proj: {style: colwise, divide: [config.num_attention_heads]}")
     found = messages(checked(text, replace(model, modules=modules), 2))
-    assert "Linear, which holds no configuration, has no number num_attention_heads" in found[0]
+    assert "Linear, which has no configuration, has no number num_attention_heads" in found[0]

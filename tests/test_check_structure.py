@@ -133,7 +133,7 @@ def test_tied_parameters_are_held_alike(embedding: str, head: str, alike: bool):
 def test_a_tie_of_which_one_side_is_split_names_both_rules_and_the_remedy():
     (finding,) = checked(rules(MLP + "model.embed_tokens: embedding_rowwise\nlm_head: replicate"), TIED)
     assert finding.message == (
-        "model.embed_tokens.weight and lm_head.weight are one parameter, but are held in different ways: "
+        "model.embed_tokens.weight and lm_head.weight are one parameter, but the plan stores it in different ways: "
         "split along dim 0, whole"
     )
     assert finding.primary.location.path[-1] == "model.embed_tokens"

@@ -256,16 +256,21 @@ def test_quick_says_what_is_not_certain(tmp_path):
     folder = written(tmp_path / "checkpoint", configuration("mixtral"))
     report = shardplan.validate(str(folder), "mixtral", tp=16, quick=True)
     assert report.ok and {d.code for d in report.warnings} >= {"SP302"}
-    assert all(d.notes[-1].startswith("told by the names and shapes") for d in report.warnings)
+    assert all(d.notes[-1].startswith("this follows from the names and shapes") for d in report.warnings)
 
 
 @pytest.mark.parametrize(
     ("model", "plan", "options", "message"),
     [
-        ("llama", "llama", {}, "is no folder"),
+        ("llama", "llama", {}, "is not a folder"),
         ("{folder}", "hf", {}, "the plan `hf`"),
         ("{folder}", "llama", {"settings": {"num_hidden_layers": 2}}, "cannot be changed"),
-        (str(ROOT / "tests" / "cases" / "models" / "qwen3-8b.json"), "llama", {}, "holds no whole checkpoint"),
+        (
+            str(ROOT / "tests" / "cases" / "models" / "qwen3-8b.json"),
+            "llama",
+            {},
+            "has no complete safetensors checkpoint",
+        ),
     ],
 )
 def test_nothing_to_look_at_quickly(model, plan, options, message, llama):
@@ -275,7 +280,7 @@ def test_nothing_to_look_at_quickly(model, plan, options, message, llama):
 
 def test_the_command_line_says_so_too(capsys):
     assert main(["validate", "llama", "llama", "--quick"]) == 2
-    assert "is no folder" in capsys.readouterr().err
+    assert "is not a folder" in capsys.readouterr().err
 
 
 # What is imported

@@ -157,7 +157,7 @@ def test_a_wrong_tower_is_refused(tmp_path):
 def test_images_of_an_unknown_form_are_a_warning():
     report = shardplan.validate("fuyu", "auto", tp=2, sequence_parallel=False)
     assert [(d.code, d.is_error) for d in report.diagnostics] == [("SP407", False)]
-    assert "takes images" in report.diagnostics[0].message and report.diagnostics[0].notes
+    assert "accepts images" in report.diagnostics[0].message and report.diagnostics[0].notes
 
 
 @slow

@@ -91,7 +91,7 @@ def checked(attention: type[nn.Module], rules: dict) -> Report:
 
 
 PACKED = {**PLAIN, "h.*.attn.c_attn": {"style": "packed_colwise", "packed": 3}}
-PACKED_HELP = "say `h.*.attn.c_attn: {style: packed_colwise, packed: 3}`, not colwise, and add "
+PACKED_HELP = "write `h.*.attn.c_attn: {style: packed_colwise, packed: 3}` instead of `colwise`, and add "
 
 
 @pytest.mark.parametrize(

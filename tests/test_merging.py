@@ -327,8 +327,8 @@ def test_a_part_that_is_called_alone_is_reduced_by_itself() -> None:
     ("mode", "message"),
     [
         ("norm of second", "first.o is read by something else"),
-        ("skip second", "second.o is the last that is named, at which the sum is reduced, and does not run"),
-        ("swap", "second.o is the last that is named, at which the sum is reduced, and runs before others"),
+        ("skip second", "second.o is listed last, where the sum is reduced, but does not run"),
+        ("swap", "second.o is listed last, where the sum is reduced, but runs before others"),
     ],
 )
 def test_a_sum_that_is_none_is_refused(mode: str, message: str) -> None:
@@ -368,7 +368,7 @@ def test_a_sum_behind_a_dropout() -> None:
     [
         (["first.o", "second.out"], "SP208", "`second.out` in `sum_outputs` matches no module of blocks.*"),
         (["first.o"], "SP208", "matches blocks.*.first.o alone"),
-        (["first.a", "second.o"], "SP365", "hands on no partial sum"),
+        (["first.a", "second.o"], "SP365", "no partial sum is reduced at"),
     ],
 )
 def test_what_cannot_be_summed(said: list[str], code: str, message: str) -> None:

@@ -70,7 +70,7 @@ def test_what_is_switched_on_are_the_plans_units_also_where_they_are_not_wrapped
 def test_what_is_switched_on_without_units_is_refused(mesh, tmp_path):
     plan = tmp_path / "plan.yaml"
     plan.write_text('version: "1"\nname: plan\ntensor_parallel: {lm_head: colwise_gather_output}\n', "utf-8")
-    with pytest.raises(ValueError, match="compile=True says no modules: the plan has no data-parallel units"):
+    with pytest.raises(ValueError, match="compile=True names no modules: the plan has no data-parallel units"):
         apply_plan(reduced_model("llama", 4).build(), mesh, plan, src_data_rank=None, compile=True)
 
 

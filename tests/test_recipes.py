@@ -335,4 +335,4 @@ def test_a_record_that_lacks_a_move_is_refused_wherever_styles_are_read(tmp_path
     )
     done = run("python -m shardplan lint llama", copy)
     assert done.returncode != 0
-    assert "TypeError: style rowwise_seq: hands on V(seq), but does not say what the module computes" in done.stderr
+    assert "TypeError: style rowwise_seq: has the output destination V(seq), but no output source" in done.stderr

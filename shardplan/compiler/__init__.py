@@ -3,9 +3,9 @@
 | file | stage |
 |---|---|
 | pipeline | all of them in their order, each collecting its findings |
-| inputs | the model, the mesh and the plan file, as users give them |
-| early | what can be said before torch is imported |
+| user_inputs | the model, the mesh and the plan file, as users give them |
+| early | what the plan and the checkpoint's files show before torch is imported |
 | overrides | keyword arguments over the plan's sections |
 | variants | bind, check, prove layouts: for tensor parallel, and with the sequence-parallel overlay |
-| program | lower |
+| lowering_stage | lower |
 """

@@ -1,4 +1,4 @@
-"""What can be said of a plan and a model before torch is imported: the plan itself, and the names and sizes in a
+"""What is known of a plan and a model before torch is imported: the plan itself, and the names and sizes in a
 checkpoint's files."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 NAMES = frozenset(("SP201", "SP202", "SP203"))
 SIZES = frozenset(("SP301", "SP302", "SP303"))
 ALIKE = 0.6  # of two words: as near as `bind.suggestions` looks
-UNSURE = "told by the names and shapes of the checkpoint alone: the model's own may differ"
+UNSURE = "this follows from the names and shapes of the checkpoint alone; the model's own may differ"
 
 
 class NoCheckpoint(ValueError):
-    """A quick look is wanted at what is no checkpoint's folder."""
+    """A quick look was requested at something that is not a checkpoint's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def _apart(plan: PlanFile) -> Callable[[str], bool]:
 def look_early(
     source: Model, plan: AnyPlan, sizes: MeshSizes, sequence_parallel: bool | None, *, quick: bool
 ) -> Report:
-    """Everything that can be told without torch. Where the report has errors, nothing else needs to be looked at.
+    """Everything that can be checked without torch. Where the report has errors, nothing else needs to be looked at.
 
     Args:
         quick: also what is not certain, and a plan `auto` by the names in the configuration.
@@ -121,10 +121,10 @@ def _why(source: Model, file: ConfigFile | None, plan: AnyPlan) -> str:
     if plan == "hf":
         return "the plan `hf` is read from the model itself, which a quick look does not build"
     if source.settings:
-        return "a quick look is at a checkpoint as it is: its numbers cannot be changed"
+        return "a quick look reads a checkpoint as it is: its numbers cannot be changed"
     if file is None:
-        return f"{source.shown} is no folder: a quick look is at the files of a checkpoint"
-    return f"{source.shown} holds no whole checkpoint in safetensors beside its config.json"
+        return f"{source.shown} is not a folder: a quick look reads the files of a checkpoint"
+    return f"{source.shown} has no complete safetensors checkpoint beside its config.json"
 
 
 def config_file(source: Model) -> tuple[ConfigFile | None, tuple[Diagnostic, ...]]:
@@ -159,12 +159,12 @@ def _are_named_so(stored: Element, source: Source) -> bool:
 def early_findings(
     plan: PlanFile, checkpoint: Checkpoint, sizes: MeshSizes, sequence_parallel: bool | None, *, sure: bool
 ) -> tuple[Diagnostic, ...]:
-    """What names and shapes say against a plan.
+    """The findings that names and shapes give.
 
     Args:
         plan: free of errors.
         sequence_parallel: as for `validate`.
-        sure: only errors that the whole check finds too; without it the others as well, as warnings that say so.
+        sure: only errors that the whole check finds too; without it the others as well, as warnings with a note.
     """
     from .check.divisibility import check as check_sizes
     from .check.facts import Facts

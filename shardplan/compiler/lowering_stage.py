@@ -26,7 +26,7 @@ def program_of(
         variants: without errors.
 
     Raises:
-        ValueError: `logits` or `sections` ask for what the plan has not.
+        ValueError: `logits` or `sections` ask for something that the plan does not have.
         TypeError: `regather` is no bool.
     """
 
@@ -34,7 +34,7 @@ def program_of(
         resolved = variants.resolved[overlays]
         if overlays in variants.layouts:
             resolved = variants.layouts[overlays].onto(resolved)
-        else:  # what is not seen to hold is not done
+        else:  # no run has shown that these sums are right
             resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
         return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
 

@@ -1,4 +1,4 @@
-"""Keyword arguments of `apply_plan` laid over what a plan says."""
+"""Keyword arguments of `apply_plan` laid over a plan's sections."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
             resolved = _off(resolved, name)
         elif value is True and getattr(resolved, name) is None:
             if name == "data_parallel":
-                raise ValueError("data_parallel=True says no units: the plan has no such section, pass a mapping")
+                raise ValueError("data_parallel=True names no units: the plan has no such section, pass a mapping")
             if not units:
                 raise ValueError(
-                    f"{name}=True says no modules: the plan has no data-parallel units, pass a mapping with `modules`"
+                    f"{name}=True names no modules: the plan has no data-parallel units, pass a mapping with `modules`"
                 )
             resolved = _with_section(resolved, name, units)
     return resolved
@@ -73,7 +73,7 @@ def _with_section(resolved: ResolvedPlan, section: str, units: tuple[str, ...]) 
 
 
 def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan:
-    """Let all that is gathered along the sequence be gathered again in backward, or nothing of it; None is as the plan says.
+    """Let all that is gathered along the sequence be gathered again in backward, or nothing of it; None leaves the plan's choice.
 
     Raises:
         TypeError: it is neither.

@@ -1,4 +1,4 @@
-"""The pipeline, stage by stage: what was named is read, the plan is bound and checked, its layouts are proven, and a variant
+"""The pipeline, stage by stage: the model and the plan are read, the plan is bound and checked, its layouts are proven, and a variant
 becomes a Program. Each stage collects its findings and raises nothing for them."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile"],
 
 
 class Changes(TypedDict, total=False):
-    """What is said beside a plan, as keyword arguments of the functions that compile one: `compile_plan` tells what each means."""
+    """Changes to a plan, as keyword arguments of the functions that compile one: `compile_plan` documents each."""
 
     sequence_parallel: bool
     logits: Logits
@@ -47,7 +47,7 @@ def sections_of(changes: Changes) -> dict[str, Override]:
 
 @dataclass(frozen=True)
 class Given:
-    """A model and a plan as they were found, or the findings that say why not.
+    """A model and a plan as they were found, or the findings that explain why not.
 
     Args:
         model: as the user named it.
@@ -81,7 +81,7 @@ def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None
         sections: laid over the plan's.
 
     Raises:
-        TypeError: something that is no model, no plan, or no section.
+        TypeError: something that is not a model, a plan or a section.
     """
     from shardplan.language import parse_plan
 
@@ -98,7 +98,7 @@ def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None
 
 @dataclass(frozen=True)
 class Compiled:
-    """A variant of a plan as a program, or the findings that say why there is none.
+    """A variant of a plan as a program, or the findings that explain why there is none.
 
     Args:
         program: None where a stage found errors.

@@ -70,7 +70,7 @@ def find_model(source: Model) -> tuple[FoundModel | None, tuple[Diagnostic, ...]
 
 
 def read_plan(plan: AnyPlan, found: FoundModel | None) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
-    """The plan and its text, or None and why not. What depends on a model that was not found has no findings."""
+    """The plan and its text, or None and why not. A plan that depends on a model that was not found has no findings."""
     from shardplan.language import parse_plan
 
     if isinstance(plan, Plan):

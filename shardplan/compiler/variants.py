@@ -23,7 +23,7 @@ class Variants:
     Args:
         resolved: the bound plan of each.
         findings: what is wrong with each.
-        layouts: what the layout check found out, where it ran.
+        layouts: the results of the layout check, where it ran.
     """
 
     resolved: Mapping[Overlays, ResolvedPlan]
@@ -41,7 +41,7 @@ class Variants:
 
     @property
     def all_findings(self) -> tuple[Diagnostic, ...]:
-        """The findings of all variants, what both say once."""
+        """The findings of all variants; those of both appear once."""
         return _merged(list(self.findings.values()))
 
     def with_findings(self, more: Mapping[Overlays, tuple[Diagnostic, ...]]) -> Variants:
@@ -89,7 +89,7 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
 
     Args:
         model: the model at the size of tp that is checked.
-        allow_unproven: what keeps a plan from being proven is a warning, and else an error.
+        allow_unproven: what keeps a plan from being proven is a warning instead of an error.
     """
     sizes = next(iter(variants.resolved.values())).sizes
     if sizes.cp > 1:

@@ -1,1 +1,1 @@
-"""The data types that the stages hand to each other. Imports nothing but the standard library."""
+"""The data types that the stages exchange. Imports only the standard library."""

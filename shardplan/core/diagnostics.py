@@ -61,9 +61,9 @@ class Diagnostic:
     Args:
         code: `SPnnn`, never reused; `shardplan explain CODE` prints its page.
         severity: error or warning.
-        message: one sentence, without a final full stop, that says what was declared and what was needed.
+        message: one sentence, without a final full stop, that names what is declared and what is needed.
         primary: the line of the plan to change, if there is one.
-        related: other lines of the plan that have to do with it.
+        related: other lines of the plan that are involved.
         notes: facts, one per line (`model.layers.0.self_attn: num_key_value_heads is 4`).
         help: what to change, as an instruction.
         modules: the modules or parameters concerned; equal findings over layers are one diagnostic.
@@ -103,7 +103,7 @@ class Code:
 
 
 class PlanError(ValueError):
-    """A plan that cannot be used; `diagnostics` holds every finding, `str()` the text rendering of them.
+    """A plan that cannot be used; `diagnostics` has every finding, `str()` renders them as text.
 
     Args:
         diagnostics: all findings, errors and warnings.

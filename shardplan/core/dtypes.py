@@ -23,7 +23,7 @@ def dtype_name(dtype: object, what: str, allowed: tuple[str, ...] = DTYPES) -> s
         what: the argument, for the message.
 
     Raises:
-        ValueError: none of those that are allowed.
+        ValueError: the dtype is not one of the allowed ones.
     """
     name = NAMES.get(str(dtype).removeprefix("torch."))
     if name not in allowed:

@@ -1,4 +1,4 @@
-"""What a plan costs on a mesh, as `estimate` says it: data, rendered elsewhere."""
+"""What a plan costs on a mesh, as `estimate` reports it: data, which `report` renders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .dtypes import dtype_name
 from .mesh import Axis, MeshSizes
 
 Phase = Literal["forward", "backward", "optimizer step"]
-# What bounds the time of a step.
+# What may bound the time of a step.
 Term = Literal["compute", "memory", "links in a node", "network"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -52,7 +52,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """The step whose cost is asked for.
+    """The step whose cost is estimated.
 
     Args:
         seq_len: tokens of a sequence.
@@ -62,7 +62,7 @@ class TrainingStep:
         optimizer: "adamw", "sgd" or "none".
 
     Raises:
-        ValueError: a size that is no positive integer, an unknown word.
+        ValueError: a size that is not a positive integer, an unknown word.
     """
 
     seq_len: int
@@ -82,7 +82,7 @@ class TrainingStep:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an estimate is asked for.
+    """What is estimated.
 
     Args:
         model, plan: the names.
@@ -98,7 +98,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of rank 0, which has the largest shards, while a training step runs that is not the first.
+    """The memory of rank 0, which has the largest shards, in a training step after the first.
 
     Args:
         peak: category -> bytes on the device at the moment of the largest sum.

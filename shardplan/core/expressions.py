@@ -4,8 +4,9 @@
     term       = factor {("*" | "//") factor}
     factor     = whole number | name {"." name} | "(" expression ")"
 
-Python's parser says what binds to what. It never sees a text of a plan, only a skeleton such as `0*(1//2)` whose numbers
-stand for the operands: names as Python has none (`layers.0.size`), its keywords, warnings and limits are no concern.
+Python's parser decides what binds to what. It never reads the text of a plan, only a skeleton such as `0*(1//2)` whose
+numbers stand for the operands. Names that Python does not allow (`layers.0.size`), its keywords, warnings and limits
+therefore do not matter.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Expression = Number | Name | Operation
 
 
 class ExpressionError(ValueError):
-    """A text that is no expression.
+    """A text that is not an expression.
 
     Args:
         reason: what is wrong, without a final full stop.

@@ -1,4 +1,4 @@
-"""The layout of a value on one axis of the mesh, together with the layout of its gradient.
+"""The layout of a value and of its gradient on one axis of the mesh.
 
 Four types suffice for an axis (the operators f and g of Megatron-LM, arXiv 1909.08053, are I -> R and P -> I;
 sequence parallelism, arXiv 2205.05198, adds V):

@@ -49,13 +49,13 @@ AXIS_ALIASES: dict[str, Axis] = {
 
 
 def canonical_axis(name: str) -> Axis | None:
-    """The mesh axis of that name, or None where nobody calls an axis that."""
+    """The mesh axis of that name, or None where no axis has it."""
     return Axis(name) if name in AXES else AXIS_ALIASES.get(name)
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """The number of ranks on each axis. `tp` None means "not said": checks then hold for every size."""
+    """The number of ranks on each axis. `tp` None means that no size is given."""
 
     tp: int | None = None
     dp_shard: int = 1
@@ -71,7 +71,7 @@ class MeshSizes:
                 raise ValueError(f"the size of mesh axis {axis} must be a positive integer, not {size!r}")
 
     def of(self, axis: Axis) -> int:
-        """The number of ranks on an axis; 1 for a `tp` that is not said."""
+        """The number of ranks on an axis; 1 for a `tp` that is None."""
         return getattr(self, axis) or 1
 
     def text(self, axes: Iterable[Axis] = APPLIED, joined: str = " x ") -> str:
@@ -87,7 +87,7 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
     """The sizes of a mesh from axis names, in any of their spellings.
 
     Raises:
-        ValueError: an axis that is none, two names of one axis, a size that is no positive integer.
+        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer.
     """
     given: dict[Axis, int] = {}
     for name, size in mesh.items():
@@ -101,7 +101,7 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
 
 
 def duplicate_axes(names: Iterable[str]) -> tuple[str, ...]:
-    """The canonical axes that several of the given names stand for."""
+    """The canonical axes that several of the given names mean."""
     seen: set[str] = set()
     twice: list[str] = []
     for name in names:

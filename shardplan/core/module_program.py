@@ -77,12 +77,12 @@ class InputMove:
     """A move of arguments on the way into a module.
 
     Args:
-        src: what arrives. At a module whose `link` is "block_input" a P is what the plan's own embedding hands on; where a
-            complete value comes instead (`inputs_embeds`) it is moved as I.
-        dst: what the module's forward gets.
+        src: the input's layout. At a module whose `link` is "block_input" a P is the output of the plan's own embedding; a
+            complete value in its place (`inputs_embeds`) is moved as I.
+        dst: the layout that the module's forward reads.
         argument: the argument's name; None is the first; "*" every floating-point tensor.
         regather: what is gathered is not kept for backward, but gathered again there.
-        shared_with: the module that was seen to move the same tensor before: what it moved is taken, which costs nothing.
+        shared_with: the module that the layout check saw move the same tensor before: its result is used, which costs nothing.
             For counting; when the model runs, the tensors themselves are compared.
     """
 
@@ -126,16 +126,16 @@ class ModuleProgram:
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
             an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose forward
             holds both.
-        joins: the module at which the output, a partial sum, is reduced together with that module's; zeros are handed on
-            in its place.
+        joins: the module at which the output, a partial sum, is reduced together with that module's; the module outputs zeros
+            instead.
         joined: the modules whose outputs are reduced with this one's.
-        collects: those of the modules below this block at which others join: nothing waits once its forward is over.
-        sum_rule: at a module at which others join, the words of the plan that say so.
+        collects: those of the modules below this block at which others join: nothing waits after its forward.
+        sum_rule: at a module at which others join, the plan's text that declares it.
         reads_in: the module around this one in each call of which a tensor is moved I -> R once for all that read it.
-        logits: the length of the whole vocabulary, where the output is handed on as a DTensor Shard(-1).
-        tail: how many trailing output features alone pass a move I -> R.
+        logits: the length of the whole vocabulary, where the output is a DTensor Shard(-1).
+        tail: how many trailing output features pass a move I -> R; 0: none do.
         outside: positions in the output that are read outside (R -> I).
-        divide: attributes of the instance to divide by tp; `config.x` divides what this instance's config says.
+        divide: attributes of the instance to divide by tp; `config.x` is a number of this instance's config.
         layer: the path to the layer itself inside this module, where adapters wrap it.
         group: the parameters below this module, itself included, whose partial gradients are summed together.
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention

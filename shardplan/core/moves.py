@@ -1,7 +1,7 @@
 """The one primitive: a move of a value from one layout to another, and what it costs.
 
-A move's backward takes the gradient in the layout that the destination's readers produce and hands it back in the
-layout that the source's type promises; so a move is named by two types and nothing else.
+A move's backward reads the gradient in the layout that the destination's readers produce and returns it in the layout
+of the source's gradient. Two layouts therefore define a move.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A field of a section: beside its type and default, what a document may write there and what an editor says about it."""
+"""A field of a section: its text, examples and bounds, beside its type and default."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What there is to say about a field.
+    """The description of a field.
 
     Args:
-        text: what it is for, in sentences; empty where the words that it takes are records, which have texts.
+        text: what it is for, in sentences; empty where its words are records, which have texts.
         examples: values, as a document has them.
         least, most: the bounds of a number, or of the length of a text; None is no bound.
-        number: what a number stands for, in a message about a field that takes words too.
+        number: what a number stands for, in a message about a field that accepts words too.
     """
 
     text: str
@@ -37,8 +37,8 @@ def option(
     """A dataclass's field that documents may write; the arguments are those of `Option`.
 
     Args:
-        default: what it holds in a document that leaves it out.
-        examples: without any, what a switch is when it is not left as it is.
+        default: its value in a document that leaves it out.
+        examples: without any, the opposite of a switch's default.
     """
     return field(default=default, metadata={"option": Option(text, examples or (not default,), least, most, number)})
 

@@ -45,12 +45,12 @@ class Rule:
         pattern: the glob.
         style: the canonical name of a style (an alias is resolved while parsing), or "none" (remove an inherited rule).
         location: where it stands.
-        optional: matching nothing is no error.
+        optional: matching nothing is not an error.
         override: may differ from an earlier rule of the same section for the same module.
         argument: the argument of `forward` that a block input moves; None is its first.
-        grad: what the readers of a gathered value hand back: "partial" (R) or "complete" (I); None is decided from the
-            structure (a head that takes R follows, or not).
-        output: what the module's output goes through: "gather", "all_reduce", "reduce_scatter".
+        grad: the gradient that the readers of a gathered value return: "partial" (R) or "complete" (I); None: the structure
+            decides (whether a head that accepts R follows).
+        output: the move of the module's output: "gather", "all_reduce", "reduce_scatter".
         packed: the sizes of the parts of a packed dimension, as expressions over config numbers, or the number of equal parts.
         divide: attributes of the module instance to divide by tp (`num_heads`, `config.num_attention_heads`).
         divides: numbers (expressions over config numbers) that tp must divide.
@@ -77,7 +77,7 @@ class Rule:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What two rules must agree on, besides the style, to say the same thing."""
+        """What two rules must agree on, besides the style, to declare the same."""
         return {
             "argument": self.argument,
             "grad": self.grad,
@@ -98,11 +98,11 @@ class PlanFile:
     Args:
         name: as the plan calls itself, else its file's name without the ending.
         file: the document's display name, as in `Location.file`.
-        data_parallel, activation_checkpointing, compile: as this document has them; `core.inherit` gives what holds.
+        data_parallel, activation_checkpointing, compile: as this document has them; `language` gives what applies after `extends`.
         parent: what it extends.
         lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
             of models).
-        sums: by section, what `sum_outputs` of its rules says.
+        sums: by section, the `sum_outputs` of its rules.
     """
 
     name: str
@@ -150,7 +150,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The rule that holds for one module or parameter, after layering.
+    """The rule that applies to one module or parameter, after layering.
 
     Args:
         name: the full dotted name in the model (without the base prefix).
@@ -172,18 +172,18 @@ class ResolvedPlan:
     Args:
         overlays: the variant: the sections that are laid over the tensor-parallel rules.
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
-        data_parallel, activation_checkpointing, compile: the sections that hold after `extends`.
+        data_parallel, activation_checkpointing, compile: the sections that apply after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
         dp_parts: modules that are FSDP units of their own beside the plan's: frozen ones, and those of a dtype of their own.
         dp_ignored: the parameters that data parallelism leaves alone, by full name.
-        arrivals: what the layout check saw arrive (I or R) at each module that takes both, and what a module with
-            `output: gather` hands on; None where it did not run.
-        elsewhere: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
+        incoming: the incoming layout (I or R) of each module that accepts both, and the output layout of each module with
+            `output: gather`, as the layout check saw them; None where it did not run.
+        cross_module_reads: each module that was seen to run -> the parameters of modules below it that its own code reads, by full
             name.
         sums: the outputs that are added up before they are reduced.
         shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every call of
             the block around both that the layout check saw. What is moved when the model runs does not depend on it
-            (the tensors themselves are compared then); the number of collectives that is stated does.
+            (the tensors themselves are compared then); the expected number of collectives does.
     """
 
     plan: PlanFile

@@ -1,4 +1,4 @@
-"""What validating and verifying hand back: data, rendered elsewhere."""
+"""The results of validating and verifying: data, which `report` renders."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ def as_errors(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
 
 
 def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
-    """The findings of a plan without and with its sequence-parallel overlay, each once: what both say of
-    different lines names both, and what only one says tells which, where its line does not."""
+    """The findings of a plan without and with its sequence-parallel overlay, each once: a finding of both
+    at different lines names both lines, and a finding of only one names the variant unless its line shows it."""
     tensor, sequence = ({_content(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
     both = [_of_both(d, sequence.get(content)) for content, d in tensor.items()]
     return (*both, *(_of_overlay(d) for content, d in sequence.items() if content not in tensor))
 
 
 def _content(diagnostic: Diagnostic) -> tuple[object, ...]:
-    """What a finding says, wherever it points."""
+    """The content of a finding, without its place."""
     return (diagnostic.code, diagnostic.message, diagnostic.notes, diagnostic.help, diagnostic.modules)
 
 
@@ -80,7 +80,7 @@ class Report:
 
     Args:
         diagnostics: every finding, in the order of the plan's lines.
-        secondary: what follows from the mistakes that `diagnostics` tells of.
+        secondary: what follows from the mistakes in `diagnostics`.
         sources: the texts that the findings point into.
         plans: the names of the plans, as the user wrote them.
         model: the model's name, or None where plans were read without one.
@@ -88,7 +88,7 @@ class Report:
         checked_tp: the tp size at which the size-dependent checks ran; None where there was none.
         variants: which variants of the plan were checked.
         allowed_tp: the tp sizes that the model allows with this plan, ascending; None where that was not
-            computed. Layouts are checked at `checked_tp`; the others divide what is split, and no more is known of them.
+            computed. Layouts are checked at `checked_tp`; for the others it is only known that they divide what is split.
         stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
             layouts of its reduced model; its numbers. Where a stage finds errors, the later ones are not reached.
         proof: the numeric proof, where that stage was reached.
@@ -143,7 +143,7 @@ class Comparison:
         error: the largest difference over the largest reference value, the worst over all ranks; without a
             unit.
         where: the rank of the worst error ("rank 1", "dp_shard 0, tp 1").
-        verdict: "unproven" where the reference is too small everywhere to say anything.
+        verdict: "unproven" where the reference is too small everywhere to decide.
         dtype: the precision in which the verdict was reached.
     """
 
@@ -164,8 +164,8 @@ class VariantProof:
         rows: what was compared: every output, every gradient, every buffer.
         parameters: the number of parameters (elements) of the model that was compared.
         sharded: how many of them are split over tp.
-        unreached: parameters and modules that no run reached, which the plan does not touch: of the model, by full name.
-        unproven: those that no run reached, and that the plan splits, or that lie in a block that it moves values in.
+        unreached: full names of the model's parameters and modules that no run reached and that the plan does not change.
+        unproven: those that no run reached and that the plan splits, or that lie in a block in which it moves values.
     """
 
     variant: Variant
@@ -187,7 +187,7 @@ class VariantProof:
 
     @property
     def ok(self) -> bool:
-        """Nothing differs, something was proven, and nothing that the plan touches was not."""
+        """Nothing differs, something is equal, and everything that the plan changes was reached."""
         verdicts = {row.verdict for row in self.rows}
         return "differs" not in verdicts and "equal" in verdicts and not self.unproven
 

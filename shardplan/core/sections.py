@@ -1,4 +1,4 @@
-"""The sections of a plan, but its rules. Each field is written here alone: the models that read a document, the JSON Schema
+"""The sections of a plan besides its rules. Each field is defined only here: the models that read a document, the JSON Schema
 and the configs of other projects' names are made from it."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ZeroStrategy = Literal["no_shard", "optim", "optim_grads", "optim_grads_params"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """What all sections have.
+    """The base of all sections.
 
     Args:
         location: where it stands; None where that is in no document.
         given: the fields that the document sets, with the place of each; the others have their defaults. What a
-            child plan inherits is decided by them (`core.inherit`).
+            child plan inherits is decided by them (`shardplan.language.inherit`).
     """
 
     location: Location | None = field(default=None, compare=False)
@@ -77,18 +77,20 @@ class MegatronFSDP(Section):
     )
     init_model_with_meta_device: bool | None = option(
         None,
-        "The model is on the meta device, and the package calls `reset_parameters`. Without it, it is seen from the model.",
+        "The model is on the meta device, and the package calls `reset_parameters`. Without it, the model decides.",
     )
     grad_reduce_in_fp32: bool = option(False, "Gradients are added up and kept in float32.")
     preserve_fp32_weights: bool = option(True, "The optimizer works on weights in float32.")
     overlap_grad_reduce: bool = option(True, "Gradients are reduced while backward computes.")
     overlap_param_gather: bool = option(True, "Parameters are gathered while the model computes.")
     check_for_nan_in_grad: bool = option(
-        False, "Every gradient is looked at for NaN (the package's `report_nan_in_param_grad`)."
+        False, "Every gradient is checked for NaN (the package's `report_nan_in_param_grad`)."
     )
     average_in_collective: bool = option(False, "Collectives average, instead of scale and sum.")
     disable_bucketing: bool = option(False, "Each parameter is communicated on its own.")
-    calculate_per_token_loss: bool = option(False, "Gradients are not scaled: the loss is divided by tokens elsewhere.")
+    calculate_per_token_loss: bool = option(
+        False, "Gradients are not scaled: the training code divides the loss by tokens."
+    )
     keep_fp8_transpose_cache: bool = option(False, "The transposed FP8 weights are kept.")
     nccl_ub: bool = option(False, "NCCL's user buffers are used.")
     fsdp_double_buffer: bool = option(False, "Units are gathered into two buffers in turn.")
@@ -147,13 +149,13 @@ class DataParallel(Section):
     frozen: Literal["own", "root", "replicated"] | None = option(
         None,
         "Where frozen modules go. `own`: each outside of the units is a unit of its own. `root`: they are gathered with "
-        "the root, also where `units` names them. `replicated`: every data-parallel rank holds all frozen parameters "
-        "whole. Without it, they are treated as all others.",
+        "the root, also where `units` names them. `replicated`: every data-parallel rank stores all frozen parameters "
+        "whole. Without it, they are treated like all others.",
         "own",
     )
     ignored: tuple[Glob, ...] = option(
         (),
-        "Frozen parameters, or modules of such, that are left alone: every data-parallel rank holds them whole.",
+        "Frozen parameters, or modules of such, that data parallelism ignores: every data-parallel rank stores them whole.",
         ["model.vision_tower"],
     )
     megatron_fsdp: MegatronFSDP | None = option(

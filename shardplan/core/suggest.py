@@ -1,11 +1,11 @@
-"""What a misspelled word was meant to be."""
+"""The word that a misspelled one probably means."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-LONGEST = 80  # characters: what is longer is not a misspelled word, and comparing takes time
+LONGEST = 80  # characters: longer texts are not misspelled words, and comparing takes time
 
 
 def closest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:

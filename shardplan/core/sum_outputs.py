@@ -1,4 +1,4 @@
-"""`sum_outputs`: as a plan says it, and bound to a model."""
+"""`sum_outputs`: as a plan declares it, and bound to a model."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .diagnostics import Location
 
 @dataclass(frozen=True, slots=True)
 class SumRule:
-    """What `sum_outputs` of a rule says. It stands beside the rule's style and is laid over others of its kind alone.
+    """The `sum_outputs` of a rule. It stands beside the rule's style, and overrides only other `sum_outputs`.
 
     Args:
         pattern: the glob of the modules in whose forward the outputs are added up: blocks.
-        outputs: globs of the modules below such a block, named from it, in the order in which they run; none: what an
-            earlier rule says no longer holds.
+        outputs: globs of the modules below such a block, named from it, in the order in which they run; none: an
+            earlier rule's list no longer applies.
         location: of the list.
         styled: the same rule has a style.
-        optional: it need not hold for a model: where it matches nothing, or the layout check does not see the block just add
-            the outputs up, each is reduced by itself.
+        optional: it need not fit the model: where it matches nothing, or the layout check does not see the block only add
+            up the outputs, each is reduced by itself.
     """
 
     pattern: str
@@ -40,7 +40,7 @@ class SummedOutputs:
     Args:
         block: the module in whose forward they are added up.
         members: their full names, in the order in which they run; the sum is reduced at the last.
-        rule: what says so.
+        rule: the rule that declares it.
     """
 
     block: str

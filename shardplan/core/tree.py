@@ -1,4 +1,4 @@
-"""The picture of a model that binding and the structural checks look at: names, kinds, shapes, config numbers."""
+"""The picture of a model that binding and the structural checks read: names, kinds, shapes, config numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ParameterInfo:
         shape, dtype: `"float32"`.
         requires_grad: whether it is trained.
         adapter: what it is to the adapted layer; None for a parameter of the layer itself.
-        hooked: whether hooks of the user wait for its gradient.
+        hooked: whether the user registered hooks on it.
     """
 
     name: str
@@ -216,7 +216,7 @@ WITHOUT_FORWARD = ("ModuleList", "ModuleDict")  # classes of lists: nothing happ
 
 
 def parent(name: str) -> str:
-    """The name of the module that holds this one; "" for what stands at the root."""
+    """The name of the module that contains this one; "" for what stands at the root."""
     return name.rpartition(".")[0]
 
 
@@ -280,8 +280,8 @@ def _fold(rows: list[tuple[str, ...]], position: int) -> list[tuple[str, ...]]:
 
 
 def homes(tree: ModuleTree, names: Iterable[str]) -> dict[str, str]:
-    """Module -> the outermost module around it that it has to itself with its neighbours: the block that it stands in; of
-    those that stand in none, the innermost module around all of these. A block itself and the root have none.
+    """Module -> its home: the block that it stands in; for modules that stand in no block, the innermost module around all
+    of these. A block itself and the root have none.
 
     Args:
         names: modules of the tree.

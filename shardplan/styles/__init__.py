@@ -1,5 +1,5 @@
-"""The styles: one record each. A style is added by adding its record to one of the tables here. A record that does not
-say enough is refused when this file is imported."""
+"""The styles: one record each. To add a style, add its record to one of the tables here. An incomplete record is refused
+when this file is imported."""
 
 from . import block_inputs, embedding, experts, linear, norms, whole
 from .sound import missing

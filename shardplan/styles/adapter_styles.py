@@ -1,8 +1,8 @@
-"""How each style holds the adapters of a layer: it follows from how the style holds the layer's own weight.
+"""How each style stores the adapters of a layer: this follows from how it stores the layer's own weight.
 
-An adapted layer computes y = W x + B A x (LoRA, arXiv 2106.09685), and its style's moves stand around both terms: x is
-inside what the style says, y is what the style computes, and the move of y reduces both at once. In the types of
-core/layout.py, where a result that is a slice or a partial sum wants R of its whole operands:
+An adapted layer computes y = W x + B A x (LoRA, arXiv 2106.09685), and its style's moves enclose both terms: x is in
+the style's input destination, y is in its output source, and the move of y reduces both at once. In the types of
+core/layout.py, where a result that is a slice or a partial sum needs R for its whole operands:
 
 | the layer's weight | x | A | A x | B | W x and B A x |
 |---|---|---|---|---|---|
@@ -34,7 +34,7 @@ DIMS: dict[AdapterPart, dict[Features, int]] = {
 
 
 def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | None:
-    """How a style holds a parameter of an adapter; None where there is no right way."""
+    """How a style stores a parameter of an adapter; None where no way is right."""
     weight, part = style.weight, parameter.adapter
     assert part is not None, parameter
     if weight.computed != "V":
@@ -49,7 +49,7 @@ def adapter_style(style: Style, parameter: ParameterInfo) -> ParameterStyle | No
         }.get(part)
     if style.splits_rows:
         return {"embedding_A": DIVIDED, "embedding_B": WHOLE_PARTIAL}.get(part)
-    # DoRA's magnitudes are held against the norm of each row of W + B A, of which a rank would have a part.
+    # DoRA's magnitudes are compared with the norm of each row of W + B A, of which a rank would have a part.
     return {"A": weight, "B": DIVIDED if len(parameter.shape) == 1 else WHOLE_PARTIAL}.get(part)
 
 

@@ -38,8 +38,8 @@ STYLES = (
     ),
     Style(
         name="output_with_grad_allreduce",
-        summary="The same behind a module: the gradient of what it hands on is all-reduced once for all that read it (a "
-        "norm in front of parallel attention and MLP).",
+        summary="The same after a module: the gradient of its output is all-reduced once for all that read it (a norm before "
+        "parallel attention and MLP).",
         owns_parameters=False,
         output_source=I,
         output_destination=R,
@@ -58,7 +58,7 @@ STYLES = (
     Style(
         name="replicate_seq",
         summary="A block that stays whole under sequence parallelism: the argument is gathered along the sequence, every "
-        "rank computes the same, and each hands on its slice.",
+        "rank computes the same, and each outputs its slice.",
         owns_parameters=False,
         input_sources=(V(SEQ),),
         input_destination=I,

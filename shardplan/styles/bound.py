@@ -24,11 +24,11 @@ class BoundModule:
         module: of the plan's tree.
         assignment: its rule, or None.
         parameters: every parameter that it owns.
-        boundary: what its rule says of the values that cross its boundary; SEQ is replaced by the rule's `seq_dim`.
-        tail: how many trailing output features alone pass a move I -> R.
-        link: as in `core.program.ModuleProgram`.
-        scope: of an output that waits `until_door`, the module inside whose forward it is a partial sum; None where no
-            module holds both.
+        boundary: the moves of the values that cross its boundary; SEQ is replaced by the rule's `seq_dim`.
+        tail: how many trailing output features pass a move I -> R; 0: none do.
+        link: as in `core.module_program.ModuleProgram`.
+        scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
+            module contains both.
     """
 
     module: ModuleInfo

@@ -1,7 +1,7 @@
-"""What a rule means at the boundary of its module: the layouts of what arrives, what is computed and what is handed on.
+"""What a rule means at the boundary of its module: the layouts of its inputs, of its result and of its output.
 
 It is derived here once, from the style's record and the rule's options. The checks, the layout check and the lowering
-read it. Types come from nowhere else.
+read it, and take layouts from nowhere else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardplan.core.plan import Output, Rule
 from . import STYLES
 from .style_record import Style
 
-# What `output:` says: (source, destination). Of what is gathered, `grad:` or the readers say whether it is R or I.
+# `output:` -> (source, destination). For a gathered value, `grad:` or its readers decide between R and I.
 OUTPUTS: Mapping[Output, tuple[Layout, Layout]] = {
     "gather": (V(SEQ), R),
     "all_reduce": (P, I),
@@ -29,8 +29,8 @@ class InputBoundary:
 
     Args:
         argument: its name; None is the first; "*" every floating-point tensor.
-        sources: the layouts that may arrive.
-        destination: the layout in which the module's forward gets it.
+        sources: the layouts that it accepts.
+        destination: the layout that the module's forward reads.
         regather: what is gathered is not kept for backward, but gathered again there.
     """
 
@@ -46,12 +46,12 @@ class OutputBoundary:
 
     Args:
         source: the layout of what the module's forward returns.
-        destination: the layout handed on.
-        gathers: whether `output: gather` says so: R or I may be handed on.
-        unresolved_gradient: whether the rule leaves it to the structure which of them; `destination` is R then.
-        until_door: inside the module around it and the `split_seq_input` rule, a partial sum (P) is handed on in place of
-            `destination`.
-        dtensor: the value stays as it is computed, and is handed on as a DTensor that its readers take as `destination`.
+        destination: the layout of the output.
+        gathers: whether the rule has `output: gather`: the destination may be R or I.
+        unresolved_gradient: whether the structure decides which of them; `destination` is R then.
+        until_block_input: inside the module around it and the `split_seq_input` rule, the output is a partial sum (P)
+            instead of `destination`.
+        dtensor: the value stays as it is computed, and is output as a DTensor that its readers read as `destination`.
     """
 
     source: Layout
@@ -63,19 +63,19 @@ class OutputBoundary:
 
     @property
     def moves(self) -> bool:
-        """Whether what is handed on is more than what is computed."""
+        """Whether the output differs from what the forward returns."""
         return self.until_block_input or self.source != self.destination
 
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """What a rule says of the values that cross its module's boundary.
+    """The moves of the values that cross a module's boundary.
 
     Args:
-        inputs: the arguments that it speaks of; what else arrives is taken as it comes.
-        output: None where what is handed on follows from what arrived.
+        inputs: the arguments that it moves; the others are read as they come.
+        output: None where the output layout follows from the inputs.
         outside: positions in the output that are read outside (R -> I).
-        is_door: whether the module's inside has rules of its own, which find what the block input has moved.
+        is_block_input: whether the modules inside have rules of their own, which read what the block input has moved.
     """
 
     inputs: tuple[InputBoundary, ...] = ()
@@ -85,13 +85,13 @@ class Boundary:
 
     @property
     def within(self) -> Layout | None:
-        """The layout of a block input's argument inside its module; None of what is no block input."""
+        """The layout of a block input's argument inside its module; None where there is no block input."""
         return self.inputs[0].destination if self.is_block_input and self.inputs else None
 
     @property
     def output_destinations(self) -> tuple[Layout, ...]:
-        """The layouts of the tensors that may be handed on, as far as the rule tells; empty where they follow from what
-        arrived."""
+        """The possible output layouts, as far as the rule determines them; empty where they follow from the
+        inputs."""
         if self.output is None:
             return ()
         kept = self.output.until_block_input or self.output.dtensor

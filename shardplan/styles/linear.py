@@ -10,7 +10,7 @@ IN = ParameterStyle("in", "V")
 STYLES = (
     Style(
         name="colwise",
-        summary="Split the output features; the value that arrives is whole, what is handed on is split in its last dim.",
+        summary="Split the output features; the input is whole, the output is split in its last dim.",
         kinds=MATMUL,
         on_parameters=True,
         weight=OUT,
@@ -62,7 +62,7 @@ STYLES = (
     ),
     Style(
         name="colwise_vocab",
-        summary="An output head whose logits stay split over the vocabulary, handed on as a DTensor of the full shape.",
+        summary="An output head whose logits stay split over the vocabulary, as a DTensor of the full shape.",
         kinds=frozenset({"linear"}),
         weight=OUT,
         input_sources=(R, I),
@@ -73,7 +73,7 @@ STYLES = (
     ),
     Style(
         name="rowwise",
-        summary="Split the input features; what arrives is split in its last dim, the partial sums are all-reduced; "
+        summary="Split the input features; the input is split in its last dim, the partial sums are all-reduced; "
         "a bias is added once, after the reduction.",
         kinds=MATMUL,
         on_parameters=True,
@@ -106,7 +106,7 @@ STYLES = (
     Style(
         name="rowwise_split_input",
         aliases=("rowwise_rep",),
-        summary="As rowwise, for a value that arrives whole: each rank takes its slice of the last dim.",
+        summary="As rowwise, for a whole input: each rank takes its slice of the last dim.",
         kinds=MATMUL,
         on_parameters=True,
         weight=IN,

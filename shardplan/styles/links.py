@@ -1,4 +1,4 @@
-"""The sequence-parallel entrance of a plan: which modules hold its ends."""
+"""The sequence-parallel entrance of a plan: which modules are its ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Link = Literal["source", "block_input", "scope"]
 def links(plan: ResolvedPlan) -> Mapping[str, Link]:
     """The parts of the entrance, by module: embeddings that stay partial, the block input, the module around both.
 
-    An embedding hands its partial sum on only inside a forward of the module around both.
+    An embedding outputs its partial sum only inside a forward of the module around both.
     """
     block_inputs = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].input_sources]
     if not block_inputs:

@@ -14,7 +14,7 @@ from .style_record import WHOLE
 
 
 def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
-    """The sizes of a packed dimension's parts: as the rule says, two equal ones where it says nothing."""
+    """The sizes of a packed dimension's parts: as the rule declares, by default two equal ones."""
     packed = rule.packed if rule.packed is not None else 2
     if isinstance(packed, int):
         return (size // packed,) * packed
@@ -22,7 +22,7 @@ def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
 
 
 def parameter_style(assignment: Assignment, parameter: ParameterInfo) -> ParameterStyle:
-    """How a rule has a parameter held that is its layer's own: the one it names, or one of the module it names."""
+    """How a rule stores a parameter of the layer itself: the one it names, or one of the module it names."""
     style = STYLES[assignment.rule.style]
     return style.weight if assignment.is_parameter else style.parameter(parameter.short)
 
@@ -37,7 +37,7 @@ def split_dim(module: ModuleInfo, parameter: ParameterInfo, placement: Parameter
 
 def lower_parameters(plan: ResolvedPlan, module: ModuleInfo) -> tuple[ParameterProgram, ...]:
     """A program for every parameter that the module owns; what no rule names is whole with a complete gradient, and an
-    adapter is held as its layer is."""
+    adapter is stored as its layer is."""
     return tuple(_lower_parameter(plan, module, parameter) for parameter in module.parameters)
 
 

@@ -63,11 +63,11 @@ WHOLE_PARTIAL = ParameterStyle(None, "R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What a rule of a style may say that does not follow from the style's layouts.
+    """The options of a style's rules that do not follow from the style's layouts.
 
     Args:
         output: the values of `output:`.
-        grad: whether `grad:` may be said.
+        grad: whether `grad:` is accepted.
     """
 
     output: tuple[Output, ...] = ()
@@ -76,11 +76,11 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """A table whose vectors are looked up by id: what arrives are token ids, which are not moved. Where its rows are split,
+    """A table whose vectors are looked up by id: its inputs are token ids, which are not moved. Where its rows are split,
     ids outside of this rank's ceil-chunk give zero.
 
     Args:
-        until_door: the vectors stay a partial sum until the plan's `split_seq_input` rule; without one, or where a complete
+        until_block_input: the vectors stay a partial sum until the plan's `split_seq_input` rule; without one, or where a complete
             value takes their place, they are reduced at once.
     """
 
@@ -93,9 +93,9 @@ class FeatureStyle:
 
     Args:
         means: a mean that the forward takes over its features, of which each rank has some, is that over all of them.
-        dtensor: the output, split in its features, is handed to the caller as a DTensor of the full shape.
+        dtensor: the output, split in its features, is returned to the caller as a DTensor of the full shape.
         tail: the config number that says how many trailing output features are read by every rank's heads (MLA's
-            rotary key): these alone pass a move I -> R.
+            rotary key): only these pass a move I -> R.
     """
 
     means: bool = False
@@ -127,8 +127,8 @@ class Trial:
 class Style:
     """One style.
 
-    The value that travels through a module passes four places: it *arrives* in one of `takes`, is moved to `inside`
-    (if that differs), the module's own forward *computes* a value in `computes`, which is moved to `hands`.
+    A value passes four layouts at a module. Its input has one of `input_sources` and is moved to `input_destination`; the
+    module's own forward returns a value in `output_source`, which is moved to `output_destination`.
 
     Args:
         name: what plans write.
@@ -138,19 +138,19 @@ class Style:
         on_parameters: whether a rule may name a single parameter: then only `weight` counts, there are no moves.
         weight: for every parameter but `bias`.
         bias: for the parameter `bias`, which is then added once, after the reduction; None is as `weight`.
-        takes: the layouts that may arrive; empty: as it comes, no move.
-        inside: the layout in which the module's forward gets it; None: as it came.
-        computes: the layout of what the forward returns; None: follows from what arrived (not moved).
-        hands: the layout handed on; None: `computes`.
-        argument: which arguments `takes` speaks of: "first" (or the rule's `argument`), "floats" (every floating-point
+        input_sources: the accepted input layouts; empty: any, without a move.
+        input_destination: the layout that the module's forward reads; None: as it comes.
+        output_source: the layout of what the forward returns; None: it follows from the inputs, and is not moved.
+        output_destination: the layout of the output; None: `output_source`.
+        argument: which arguments are moved: "first" (or the rule's `argument`), "floats" (every floating-point
             tensor).
-        options: what a rule may say besides what follows from the layouts.
+        options: options of its rules that do not follow from the layouts.
         lookup: of a table of vectors.
         features: what is done along the features of a value.
-        owns_parameters: whether the module's parameters are its own; else other rules say how they are held.
+        owns_parameters: whether it stores the module's parameters; else other rules do.
         trials: where it is proposed as a repair; empty: nowhere.
-        comment: what `init` says above the first rule of the style in a plan that it writes; empty: nothing.
-        torch: torch's ParallelStyle that does the same, with layouts that follow from `takes` and `hands`; "own": ours
+        comment: the comment that `init` writes above the first rule of the style in a plan that it writes; empty: nothing.
+        torch: torch's ParallelStyle that does the same, with layouts that follow from `input_sources` and `output_destination`; "own": ours
             does. None: the style needs more than a ParallelStyle on its module.
         source: where the scheme comes from.
     """
@@ -177,7 +177,7 @@ class Style:
     source: str = ""
 
     def parameter(self, name: str) -> ParameterStyle:
-        """How it holds the parameter of that short name."""
+        """How it stores the parameter of that short name."""
         return self.bias if name == "bias" and self.bias is not None else self.weight
 
     @property
@@ -197,7 +197,7 @@ class Style:
 
     @property
     def gathers_features(self) -> bool:
-        """Whether the output features of a matrix are split, and gathered before they are handed on."""
+        """Whether the output features of a matrix are split, and the output is gathered."""
         return self.lookup is None and self.output_source == V(-1) and self.output_destination == I
 
     @property
@@ -208,22 +208,22 @@ class Style:
 
     @property
     def packed_option(self) -> bool:
-        """Whether `packed:` may be said: the parts of a dimension are split."""
+        """Whether `packed:` is accepted: the parts of a dimension are split."""
         return self.weight.packed
 
     @property
     def argument_option(self) -> bool:
-        """Whether `argument:` may be said: the style moves one argument of a module that may have several."""
+        """Whether `argument:` is accepted: the style moves one argument of a module that may have several."""
         return bool(self.input_sources) and self.argument == "first" and self.kinds is None
 
     @property
     def seq_option(self) -> bool:
-        """Whether `seq_dim:` may be said: something is, or by `output:` may be, split along the sequence."""
+        """Whether `seq_dim:` is accepted: something is, or by `output:` may be, split along the sequence."""
         return bool(self.options.output) or self.along_sequence
 
     @property
     def read_outside_option(self) -> bool:
-        """Whether `read_outside:` may be said: outputs that the style does not move are equal on all ranks (R)."""
+        """Whether `read_outside:` is accepted: outputs that the style does not move are equal on all ranks (R)."""
         return (
             self.kinds is None
             and self.output_source is None
@@ -232,10 +232,10 @@ class Style:
 
     @property
     def regather_option(self) -> bool:
-        """Whether `regather:` may be said: what arrives is gathered along the sequence."""
+        """Whether `regather:` is accepted: the input is gathered along the sequence."""
         return self.input_sources == (V(SEQ),) and self.input_destination in (R, I)
 
     @property
     def is_block_input(self) -> bool:
-        """Whether the style only moves values and owns no parameters: it may share a module with what is inside."""
+        """Whether the style only moves values and owns no parameters: rules for the module's parameters may stand beside it."""
         return not self.owns_parameters

@@ -1,4 +1,4 @@
-"""Styles of parameters that every rank holds whole."""
+"""Styles of parameters that every rank stores whole."""
 
 from shardplan.core.layout import SEQ, V
 
@@ -8,7 +8,7 @@ STYLES = (
     Style(
         name="sequence_parallel",
         summary="A token-wise module (a norm) on a slice of the sequence: its parameters are whole, their gradients "
-        "partial sums that are reduced once per block. `output: gather` hands the whole sequence on.",
+        "partial sums that are reduced once per block. `output: gather` outputs the whole sequence.",
         weight=WHOLE_PARTIAL,
         input_sources=(V(SEQ),),
         input_destination=V(SEQ),
@@ -25,7 +25,7 @@ STYLES = (
     ),
     Style(
         name="replicate",
-        summary="Whole on every rank, on what arrives; its gradient is complete.",
+        summary="Whole on every rank, on any input; its gradient is complete.",
         on_parameters=True,
         weight=WHOLE,
         comment="Whole on purpose.",
@@ -50,7 +50,7 @@ STYLES = (
     ),
     Style(
         name="replicated_divided",
-        summary="Whole on every rank, each of which reads 1/tp of it: what is added to a partial sum (a bias behind experts "
+        summary="Whole on every rank, each of which reads 1/tp of it: a summand of a partial sum (a bias after experts "
         "that are split by their input features).",
         on_parameters=True,
         weight=ParameterStyle(None, "P"),

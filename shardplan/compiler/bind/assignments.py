@@ -18,8 +18,8 @@ from .matching import Names, Reached
 BOTH = Code(
     code="SP202",
     title="a key that matches modules and parameters",
-    text="""A rule says what happens around a module, or how one parameter is stored; a key that reaches both
-is almost always one `*` too far. Name either the modules or the parameters.""",
+    text="""A rule determines what happens around a module, or how one parameter is stored. A key that matches both
+usually has one `*` too many. Name either the modules or the parameters.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml
 version: "1"
 name: mine
@@ -37,11 +37,10 @@ tensor_parallel:
 CONFLICT = Code(
     code="SP203",
     title="two rules of one section for one module",
-    text="""No key is more specific than another, and the order of a plan's lines means nothing: where two
-rules of one section reach one module with different styles or options, the plan does not say what is to
-happen. Make the keys disjoint, or say `override: true` in the later rule, which then wins where both match.
-Rules of a child plan need no such word against their parent's, nor do those of `sequence_parallel` against
-`tensor_parallel`.""",
+    text="""No key is more specific than another, and the order of the lines of a plan means nothing. If two rules of
+one section match one module with different styles or options, the plan is ambiguous. Make the keys disjoint, or write
+`override: true` in the later rule, which then wins where both match. Rules of a child plan override their parent's
+rules without it, and rules of `sequence_parallel` override those of `tensor_parallel`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -61,8 +60,8 @@ tensor_parallel:
 TWICE = Code(
     code="SP204",
     title="the same rule twice for one module",
-    text="""Two rules of one section say the same for one module. Nothing is wrong with the result, but one of
-the keys probably reaches further than was meant.""",
+    text="""Two rules of one section declare the same for one module. The result is right, but one of the keys
+probably matches more than you want.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -83,7 +82,7 @@ tensor_parallel:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One section of one plan; later layers win. `reached` says what each rule matches."""
+    """One section of one plan; later layers win. `reached` is what each rule matches."""
 
     plan: PlanFile
     section: Section
@@ -96,7 +95,7 @@ class Layer:
 
 
 def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...]:
-    """The sections that hold, the first to be covered first: tensor_parallel of the oldest ancestor to the
+    """The sections that apply, those that later ones override first: tensor_parallel of the oldest ancestor to the
     plan's own, then each of the overlays in the same order."""
     sections: list[tuple[PlanFile, Section, tuple[Rule, ...]]] = [
         (file, "tensor_parallel", file.tensor_parallel) for file in plan.lineage
@@ -112,7 +111,7 @@ def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...
 
 
 def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
-    """What holds for each module and parameter, in the tree's order."""
+    """The rule that applies to each module and parameter, in the tree's order."""
     winning: dict[str, Assignment] = {}
     for layer in stack:
         for name, (rule, is_parameter) in _winners(layer).items():
@@ -133,7 +132,7 @@ def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[
 
 
 def _winners(layer: Layer) -> dict[str, tuple[Rule, bool]]:
-    """The rule of one layer for each name: the later one, where both may stand."""
+    """The rule of one layer for each name: the later one, where several match."""
     winners: dict[str, tuple[Rule, bool]] = {}
     for rule, reached in zip(layer.rules, layer.reached, strict=True):
         winners.update(dict.fromkeys(reached.modules, (rule, False)))
@@ -194,19 +193,19 @@ def _clash(earlier: Rule, later: Rule, names: tuple[str, ...]) -> Diagnostic:
         return Diagnostic(
             code=TWICE.code,
             severity=Severity.WARNING,
-            message=f"two rules say the same for {named(names)}: `{earlier.pattern}` and `{later.pattern}`",
-            primary=Label(later.location, f"says `{later.style}` again"),
-            related=(Label(earlier.location, f"says `{earlier.style}`"),),
+            message=f"two rules declare the same for {named(names)}: `{earlier.pattern}` and `{later.pattern}`",
+            primary=Label(later.location, f"declares `{later.style}` again"),
+            related=(Label(earlier.location, f"declares `{earlier.style}`"),),
             help="remove one of them, or make the keys disjoint",
             modules=names,
         )
     return Diagnostic(
         code=CONFLICT.code,
         severity=Severity.ERROR,
-        message=f"two rules differ about {named(names)}: {_difference(earlier, later)}",
+        message=f"two rules for {named(names)} differ: {_difference(earlier, later)}",
         primary=Label(later.location, _written_as(later, earlier)),
         related=(Label(earlier.location, _written_as(earlier, later)),),
-        help="make the keys disjoint, or say `override: true` in the later rule",
+        help="make the keys disjoint, or write `override: true` in the later rule",
         modules=names,
     )
 
@@ -223,8 +222,8 @@ def _other_options(one: Rule, other: Rule) -> Iterator[str]:
 
 def _written_as(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
-        return f"says `{rule.style}`"
-    return "says " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
+        return f"declares `{rule.style}`"
+    return "declares " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
 
 
 def _written(value: object) -> str:

@@ -1,4 +1,4 @@
-"""A module's rule and the rules of its parameters: where both speak of a parameter they must agree."""
+"""A module's rule and the rules of its parameters: where both apply to a parameter, they must agree."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from shardplan.styles import STYLES, ParameterStyle
 CONTRADICTION = Code(
     code="SP206",
     title="a module's rule and its parameter's rule contradict each other",
-    text="""A rule for a module says how all of its parameters are held; a rule for one parameter may stand
-beside it and wins for that parameter, but it must not say something else: the module's forward and the moves
-around it count on what the module's style says. A block input (`gather_seq_input`, `moe_tp_experts`, ...) says
-nothing about parameters, so that rules for single parameters of the same module are the usual way to go with
-it.""",
+    text="""A rule for a module determines how all of its parameters are stored. A rule for one of these parameters is
+accepted beside it, but it must declare the same: the module's forward and the moves around it rely on the module's
+style. A block input (`gather_seq_input`, `moe_tp_experts`, ...) declares nothing about parameters; rules for single
+parameters usually go with one.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -60,10 +59,10 @@ def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnosti
     return Diagnostic(
         code=CONTRADICTION.code,
         severity=Severity.ERROR,
-        message=f"`{module_rule.style}` holds {named(names)} {_words(module_style)}, "
-        f"the parameter's own rule `{rule.style}` holds it {_words(STYLES[rule.style].weight)}",
-        primary=Label(rule.location, f"holds it {_words(STYLES[rule.style].weight)}"),
-        related=(Label(module_rule.location, f"holds it {_words(module_style)}"),),
+        message=f"`{module_rule.style}` stores {named(names)} {_words(module_style)}, "
+        f"but the parameter's own rule `{rule.style}` stores it {_words(STYLES[rule.style].weight)}",
+        primary=Label(rule.location, f"stores it {_words(STYLES[rule.style].weight)}"),
+        related=(Label(module_rule.location, f"stores it {_words(module_style)}"),),
         help="remove one of the two rules, or give the module a block input and each of its parameters a rule",
         modules=names,
     )

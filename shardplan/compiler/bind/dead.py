@@ -1,4 +1,4 @@
-"""Keys that match nothing, and the real names that they were probably meant to be."""
+"""Keys that match nothing, and the names that they probably should be."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from .suggestions import suggestions
 DEAD = Code(
     code="SP201",
     title="a key that matches nothing",
-    text="""Every key of a plan must match a module or a parameter of the model, by its whole dotted name: a
-rule that matches nothing leaves something whole that was meant to be split, and torch's `parallelize_module`
-only warns. A rule that only some models need says `optional: true`; a child plan removes an inherited one
-with the style `none`.
+    text="""Every key of a plan must match a module or a parameter of the model by its whole dotted name. A rule that
+matches nothing leaves whole what it should split; torch's `parallelize_module` only warns. Write `optional: true` in
+a rule that only some models need. A child plan removes an inherited rule with the style `none`.
 
 The patterns of `units` and `modules` must match modules.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
@@ -67,7 +66,7 @@ def dead(
         help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")
     else:
         help = f"write {near}" if near else "remove it"
-        help += "" if modules_only else ", or say `optional: true` if only some models have it"
+        help += "" if modules_only else ", or write `optional: true` if only some models have it"
     return Diagnostic(
         code=DEAD.code,
         severity=Severity.WARNING if lenient else Severity.ERROR,

@@ -11,8 +11,8 @@ from shardplan.core.tree import ModuleTree
 OTHER_MODEL = Code(
     code="SP205",
     title="a plan for another model",
-    text="""`models` lists the Hugging Face model types or class names that a plan was written for. For
-another one it may still be right, if the names and the structure are the same, but nobody has said so.""",
+    text="""`models` lists the Hugging Face model types or class names that a plan was written for. For another model
+the plan may still be right, if the names and the structure are the same, but nobody has verified it.""",
     bad="""# shardplan validate qwen3-8b.json mine.yaml
 version: "1"
 name: mine

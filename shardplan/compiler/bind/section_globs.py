@@ -15,9 +15,9 @@ from .matching import Names
 
 PARAMETERS = Code(
     code="SP207",
-    title="parameters where modules are wanted",
-    text="""`units` and `modules` list modules: what is gathered, recomputed or compiled together is a
-module's forward. A parameter cannot be wrapped; name the module that owns it.""",
+    title="parameters where modules are expected",
+    text="""`units` and `modules` list modules: FSDP gathers, checkpointing recomputes, and torch.compile compiles the
+forward of a module. A parameter cannot be wrapped; name the module that owns it.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml
 version: "1"
 name: mine
@@ -64,7 +64,7 @@ def expand(
 def wrapped(
     section: ActivationCheckpointing | Compile | None, names: Names, units: tuple[str, ...], *, every: int = 1
 ) -> tuple[tuple[str, ...], tuple[Diagnostic, ...]]:
-    """The modules of a section that wraps some: as `expand`, and the data-parallel units where it does not say which."""
+    """The modules that a section wraps: as `expand`, or the data-parallel units if it does not name any."""
     if section is not None and "modules" not in section.given:
         return _each(every, units, names), ()
     return expand(section, "modules", names, every=every)
@@ -92,7 +92,7 @@ def _parameters(pattern: str, location: Location, names: tuple[str, ...]) -> Dia
     return Diagnostic(
         code=PARAMETERS.code,
         severity=Severity.ERROR,
-        message=f"`{pattern}` matches parameters, such as {names[0]}, where modules are wanted",
+        message=f"`{pattern}` matches parameters, such as {names[0]}, but must match modules",
         primary=Label(location, f"matches {len(names)} parameters"),
         help=f"name the module that owns them: `{owners}`",
         modules=names,

@@ -1,4 +1,4 @@
-"""`sum_outputs`: the blocks that it stands at, and the modules that it names in each."""
+"""`sum_outputs`: the blocks at which it is written, and the modules that it names in each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .matching import Names
 
 SUMMED = Code(
     code="SP208",
-    title="`sum_outputs` that names no two modules of a block",
-    text="""`sum_outputs` stands at a block and lists the modules below it whose partial sums the block's code adds up: their
-names from the block on, in the order in which they run. Each name or pattern must match a module of some block, a block needs
-two modules at least, and no module is in two sums.""",
+    title="`sum_outputs` that does not name two modules of a block",
+    text="""`sum_outputs` is written at a block and lists the modules below it whose partial sums the block's code
+adds up: by their names relative to the block, in the order in which they run. Each name or pattern must match a
+module of some block, each block needs at least two modules, and a module may be in one sum only.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -42,8 +42,8 @@ def declared_sums(
 ) -> tuple[tuple[SummedOutputs, ...], tuple[Diagnostic, ...]]:
     """The sums of each block, in the tree's order, and what is wrong with them.
 
-    The lists of a child plan and of the overlays replace those that stand for the same block before; a rule without
-    a list leaves them as they are.
+    The lists of a child plan and of the overlays replace earlier lists for the same block; a rule without
+    a list changes nothing.
     """
     sections = [section for section in SECTIONS if section == "tensor_parallel" or section in overlays]
     rules = [(file, rule) for section in sections for file in plan.lineage for rule in file.sums.get(section, ())]
@@ -101,7 +101,7 @@ def _unmatched(tree: ModuleTree, rule: SumRule, blocks: Mapping[str, tuple[tuple
     found = []
     for pattern in missing:
         near = closest(pattern, below, cutoff=0.6)
-        help = f"write `{near}`" if near else "name modules from the block on, as in `self_attn.o_proj`"
+        help = f"write `{near}`" if near else "name modules relative to the block, such as `self_attn.o_proj`"
         found.append(_finding(rule, f"`{pattern}` in `sum_outputs` matches no module of {starred(first)}", help, ()))
     return found
 

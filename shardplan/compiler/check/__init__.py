@@ -1,4 +1,4 @@
-"""The structural checks: what can be said of a bound plan without running the model. One rule per file."""
+"""The structural checks of a bound plan, which do not run the model. One rule per file."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagno
     """All structural findings of a bound plan.
 
     Args:
-        resolved: the plan, the model's tree and the mesh_axes sizes. With `sizes.tp` None the checks that depend
+        resolved: the plan, the model's tree and the sizes of the mesh. With `sizes.tp` None the checks that depend
             on the size run at the smallest size above 1 that the model allows.
         seq_len: the sequence length in tokens, if it is known.
     """
@@ -67,7 +67,7 @@ def check(resolved: ResolvedPlan, *, seq_len: int | None = None) -> tuple[Diagno
 def allowed_tp(resolved: ResolvedPlan) -> tuple[int, ...]:
     """The tp sizes that the model allows with this plan, ascending.
 
-    1 is always among them. Where the plan splits nothing it is the only one; where nothing but a vocabulary_size
+    1 is always among them. Where the plan splits nothing it is the only one; where only a vocabulary
     limits the size, powers of two are listed.
     """
     return Facts(resolved).allowed

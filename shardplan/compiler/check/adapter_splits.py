@@ -1,4 +1,4 @@
-"""Adapters of split layers: they are split with their layer, or there is no right way to."""
+"""Adapters of split layers are split with their layer, or refused."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .facts import Facts
 ADAPTER = Code(
     code="SP390",
     title="an adapter that cannot be split with its layer",
-    text="""A LoRA adapter of a split layer is split as the layer is: B with the output features, A with the input
-features. DoRA needs the norm of each row of the whole weight, which no rank has where the input features or the rows of a
-vocabulary are split. Adapters of single parameters (`target_parameters`: the weights of experts) are added to the
-parameter by exchanging it while the module runs, which a sharded parameter does not survive. Other kinds of adapters are
-not known: what they compute on a part of the layer is not what they compute on the whole.""",
+    text="""A LoRA adapter of a split layer is split with the layer: B by the output features, A by the input
+features. DoRA needs the norm of each row of the whole weight, which no rank has if the input features or the rows of
+a vocabulary are split. Adapters of single parameters (`target_parameters`: the weights of experts) replace the
+parameter while the module runs, which a sharded parameter does not allow. Other kinds of adapters are unknown: on a
+part of the layer they may compute something else than on the whole layer.""",
     bad="""# shardplan validate my_models:llama_with_dora mine.yaml --tp 2
 version: "1"
 name: mine
@@ -55,7 +55,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=ADAPTER.code,
             severity=Severity.ERROR,
-            message=f"{what} of {named(map(facts.resolved.tree.address, adapted))}",
+            message=f"{what} {named(map(facts.resolved.tree.address, adapted))}",
             primary=Label(rule.location, f"`{rule.style}` splits the layer") if rule is not None else None,
             help=help,
             modules=adapted,
@@ -68,7 +68,7 @@ def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple
     if parameter.adapter == "parameter":
         return (
             None,
-            "an adapter exchanges single parameters (`target_parameters`), which cannot be sharded:",
+            "an adapter replaces single parameters (`target_parameters`), which cannot be sharded, of",
             "adapt Linear modules (`target_modules`)",
         )
     resolved = facts.resolved
@@ -77,7 +77,7 @@ def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple
         if assignment is not None and facts.style(assignment).shards_parameters:
             return (
                 assignment.rule,
-                "a rule for the single parameter splits the adapted layer:",
+                "a rule for a single parameter splits the adapted layer",
                 "write the rule for the module",
             )
     assignment = resolved.modules.get(module.name)
@@ -86,5 +86,9 @@ def _reason(facts: Facts, module: ModuleInfo, parameter: ParameterInfo) -> tuple
     if adapter_style(facts.style(assignment), parameter) is not None:
         return None, "", ""
     if parameter.adapter == "magnitude":
-        return assignment.rule, "DoRA needs the norm of whole rows of the weight", f"{whole}, or say `use_dora=False`"
-    return assignment.rule, f"the adapter's {parameter.name} cannot be split with the weight", whole
+        return (
+            assignment.rule,
+            "DoRA needs the norm of whole rows of the weight of",
+            f"{whole}, or set `use_dora=False`",
+        )
+    return assignment.rule, f"the adapter's {parameter.name} cannot be split with the weight of", whole

@@ -12,9 +12,9 @@ from .field_places import field_label
 NEEDS = Code(
     code="SP383",
     title="asynchronous tensor parallelism without what it needs",
-    text="""torch.compile hides the gathers and scatters of sequence parallelism behind the matrix products beside them. It
-finds them in the graphs of compiled modules, so that it needs sequence parallelism, the backend `inductor`, and modules to
-compile; on one tp rank there is nothing to hide.""",
+    text="""torch.compile hides the gathers and scatters of sequence parallelism behind the matrix products beside
+them. It finds them in the graphs of compiled modules, so it needs sequence parallelism, the backend `inductor`, and
+modules to compile. On one tp rank there is no communication to hide.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine

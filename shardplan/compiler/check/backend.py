@@ -1,4 +1,4 @@
-"""The data-parallel backend is there, and can do what the mesh asks for."""
+"""The data-parallel backend is installed and supports what the plan and the mesh require."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .field_places import field_label
 MISSING = Code(
     code="SP551",
     title="a data-parallel backend that is not installed",
-    text="""`backend: megatron_fsdp` needs the package of that name, which is not required by this one.""",
+    text="""`backend: megatron_fsdp` needs the package `megatron-fsdp`, which shardplan does not install.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -38,9 +38,9 @@ data_parallel:
 REPLICATES = Code(
     code="SP552",
     title="ddp with an axis that splits the model",
-    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients: it cannot shard
-(`dp_shard` above 1), and its buckets do not take the DTensor parameters of tensor parallelism. Use `fsdp2`,
-which replicates over `dp_replicate` and shards over `dp_shard`.""",
+    text="""`backend: ddp` keeps the whole model on every rank and averages plain gradients. It cannot shard
+(`dp_shard` above 1), and its buckets do not accept the DTensor parameters of tensor parallelism. Use `fsdp2`, which
+replicates over `dp_replicate` and shards over `dp_shard`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -58,9 +58,9 @@ data_parallel:
 NO_SECTION = Code(
     code="SP553",
     title="data-parallel ranks without a data_parallel section",
-    text="""The mesh has ranks that see other batches (`dp_replicate`, `dp_shard`, `cp`), and the plan does not say how
-their gradients come together: they would train apart. Say it in the plan, or apply the plan on the mesh's tp axis alone
-(`mesh["tp"]`) and wrap the model yourself.""",
+    text="""The mesh has ranks that see other batches or tokens (`dp_replicate`, `dp_shard`, `cp`), but the plan does
+not declare how their gradients are reduced: each rank would train a model of its own. Add a `data_parallel` section,
+or apply the plan on the mesh's tp axis alone (`mesh["tp"]`) and wrap the model yourself.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -76,9 +76,9 @@ data_parallel:
 FIELD = Code(
     code="SP554",
     title="a field that the data-parallel backend does not have",
-    text="""Each backend carries out some of the fields of `data_parallel`. One that would be skipped, and that changes
-what is computed or where it is kept, is an error. How FSDP2 gathers (`reshard_after_forward`, `prefetch`) may stand there:
-other backends gather in their own way.""",
+    text="""Each backend supports some of the fields of `data_parallel`. A field that the backend would ignore, and
+that changes what is computed or where it is stored, is an error. The fields that control how FSDP2 gathers
+(`reshard_after_forward`, `prefetch`) are accepted: other backends gather in their own way.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-replicate 2
 version: "1"
 name: mine
@@ -96,33 +96,32 @@ data_parallel:
 
 COMBINED = Code(
     code="SP555",
-    title="a data-parallel backend with a plan that it would train wrongly",
-    text="""Megatron-FSDP hands modules plain tensors in place of their DTensor parameters. Gradients that are partial sums
-over tp (norms on heads, and all norms under sequence parallelism) would then never be summed. Use `fsdp2`, or the plan
-without what needs it.""",
+    title="a plan that the data-parallel backend would train wrongly",
+    text="""Megatron-FSDP gives modules plain tensors in place of their DTensor parameters. It would never sum
+gradients that are partial sums over tp (norms on heads, and all norms under sequence parallelism). Use `fsdp2`, or a
+plan without such parameters.""",
 )
 
 CLASSES = Code(
     code="SP556",
     title="units of Megatron-FSDP that are not all modules of their class",
-    text="""Megatron-FSDP finds its units by their class. A plan whose `units` name some modules of a class, and leave out
-others, would get them all.""",
+    text="""Megatron-FSDP finds its units by their class. If `units` names some modules of a class and leaves out
+others, it would wrap all of them.""",
 )
 
 STRATEGY = Code(
     code="SP557",
     title="sharding strategies that Megatron-FSDP does not combine",
-    text="""Optimizer state is sharded over `dp_replicate` (`outer_dp_sharding_strategy: optim`) only where all is sharded
-over `dp_shard` (`zero_dp_strategy: optim_grads_params`), and a model on the meta device cannot stay unsharded
-(`init_model_with_meta_device` with `no_shard`).""",
+    text="""`outer_dp_sharding_strategy: optim` shards the optimizer state over `dp_replicate`. It needs
+`zero_dp_strategy: optim_grads_params`, which shards everything over `dp_shard`. A model on the meta device cannot
+stay unsharded (`init_model_with_meta_device` with `no_shard`).""",
 )
 
 CODES = (MISSING, REPLICATES, NO_SECTION, FIELD, COMBINED, CLASSES, STRATEGY)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """A data_parallel section that the mesh needs, of a backend that is there and can do what the plan and the mesh ask
-    for."""
+    """The mesh has the data_parallel section that it needs, and the backend is installed and supports the plan and the mesh."""
     section = facts.resolved.data_parallel
     if section is None:
         yield from _no_section(facts)
@@ -171,7 +170,7 @@ def _fields(section: DataParallel, backend: Backend) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 code=FIELD.code,
                 severity=Severity.ERROR,
-                message=f"the backend {backend.name} has no {name}",
+                message=f"the backend {backend.name} does not have the field {name}",
                 primary=field_label(section, name),
                 help=f"remove `{name}`, or use a backend that has it",
             )
@@ -182,7 +181,10 @@ def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator
         return
     partial = tuple(name for group in facts.groups if group.placement.computed == "R" for name in group.names)
     if facts.resolved.sequence_parallel and not backend.sequence_parallel:
-        message, help = f"the backend {backend.name} does not work with sequence parallelism", "switch it off"
+        message, help = (
+            f"the backend {backend.name} does not work with sequence parallelism",
+            "switch sequence parallelism off",
+        )
     elif partial and not backend.partial_gradients:
         message = f"the backend {backend.name} would not sum the gradient of {named(partial)} over tp"
         help = "use a mesh without tp"
@@ -208,7 +210,7 @@ def _classes(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=CLASSES.code,
             severity=Severity.ERROR,
-            message=f"{section.backend} finds units by their class, and {named(others)} is of the class of a unit",
+            message=f"{section.backend} finds units by their class, and {named(others)} has the class of a unit but is not in `units`",
             primary=field_label(section, "units"),
             help="name all modules of a class in `units`, or none",
             modules=others,

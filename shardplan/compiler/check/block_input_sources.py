@@ -1,4 +1,4 @@
-"""Block inputs: what reaches them must be what they move. Only what is certain without a trace of the model."""
+"""Block inputs: the layout that reaches one must be the layout that it moves. These checks need no run of the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .facts import Facts
 
 NESTED = Code(
     code="SP363",
-    title="a block input inside a block input that has moved the value already",
-    text="""A block input moves the argument of its module once for everything inside. A second block input of the same kind
-further in would move it again: a gathered sequence would be gathered once more, a gradient all-reduced twice
-and then be too large by the tp size, with the loss unchanged. Keep the outer block input for a block whose parts all
-read the same value, or the inner ones.""",
+    title="a block input inside a block input that already moves the value",
+    text="""A block input moves the argument of its module once for everything inside the module. A second block input
+of the same kind inside it would move the value again: a gathered sequence would be gathered twice, or a gradient
+would be all-reduced twice, which makes it tp times too large while the loss stays the same. If all parts of the block
+read the same value, keep the outer block input; otherwise keep the inner ones.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -36,10 +36,10 @@ extends: mixtral
 
 UNSPLIT = Code(
     code="SP364",
-    title="gathering a sequence that nothing splits",
-    text="""`gather_seq_input` and `colwise_seq` gather the sequence from all ranks, but no rule of the plan
-splits it first: every rank has it whole already. Under `tensor_parallel` the input of a block is
-`input_with_grad_allreduce`; the gathering block inputs belong under `sequence_parallel`.""",
+    title="gathering a sequence that no rule splits",
+    text="""`gather_seq_input` and `colwise_seq` gather the sequence from all ranks, but no rule of the plan splits it
+first: every rank already has it whole. Under `tensor_parallel`, write `input_with_grad_allreduce` for the input of a
+block; the styles that gather belong under `sequence_parallel`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -62,7 +62,7 @@ CODES = (NESTED, UNSPLIT)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """One finding for each pair of nested rules, and for each rule that gathers in vain."""
+    """One finding for each pair of nested rules, and for each rule that gathers what nothing splits."""
     yield from _nested(facts)
     yield from _unsplit(facts)
 
@@ -94,7 +94,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
             code=NESTED.code,
             severity=Severity.ERROR,
             message=f"the block input `{rule.style}` for {named(names)} is inside the block input `{outer_rule.style}`, "
-            "which has moved the value already",
+            "which already moves the value",
             primary=Label(rule.location, "moves it again"),
             related=(Label(outer_rule.location, "moves it first"),),
             help="remove one of the two block inputs",
@@ -103,7 +103,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _nearest(facts: Facts, block_inputs: Mapping[str, Boundary]) -> Mapping[str, str]:
-    """The block input that each module stands in, itself not counted; modules outside every block input are not there."""
+    """The innermost block input around each module; modules outside every block input are absent."""
     nearest: dict[str, str] = {}
     for name in facts.resolved.tree.modules if block_inputs else ():
         around = parent(name)
@@ -115,7 +115,7 @@ def _nearest(facts: Facts, block_inputs: Mapping[str, Boundary]) -> Mapping[str,
 def _output_within(
     region: list[tuple[str, tuple[Layout, ...]]], block_input: str, input_sources: tuple[Layout, ...]
 ) -> bool:
-    """Whether a rule of the region, outside the block input itself, hands on what the block input takes."""
+    """Whether a rule of the region, outside the block input itself, outputs a layout that the block input accepts."""
     within = (layouts for name, layouts in region if name != block_input and not name.startswith(f"{block_input}."))
     return any(layout in input_sources for layouts in within for layout in layouts)
 
@@ -135,7 +135,7 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
             severity=Severity.ERROR,
             message=f"`{rule.style}` for {named(names)} gathers the sequence, which no rule splits",
             primary=Label(rule.location, "gathers the sequence"),
-            help="use `input_with_grad_allreduce` for the block input of a tensor-parallel block and `colwise` for a "
-            "matrix, or write the rule under `sequence_parallel`",
+            help="use `input_with_grad_allreduce` at a block or `colwise` at a matrix, or move the rule to "
+            "`sequence_parallel`",
             modules=tuple(names),
         )

@@ -13,8 +13,8 @@ from .field_places import field_label
 NESTED = Code(
     code="SP380",
     title="activation checkpointing of a module and of a module around it",
-    text="""A checkpointed module is run again in backward. One inside another would be run a third time, and
-saves nothing that the outer one does not save already.""",
+    text="""Backward runs a checkpointed module again. A checkpointed module inside another one would run a third
+time, and would save nothing beyond what the outer one saves.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -32,8 +32,8 @@ activation_checkpointing:
 COMPILED = Code(
     code="SP381",
     title="activation checkpointing inside a compiled module",
-    text="""A compiled module is one graph, and torch.compile does not take a checkpoint into it whose modules
-exchange parameters while they run, as split ones do. Checkpoint the compiled module itself, or compile the parts that are
+    text="""A compiled module is one graph, and torch.compile does not trace a checkpoint whose modules exchange
+parameters while they run, as split modules do. Checkpoint the compiled module itself, or compile the parts that are
 checkpointed.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
@@ -55,9 +55,9 @@ compile:
 
 TOO_FEW = Code(
     code="SP382",
-    title="`every` is more than there are modules",
-    text="""With `every: n` each n-th of the modules that a pattern matches is checkpointed. Where a pattern matches
-fewer than n, none is.""",
+    title="`every` is larger than the number of modules",
+    text="""`every: n` checkpoints each n-th of the modules that a pattern matches. If a pattern matches fewer than n
+modules, none of them is checkpointed.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -87,7 +87,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=TOO_FEW.code,
             severity=Severity.WARNING,
-            message=f"every is {section.every}, and no pattern matches as many modules: none is checkpointed",
+            message=f"every is {section.every}, but no pattern matches that many modules: none is checkpointed",
             primary=field_label(section, "every"),
             help="use a smaller number",
         )

@@ -1,4 +1,4 @@
-"""What rules declare about numbers is true of the model, and tp divides it."""
+"""The numbers that rules declare exist in the model, and tp divides them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .facts import Facts
 
 PARTS = Code(
     code="SP304",
-    title="packed parts that are not what the dimension holds",
-    text="""`packed` says how several matrices are stored as one: the number of equal parts, or the length of
-each part as an expression over the numbers of the configuration, in the order in which they are stored. The
-parts must make up the whole dimension; otherwise a rank's shard would mix q with k.""",
+    title="packed parts that do not add up to the dimension",
+    text="""`packed` tells how several matrices are stored as one: the number of equal parts, or the length of each
+part in the order in which the parts are stored, as expressions over the numbers of the configuration. The lengths
+must add up to the whole dimension; otherwise a rank's shard would mix q with k.""",
     bad="""# shardplan validate phi-3-mini-4k.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -49,10 +49,10 @@ tensor_parallel:
 
 DIVIDES = Code(
     code="SP305",
-    title="tp does not divide what the plan says it must divide",
-    text="""`divides` names a number of the configuration (or an expression over such numbers) that tp must
-divide, for what cannot be seen in the shapes: the number of groups of a state-space model, say. The number
-must exist.""",
+    title="tp does not divide a number that the plan declares",
+    text="""`divides` names a number of the configuration (or an expression over such numbers) that tp must divide. It
+is for numbers that the shapes do not show, such as the number of groups of a state-space model. The number must
+exist.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 4
 version: "1"
 name: mine
@@ -72,9 +72,9 @@ tensor_parallel:
 DIVIDE = Code(
     code="SP306",
     title="an attribute that cannot be divided by tp",
-    text="""`divide` lists numbers of the module instance, or of its configuration
-(`config.num_attention_heads`), that become their tp-th part, because the model's code reshapes with them.
-Each must exist on every module that the rule reaches, and tp must divide it.""",
+    text="""`divide` lists numbers of the module instance, or of its configuration (`config.num_attention_heads`).
+Each is divided by tp, because the model's code reshapes with it. Each must exist on every module that the rule
+matches, and tp must divide it.""",
     bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -95,9 +95,9 @@ tensor_parallel:
 
 NUMBER = Code(
     code="SP308",
-    title="a style that needs a number which the configuration lacks",
-    text="""`mla_kv_a_proj` needs to know how many trailing output features are the rotary part that every
-rank's heads read: the configuration's `qk_rope_head_dim`.""",
+    title="a style that needs a number that the configuration does not have",
+    text="""`mla_kv_a_proj` reads the configuration's `qk_rope_head_dim`: the number of trailing output features (the
+rotary part) that every rank's heads read.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -157,14 +157,14 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
     words = {
         PARTS.code: (
             "`packed` does not fit",
-            "say the length of each part, in the order in which they are stored",
+            "give the length of each part, in the order in which the parts are stored",
         ),
         DIVIDES.code: ("`divides` has no value", "name a number of the model's configuration"),
         DIVIDE.code: (
-            "`divide` names nothing to divide",
+            "`divide` does not fit",
             "name a number that the module's instance or its config has",
         ),
-        NUMBER.code: (f"`{rule.style}` needs a number", "use this style for models with that number only"),
+        NUMBER.code: (f"`{rule.style}` needs a number", "use this style only for models that have this number"),
     }
     what, help = words[code.code]
     return Diagnostic(

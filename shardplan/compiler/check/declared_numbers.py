@@ -1,4 +1,4 @@
-"""The numbers that rules speak of: parts of packed dimensions, declared counts, attributes to divide."""
+"""The numbers that rules name: parts of packed dimensions, declared counts, attributes to divide."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def declared(expression: str, numbers: Mapping[str, int | float]) -> int | str:
 
 
 def packed_parts(resolved: ResolvedPlan, stored: StoredParameter) -> tuple[int, ...] | str:
-    """The lengths of the parts of a packed dimension, or why they cannot be what the rule says."""
+    """The lengths of the parts of a packed dimension, or why the rule's parts do not fit."""
     packed = DEFAULT_PARTS if stored.rule.packed is None else stored.rule.packed
     if isinstance(packed, int):
         if packed < 1 or stored.size % packed:
-            return f"{stored.size} features do not make {packed} equal parts"
+            return f"{stored.size} features cannot be split into {packed} equal parts"
         return (stored.size // packed,) * packed
     parts: list[int] = []
     for expression in packed:
@@ -40,7 +40,7 @@ def packed_parts(resolved: ResolvedPlan, stored: StoredParameter) -> tuple[int, 
             return part
         parts.append(part)
     if sum(parts) != stored.size:
-        return f"the parts {' + '.join(map(str, parts))} make {sum(parts)}, but there are {stored.size} features"
+        return f"the parts {' + '.join(map(str, parts))} add up to {sum(parts)}, but the dimension has {stored.size} features"
     return tuple(parts)
 
 
@@ -61,7 +61,7 @@ def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int 
         if len(found) > 1:
             return None
         value = next(iter(found), None)
-        where = "the configuration" if owner.config != {} else f"{owner.class_name}, which holds no configuration,"
+        where = "the configuration" if owner.config != {} else f"{owner.class_name}, which has no configuration,"
     else:
         name = path
         value = owner.numbers.get(name)

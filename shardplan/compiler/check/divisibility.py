@@ -18,8 +18,8 @@ HEADS = Code(
     code="SP301",
     title="tp does not divide the attention heads or the key-value heads",
     text="""Each rank computes whole heads. A `colwise` projection inside a module with a `head_dim` splits
-`out_features / head_dim` heads, a `rowwise` one takes them; the tp size must divide that number. Models with
-grouped-query attention have fewer key-value heads than attention heads, and both must divide.""",
+`out_features / head_dim` heads, and a `rowwise` projection reads them; tp must divide that number. Models with
+grouped-query attention have fewer key-value heads than attention heads; tp must divide both.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 3
 version: "1"
 name: mine
@@ -39,9 +39,9 @@ tensor_parallel:
 KEY_VALUE = Code(
     code="SP302",
     title="more tp ranks than key-value heads",
-    text="""With more ranks than key-value heads some ranks would hold no key and no value. Other frameworks
-copy key-value heads to several ranks; a plan cannot say that yet, so the largest size is the number of
-key-value heads, or a divisor of it where something else in the model limits it further.""",
+    text="""With more ranks than key-value heads, some ranks would have no key and no value. Other frameworks copy
+key-value heads to several ranks; plans cannot declare that yet. The largest size is therefore the number of key-value
+heads, or a divisor of it if other numbers of the model limit it further.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 16
 version: "1"
 name: mine
@@ -61,10 +61,9 @@ tensor_parallel:
 FEATURES = Code(
     code="SP303",
     title="tp does not divide the features that a style splits",
-    text="""A split dimension must come out even: the output features of a `colwise` matrix, the input
-features of a `rowwise` one (an MLP's intermediate size, an expert's width), and each part of a packed one.
-torch's own `parallelize_module` accepts an uneven split, and the shapes then disagree in the middle of the
-forward pass.""",
+    text="""tp must divide each split dimension: the output features of a `colwise` matrix, the input features of a
+`rowwise` one (an MLP's intermediate size, an expert's width), and each part of a packed one. torch's own
+`parallelize_module` accepts an uneven split; the shapes then differ in the middle of the forward pass.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 3
 version: "1"
 name: mine
@@ -84,9 +83,9 @@ tensor_parallel:
 NO_SIZE = Code(
     code="SP307",
     title="no tp size above 1 works",
-    text="""Without `--tp` a plan is checked at the smallest size above 1 that divides everything it splits.
-Here the numbers have no common divisor (or a vocabulary is too small), so the plan can never be used: split
-less, or leave the module with the odd number whole.""",
+    text="""Without `--tp`, a plan is checked at the smallest size above 1 that divides everything it splits. The
+numbers of this plan have no common divisor (or a vocabulary is too small), so the plan can never be used. Split less,
+or leave the module with the odd number whole.""",
     bad="""# shardplan validate smollm2-135m.json mine.yaml
 version: "1"
 name: mine
@@ -110,9 +109,9 @@ tensor_parallel:
 NOTHING = Code(
     code="SP309",
     title="a tp axis, and nothing split over it",
-    text="""The mesh has several tp ranks, but no rule of the plan splits a parameter of this model, so that
-all of them compute the same. Either the plan has no `tensor_parallel` section, or all of its rules are
-optional and match nothing.""",
+    text="""The mesh has several tp ranks, but no rule of the plan splits a parameter of this model, so all ranks
+compute the same. Either the plan has no `tensor_parallel` section, or all of its rules are optional and match
+nothing.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -144,8 +143,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NOTHING.code,
             severity=Severity.WARNING,
-            message=f"the plan splits nothing of this model, so that all tp={tp} ranks compute the same",
-            help="add rules that split, or use the ranks of the tp axis for data parallelism",
+            message=f"the plan splits nothing of this model, so all {tp} tp ranks compute the same",
+            help="add rules that split parameters, or use these ranks for data parallelism",
         )
     groups: dict[tuple[Kind, str, int], list[Requirement]] = defaultdict(list)
     for requirement in facts.requirements:
@@ -191,9 +190,9 @@ def _no_size(facts: Facts) -> Diagnostic:
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
         counted = named(name for requirement in groups[alone[0]] for name in requirement.modules)
-        help = f"leave whole what {alone[0][0]} counts, {counted}, with its whole block"
+        help = f"leave {counted} and the block around it whole: {alone[0][0]} has no divisor in common with the rest"
     else:
-        help = "split less: leave whole the blocks whose numbers have no divisor in common with the others"
+        help = "split less: leave blocks whole until the numbers of the others have a common divisor"
     counts = [f"{what} {count}" for what, count in groups]
     shown = counts if len(counts) <= MOST_COUNTS else [*counts[:MOST_COUNTS], f"{len(counts) - MOST_COUNTS} more"]
     return Diagnostic(

@@ -13,12 +13,12 @@ from .facts import Facts
 DROPOUT = Code(
     code="SP370",
     title="dropout above 0 with tp above 1",
-    text="""Dropout, and the jitter of a router, draw random numbers. Dropout on split heads must differ between the tp ranks, dropout on whole values must agree
-(without sequence parallelism), and the random numbers of the ranks follow one seed that knows nothing of
-either. Until they are managed, dropout above 0 is refused wherever it stands in the model, also in parts that
-the plan leaves whole: there, ranks with different seeds would silently compute different values that are
-taken for equal. It is refused for a model in evaluation mode too: plans are proven for training, and `from_pretrained`
-gives models in evaluation mode. Most models are trained without dropout; set it to 0 in the configuration.""",
+    text="""Dropout, and the jitter of a router, draw random numbers. Dropout on split heads must differ between the
+tp ranks; dropout on whole values must be the same on all of them (without sequence parallelism). One seed for all
+ranks gives neither. Until random numbers are managed, dropout above 0 is refused everywhere in the model, also in
+parts that the plan leaves whole: ranks with different seeds would compute different values there, which the plan
+treats as equal. A model in evaluation mode is refused too: plans are proven for training, and `from_pretrained`
+returns models in evaluation mode. Most models are trained without dropout; set it to 0 in the configuration.""",
     bad="""# shardplan validate gpt2.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -55,7 +55,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         code=DROPOUT.code,
         severity=Severity.ERROR,
         message=f"dropout is {join([str(p) for p in sorted(values)], 'and')} in {named(attributes)}, "
-        f"and its random numbers are not managed across tp={facts.tp}",
+        f"but its random numbers are not managed across tp={facts.tp}",
         notes=tuple(f"config: {name} is {p}" for name, p in fields.items()),
         help=f"set {join(list(fields), 'and')} to 0 in the config" if fields else "set these attributes to 0",
         modules=tuple(active),

@@ -1,4 +1,4 @@
-"""What several checks read: how each parameter is held, what tp has to divide, which modules rules claim. Computed once
+"""What several checks read: how each parameter is stored, what tp must divide, which modules have rules. Computed once
 per bound plan."""
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Facts(StorageFacts):
 
     @cached_property
     def boundaries(self) -> Mapping[str, Boundary]:
-        """What each module's rule means for what crosses its boundary; a slice of the sequence is V(SEQ)."""
+        """The boundary of each module that has a rule; a slice of the sequence is V(SEQ)."""
         return {name: boundary(assignment.rule) for name, assignment in self.resolved.modules.items()}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What FSDP2 refuses, said before it is called.
+"""What FSDP2 refuses, reported before it is called.
 
 Read in torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py: dim 0
 is padded, also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is
@@ -44,10 +44,10 @@ data_parallel:
 DTYPES = Code(
     code="SP332",
     title="parameters of several dtypes in one FSDP unit",
-    text="""The gradients of a unit are reduced in one buffer, so its trainable parameters must have one
-dtype. Modules of another dtype inside a unit become units of their own by themselves. That cannot be where one module has
-parameters of several dtypes, or where they are tied: convert the model to one dtype, and say the compute dtype in
-`mixed_precision`.""",
+    text="""FSDP2 reduces the gradients of a unit in one buffer, so all trainable parameters of a unit must have one
+dtype. A module of another dtype inside a unit becomes a unit of its own automatically. That is not possible if one
+module has parameters of several dtypes, or if they are tied: convert the model to one dtype, and set the compute
+dtype in `mixed_precision`.""",
     bad="""# shardplan validate mixtral-float64-bias.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -64,10 +64,10 @@ data_parallel:
 
 RESHARD = Code(
     code="SP333",
-    title="reshard_after_forward is no divisor of the FSDP size",
-    text="""As a number, `reshard_after_forward` says over how many ranks a unit is split again between
-forward and backward; the FSDP ranks (`dp_shard` times `cp`) are divided into groups of that size. FSDP2 cannot do it for
-parameters that are split over tp (torch 2.13).""",
+    title="reshard_after_forward does not divide the number of FSDP ranks",
+    text="""As a number, `reshard_after_forward` is the number of ranks over which a unit is split between forward and
+backward; the FSDP ranks (`dp_shard` times `cp`) form groups of that size. FSDP2 does not support this for parameters
+that are split over tp (torch 2.13).""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 8
 version: "1"
 name: mine
@@ -87,8 +87,8 @@ data_parallel:
 TRAINED = Code(
     code="SP334",
     title="a trained parameter that data parallelism ignores",
-    text="""The gradients of ignored parameters are not reduced over the data-parallel ranks, which would train
-apart from each other. Freeze what is ignored before the plan is applied.""",
+    text="""The gradients of ignored parameters are not reduced over the data-parallel ranks, so the copies on the
+ranks would diverge. Freeze ignored parameters before you apply the plan.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -106,10 +106,10 @@ data_parallel:
 
 UNCAST = Code(
     code="SP335",
-    title="an ignored parameter of another dtype than the one that is computed in",
-    text="""FSDP2 casts the parameters that it gathers to `mixed_precision.param`, and the inputs of their modules
-with them. What it ignores (`ignored`, `frozen: replicated`) keeps its dtype, and would meet inputs of another: convert it
-before the plan is applied.""",
+    title="an ignored parameter whose dtype is not the compute dtype",
+    text="""FSDP2 casts the parameters that it gathers, and the inputs of their modules, to `mixed_precision.param`.
+Ignored parameters (`ignored`, `frozen: replicated`) keep their dtype, which would differ from that of their inputs.
+Convert them before you apply the plan.""",
     bad="""# shardplan validate llama-frozen-embedding.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -178,7 +178,7 @@ def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
     yield _finding(
         facts,
         DTYPES,
-        f"{units} has parameters of dtypes {join(kinds, 'and')}, and may have only one",
+        f"{units} has parameters of dtypes {join(kinds, 'and')}, but may have only one",
         f"convert {named(owners)} to the dtype of the others",
         tuple(name for name in facts.resolved.tree.parameters if name in rare),
     )
@@ -195,7 +195,7 @@ def _reshard(facts: Facts) -> Iterator[Diagnostic]:
         message = f"reshard_after_forward is {to}, which does not divide the {ranks} FSDP ranks"
         yield _finding(facts, RESHARD, message, f"use {join(divisors, 'or')}", (), "reshard_after_forward")
     elif (sizes.tp or 1) > 1 and to not in (1, ranks):
-        message = f"reshard_after_forward is {to}, which FSDP2 cannot do for parameters that are split over tp"
+        message = f"reshard_after_forward is {to}, which FSDP2 does not support for parameters that are split over tp"
         yield _finding(facts, RESHARD, message, "use true, false or `all_but_last`", (), "reshard_after_forward")
 
 
@@ -216,7 +216,7 @@ def _ignored(facts: Facts) -> Iterator[Diagnostic]:
             facts,
             UNCAST,
             f"{named(other)} stays {dtypes}, but mixed_precision.param is {compute}",
-            f"convert it to {compute} before the plan is applied, or let FSDP2 hold it",
+            f"convert it to {compute} before the plan is applied, or let FSDP2 shard it",
             other,
             "frozen" if section.frozen == "replicated" else "ignored",
         )

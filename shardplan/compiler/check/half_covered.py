@@ -1,4 +1,4 @@
-"""What is left whole beside something split: it may be meant, so these are warnings."""
+"""Parameters that stay whole beside split ones. That may be intended, so these are warnings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .requirements import stays_split
 SIBLING = Code(
     code="SP350",
     title="a matrix left whole beside split siblings",
-    text="""Linear modules of one parent work on the same heads or features. Where some of them are split over
-tp and one is not named at all, that one computes on a value of another width, or its gradient is incomplete.
-If a whole copy is meant, say so with `replicate`.""",
+    text="""Linear modules of one parent work on the same heads or features. If some of them are split over tp and no
+rule names another one, that one computes on a value of another width, or its gradient is incomplete. If you want a
+whole copy, declare it with `replicate`.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -39,10 +39,9 @@ tensor_parallel:
 PARAMETER = Code(
     code="SP351",
     title="a parameter that no rule names, beside split ones",
-    text="""A parameter of the module itself (attention sinks, a bias, a stack of expert biases) is whole
-unless a rule splits it. Beside parameters that are split it then has another width than they, or a gradient
-of which each rank computes a part. If a whole copy is meant, say so with `replicate` or
-`replicated_with_grad_allreduce`.""",
+    text="""A module's own parameter (attention sinks, a bias, a stack of expert biases) stays whole unless a rule
+splits it. Beside split parameters it then has another width than they have, or each rank computes only a part of its
+gradient. If you want a whole copy, declare it with `replicate` or `replicated_with_grad_allreduce`.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -151,6 +150,6 @@ def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic
         severity=Severity.WARNING,
         message=f"no rule names {what}, which stays whole beside the split {beside}",
         primary=Label(next(iter(split.values())).location, "splits what stands beside it"),
-        help=f"add a rule; if a whole copy is meant, `{replicate}` says so",
+        help=f"add a rule; for a whole copy on every rank, write `{replicate}`",
         modules=tuple(names),
     )

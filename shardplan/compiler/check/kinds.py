@@ -15,11 +15,10 @@ from .facts import Facts
 KIND = Code(
     code="SP310",
     title="a style that does not fit the module",
-    text="""A style splits the weight of a certain kind of module: `colwise` and `rowwise` a matrix
-multiplication (`nn.Linear`, or the transposed `Conv1D` of GPT-2, whose orientation is taken care of),
-`embedding_rowwise` a look-up table, `colwise_norm` a norm. A norm needs all of its features for its mean:
-on features that are split, only `colwise_norm` sums it over the ranks.
-What the model calls a module plays no part, only what it is.""",
+    text="""A style splits the weight of a certain kind of module: `colwise` and `rowwise` split a matrix
+multiplication (`nn.Linear`, or GPT-2's `Conv1D` with its transposed weight), `embedding_rowwise` a look-up table,
+`colwise_norm` a norm. A norm needs all of its features for its mean: on split features only `colwise_norm` sums the
+mean over the ranks. A module's kind follows from its structure, not from its name.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -38,10 +37,10 @@ tensor_parallel:
 
 PARAMETER = Code(
     code="SP311",
-    title="a style that works on modules only, on a parameter",
-    text="""A rule may name a single parameter (`model.layers.*.mlp.experts.gate_up_proj`) where only its
-storage is to be said: then there is no forward around which a value could be moved. Styles that move values,
-look up ids or start from the sequence need the module.""",
+    title="a style for modules on a parameter",
+    text="""A rule may name a single parameter (`model.layers.*.mlp.experts.gate_up_proj`) if it only determines how
+the parameter is stored: a parameter has no forward around which a value could be moved. Styles that move values, look
+up ids or gather the sequence need the module.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -59,8 +58,8 @@ tensor_parallel:
 DIMENSION = Code(
     code="SP312",
     title="a parameter without the dimension that the style splits",
-    text="""`rowwise` splits input features. A bias, a norm's weight or any other one-dimensional parameter
-has output features only, and a parameter without dimensions has none.""",
+    text="""`rowwise` splits input features. A bias, a norm's weight or any other one-dimensional parameter has only
+output features, and a parameter without dimensions has no features.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -120,7 +119,7 @@ def _kind(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagno
         severity=Severity.ERROR,
         message=f"`{style.name}` is for {kinds}, but {named(names)} is {what}",
         primary=Label(rule.location, f"names {what}" if WORDS[kind] else f"names a module {what}"),
-        help=f"use a style for such a module, as {join([f'`{name}`' for name in fitting[:4]], 'or')}",
+        help=f"use a style for such a module, such as {join([f'`{name}`' for name in fitting[:4]], 'or')}",
         modules=names,
     )
 
@@ -142,8 +141,8 @@ def _dimension(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> D
     return Diagnostic(
         code=DIMENSION.code,
         severity=Severity.ERROR,
-        message=f"`{rule.style}` splits {side} features, and there are none in {named(names)} of shape "
-        f"{join(list(shapes), 'or')}",
+        message=f"`{rule.style}` splits {side} features, but {named(names)} of shape "
+        f"{join(list(shapes), 'or')} has none",
         primary=Label(rule.location, f"names a parameter without {side} features"),
         help="remove the rule, or keep the parameter whole with `replicate`",
         modules=names,

@@ -12,9 +12,8 @@ from .facts import Facts
 AXIS = Code(
     code="SP550",
     title="a mesh axis that is not supported yet",
-    text="""Meshes may name the axes `ep` (expert parallelism) and `pp` (pipeline parallelism), and with size
-1 they are ignored. Larger ones would need experts distributed over ranks, or layers over stages, which plans
-cannot say yet.""",
+    text="""A mesh may have the axes `ep` (expert parallelism) and `pp` (pipeline parallelism); with size 1 they are
+ignored. Larger sizes would distribute experts over ranks, or layers over stages, which plans cannot declare yet.""",
 )
 
 CODES = (AXIS,)
@@ -28,6 +27,6 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             yield Diagnostic(
                 code=AXIS.code,
                 severity=Severity.ERROR,
-                message=f"the mesh axis {axis} has size {size}, and {name} is not supported yet",
-                help=f"use a mesh whose axis {axis} has size 1, or none",
+                message=f"the mesh axis {axis} has size {size}, but {name} is not supported yet",
+                help=f"use a mesh without the axis {axis}, or with size 1",
             )

@@ -1,4 +1,4 @@
-"""Hooks on parameters that other parameters will take the place of."""
+"""Hooks on parameters that applying the plan replaces."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .facts import Facts
 HOOKED = Code(
     code="SP525",
     title="a hook on a parameter that is replaced",
-    text="""`register_hook` and `register_post_accumulate_grad_hook` belong to one Parameter object. Tensor parallelism
-and FSDP2 put DTensors in its place, and the hook would never be called: a clipped, scaled or frozen gradient would no
-longer be so, without a word. Register the hooks on the parameters that the model has after `apply_plan`; there they get
-this rank's DTensor. Where a parameter stays (tp=1 without FSDP), its hooks stay too.""",
+    text="""`register_hook` and `register_post_accumulate_grad_hook` belong to one Parameter object. Tensor
+parallelism and FSDP2 replace it by a DTensor, and the hook would never run: a gradient that it clips, scales or
+zeroes would pass unchanged, without an error. Register the hooks on the parameters that the model has after
+`apply_plan`; there they receive this rank's DTensor. A parameter that is not replaced (tp=1 without FSDP) keeps its
+hooks.""",
 )
 
 CODES = (HOOKED,)
@@ -32,7 +33,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 def replaces(resolved: ResolvedPlan) -> bool:
     """Whether applying the plan puts other parameters in the place of the model's."""
     sizes, section = resolved.sizes, resolved.data_parallel
-    if sizes.tp != 1:  # not said: it may be any
+    if sizes.tp != 1:  # None: it may be any size
         return True
     ranks = sizes.dp_replicate * sizes.dp_shard * sizes.cp
     return section is not None and ranks > 1 and BACKENDS[section.backend].shards
@@ -45,8 +46,8 @@ def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=HOOKED.code,
             severity=Severity.ERROR,
-            message=f"hooks are registered on {named(names)}, and applying the plan replaces these parameters: the hooks "
-            "would never be called",
+            message=f"hooks are registered on {named(names)}, but applying the plan replaces these parameters: the hooks "
+            "would never run",
             help="register them after apply_plan, on the parameters that the model has then",
             modules=names,
         )

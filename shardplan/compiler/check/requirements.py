@@ -1,4 +1,4 @@
-"""What tp has to divide: heads, features, packed parts, declared numbers and attributes, collected once.
+"""What tp must divide: heads, features, packed parts, declared numbers and attributes, collected once.
 
 A dimension that is split into whole heads needs its number of heads divided, any other its number of
 features. The rows of a vocabulary need nothing: they are split in ceil-chunks (Megatron-LM pads them, arXiv
@@ -131,7 +131,7 @@ def head_count(facts: StorageFacts, stored: StoredParameter, size: int) -> int |
 
 
 def stays_split(stored: StoredParameter) -> bool:
-    """Whether the split reaches beyond the module: its output stays split, or it takes a value that already
+    """Whether the split reaches beyond the module: its output stays split, or it reads a value that already
     is."""
     if stored.placement.computed != "V":  # gathered where it is read
         return False

@@ -1,4 +1,4 @@
-"""Sequence parallelism: a plan that says how, and a length that tp divides."""
+"""Sequence parallelism: the plan has a section for it, and tp divides the length of the sequence."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .facts import Facts
 LENGTH = Code(
     code="SP360",
     title="a sequence length that tp does not divide",
-    text="""Under sequence parallelism each rank holds `length / tp` tokens between the blocks. Uneven slices
-are refused before anything is communicated: gloo would abort and NCCL would wait for ever. Pad the batch to
-the length that the message names.""",
+    text="""Under sequence parallelism each rank has `length / tp` tokens between the blocks. Uneven slices are
+refused before any communication: gloo would abort and NCCL would wait forever. Pad the batch to the length that the
+message names.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8 --sequence-parallel --seq-len 4097
 version: "1"
 name: mine
@@ -32,8 +32,8 @@ extends: llama
 NO_OVERLAY = Code(
     code="SP361",
     title="sequence parallelism without a `sequence_parallel` section",
-    text="""Sequence parallelism was asked for, but neither the plan nor what it extends has a
-`sequence_parallel` section that says which modules work on a slice of the sequence.""",
+    text="""Sequence parallelism was requested, but neither the plan nor a plan that it extends has a
+`sequence_parallel` section, which declares the modules that work on a slice of the sequence.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
 version: "1"
 name: mine
@@ -52,10 +52,10 @@ tensor_parallel:
 
 NO_ENTRANCE = Code(
     code="SP362",
-    title="an embedding for sequence parallelism without the block input behind it",
-    text="""`embedding_rowwise_seq` leaves the sequence whole, for the model to compute positions and masks
-from its length; a `split_seq_input` rule at the first block then gives each rank its slice. Without that block input
-the blocks hand on slices while the embedding hands on the whole sequence, and the two are added.""",
+    title="an embedding for sequence parallelism without the block input after it",
+    text="""`embedding_rowwise_seq` leaves the sequence whole, so that the model can compute positions and masks from
+its length; a `split_seq_input` rule at the first block then gives each rank its slice. Without this block input the
+embedding outputs the whole sequence, the blocks output slices, and the model adds the two.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 2 --sequence-parallel
 version: "1"
 name: mine
@@ -74,7 +74,7 @@ CODES = (LENGTH, NO_OVERLAY, NO_ENTRANCE)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Nothing without sequence parallelism, which is what it is over a single rank."""
+    """Nothing without sequence parallelism, and nothing on a single rank."""
     resolved = facts.resolved
     if not resolved.sequence_parallel or resolved.sizes.tp == 1:
         return
@@ -82,7 +82,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NO_OVERLAY.code,
             severity=Severity.ERROR,
-            message=f"sequence parallelism was asked for, but `{resolved.plan.name}` has no "
+            message=f"sequence parallelism was requested, but `{resolved.plan.name}` has no "
             "`sequence_parallel` section",
             primary=Label(Location(resolved.plan.file)),
             help="add the section, or leave sequence parallelism off",
@@ -116,10 +116,10 @@ def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) 
     return Diagnostic(
         code=NO_ENTRANCE.code,
         severity=Severity.ERROR,
-        message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, and no "
-        "`split_seq_input` rule splits it for the blocks that hand on slices",
+        message=f"`{waiting[0].rule.style}` for {waiting[0].name} leaves the sequence whole, but no "
+        "`split_seq_input` rule splits it for the blocks, which output slices",
         primary=Label(waiting[0].rule.location, "leaves the sequence whole"),
-        related=(Label(slices[0].rule.location, "hands on a slice of the sequence"),),
+        related=(Label(slices[0].rule.location, "outputs a slice of the sequence"),),
         help=f"add {line} under `sequence_parallel`",
         modules=tuple(a.name for a in waiting),
     )

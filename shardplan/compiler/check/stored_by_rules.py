@@ -1,4 +1,4 @@
-"""How each parameter of a bound plan is held: by which rule, split or whole."""
+"""How each parameter of a bound plan is stored: by which rule, split or whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share
 
 @dataclass(frozen=True, slots=True)
 class StoredParameter:
-    """Parameters that are held alike on the tp axis: by one rule, of one shape, in repeated layers.
+    """Parameters with one placement on the tp axis: of one rule and one shape, in repeated layers.
 
     Args:
         names: their full names.
@@ -29,7 +29,7 @@ class StoredParameter:
         parameter: the first one's short name, shape and dtype.
         assignment: the first one's.
         style: the rule's style.
-        how: what the style does with this parameter.
+        how: how the style stores and reads this parameter.
         dim: the dim (from 0) that is split, None for a whole copy.
     """
 
@@ -56,7 +56,7 @@ class StoredParameter:
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """A bound plan and how it holds its parameters.
+    """A bound plan and how it stores its parameters.
 
     Args:
         resolved: the bound plan.
@@ -69,7 +69,7 @@ class StorageFacts:
 
     @cached_property
     def misfits(self) -> Mapping[str, Assignment]:
-        """The assignments whose style cannot work on what they name; `compiler/check/kinds.py` reports them."""
+        """The assignments whose style does not fit what they name; `compiler/check/kinds.py` reports them."""
         return {name: a for name, a in self.resolved.assignments.items() if not self._fits(a)}
 
     def _fits(self, assignment: Assignment) -> bool:
@@ -85,8 +85,8 @@ class StorageFacts:
 
     @cached_property
     def groups(self) -> tuple[StoredParameter, ...]:
-        """Every parameter that a fitting rule claims, itself or through its module, those held alike together; in the
-        order in which the first of each stands in the tree."""
+        """Every parameter that a fitting rule claims, itself or through its module, grouped by placement; in the
+        tree's order of the first of each group."""
         members: dict[tuple[object, ...], list[tuple[str, ModuleInfo, ParameterInfo, Assignment]]] = {}
         for name, module, parameter, assignment in self._claims():
             around = self._around(module)
@@ -108,7 +108,7 @@ class StorageFacts:
             if above is None and module.name not in owners:
                 continue
             for parameter in module.parameters:
-                if parameter.adapter is not None:  # held as its layer is: compiler/check/adapter_splits.py
+                if parameter.adapter is not None:  # stored as its layer is: compiler/check/adapter_splits.py
                     continue
                 name = full_name(module.name, parameter.name)
                 assignment = own.get(name, above)
@@ -137,7 +137,7 @@ class StorageFacts:
 
     @cached_property
     def stored(self) -> Mapping[str, StoredParameter]:
-        """How each parameter is held that a fitting rule claims."""
+        """How each parameter that a fitting rule claims is stored."""
         return {name: group for group in self.groups for name in group.names}
 
     @cached_property

@@ -1,4 +1,4 @@
-"""`sum_outputs` of modules that hand on partial sums, all to the same layout."""
+"""The modules of `sum_outputs` compute partial sums, which are all reduced to the same layout."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .facts import Facts
 
 NO_SUM = Code(
     code="SP365",
-    title="`sum_outputs` of a module whose output is no partial sum",
-    text="""What `sum_outputs` names is reduced together, so each of these modules must hand on a partial sum that is reduced
-at it: by a style (`rowwise`, `rowwise_seq`, `all_reduce`, `reduce_scatter`) or by `output: all_reduce`, and all of
-them in the same way. Where sequence parallelism splits a block in another way, its section takes the list back with
-`sum_outputs: []`.""",
+    title="`sum_outputs` of a module whose output is not a partial sum",
+    text="""The modules that `sum_outputs` names are reduced together. Each must therefore compute a partial sum that
+its rule reduces, by a style (`rowwise`, `rowwise_seq`, `all_reduce`, `reduce_scatter`) or by `output: all_reduce`,
+and all must be reduced to the same layout. If sequence parallelism splits a block in another way, remove the list
+there: write `sum_outputs: []` in the `sequence_parallel` section.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -48,13 +48,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         elif len(set(found.values())) > 1:
             apart.setdefault(one.rule, []).extend(one.members)
     for rule, names in without.items():
-        yield _finding(rule, f"{named(tuple(names))} hands on no partial sum that is reduced there", names)
+        yield _finding(rule, f"no partial sum is reduced at {named(tuple(names))}", names)
     for rule, names in apart.items():
         yield _finding(rule, f"{named(tuple(names))} are reduced to different layouts", names)
 
 
 def _reduced_to(facts: Facts, name: str) -> Layout | None:
-    """What a module's partial sum is reduced to at it; None where it hands on none."""
+    """The layout to which a module's partial sum is reduced at the module; None where it computes none."""
     assignment = facts.resolved.modules.get(name)
     if assignment is None or facts.style(assignment).lookup is not None:
         return None
@@ -69,7 +69,7 @@ def _finding(rule: SumRule, message: str, names: list[str]) -> Diagnostic:
         severity=Severity.ERROR,
         message=message,
         primary=Label(rule.location, "declares their sum"),
-        help="give each a style that reduces a partial sum, or leave it out of `sum_outputs`; `sum_outputs: []` under "
-        "`sequence_parallel` takes the list back there",
+        help="give each module a style that reduces a partial sum, or remove it from `sum_outputs`; `sum_outputs: []` "
+        "under `sequence_parallel` removes the list there",
         modules=tuple(names),
     )

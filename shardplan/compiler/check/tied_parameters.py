@@ -1,4 +1,4 @@
-"""Names of one parameter are held alike, and gathered together."""
+"""All names of one parameter have the same placement and belong to one FSDP unit."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .fsdp import fully_shards, severity
 
 DIFFERENT = Code(
     code="SP340",
-    title="tied parameters held in two ways",
-    text="""An embedding and an output head that share their weight are one parameter, so both rules must hold
-it in the same way: the rows of the embedding are the output features of the head, and `embedding_rowwise`
-with a `colwise` style for the head splits both along dim 0. Held in two ways, the parameter would fall apart
-into two, the embedding's gradient would miss the head's part, and the loss would not show it.""",
+    title="tied parameters with different placements",
+    text="""An embedding and an output head that share their weight are one parameter, so both rules must store it in
+the same way. The rows of the embedding are the output features of the head: `embedding_rowwise` for the embedding and
+a `colwise` style for the head both split dim 0. With two placements the one parameter would become two: the
+embedding's gradient would lack the head's part, and the loss would not show it.""",
     bad="""# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -40,9 +40,9 @@ tensor_parallel:
 UNITS = Code(
     code="SP341",
     title="tied parameters in two FSDP units",
-    text="""FSDP2 gathers the parameters of a unit together and frees them together. A parameter that is used
-under two names must belong to one unit, or the second use finds it freed; torch refuses it when the model
-first runs. Leave both modules out of `units` (they then belong to the root), or name one module around both.""",
+    text="""FSDP2 gathers the parameters of a unit together and frees them together. A parameter with two names must
+belong to one unit; otherwise its second use finds it freed, and torch raises an error when the model first runs.
+Leave both modules out of `units` (they then belong to the root), or name one module that contains both.""",
     bad="""# shardplan validate llama-3.2-1b.json mine.yaml --dp-shard 2
 version: "1"
 name: mine
@@ -73,7 +73,7 @@ BY_ROWS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How a name's parameter is held, as far as a tied partner must agree."""
+    """The placement of a parameter under one of its names, as far as the other names must agree."""
 
     dim: int | None
     parts: tuple[int, ...]
@@ -113,7 +113,7 @@ def _stored_differently(facts: Facts, places: dict[str, Place]) -> Diagnostic:
     return Diagnostic(
         code=DIFFERENT.code,
         severity=Severity.ERROR,
-        message=f"{' and '.join(places)} are one parameter, but are held in different ways: "
+        message=f"{' and '.join(places)} are one parameter, but the plan stores it in different ways: "
         + ", ".join(f"{place}" for place in places.values()),
         primary=Label(rules[first].location, f"{first} is {places[first]}"),
         related=tuple(
@@ -143,13 +143,13 @@ def _remedy(facts: Facts, places: dict[str, Place], rules: dict[str, Rule]) -> s
 
 
 def _units(facts: Facts, units: dict[str, str]) -> Diagnostic:
-    where = ", ".join(f"{name} to {unit or 'the root'}" for name, unit in units.items())
+    where = " and ".join(f"{name} to {unit or 'the root'}" for name, unit in units.items())
     return Diagnostic(
         code=UNITS.code,
         severity=severity(facts.resolved),
         message=f"{' and '.join(units)} are one parameter, but belong to different FSDP units",
         primary=field_label(facts.resolved.data_parallel, "units"),
-        notes=(f"by `units`: {where}",),
+        notes=(f"`units` assigns {where}",),
         help="leave both modules out of `units`: they then belong to the root's unit",
         modules=tuple(units),
     )

@@ -1,4 +1,4 @@
-"""How the rows of a vocabulary are dealt to the ranks: in ceil-chunks, one formula for embedding, head and
+"""How the rows of a vocabulary are distributed over the ranks: in ceil-chunks, with one formula for embedding, head and
 loss."""
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from .stored_by_rules import StorageFacts, StoredParameter
 
 
 def vocabulary_rows(facts: StorageFacts, stored: StoredParameter) -> bool:
-    """Whether the split dim holds the rows of a vocabulary, which need not divide.
+    """Whether the split dim holds the rows of a vocabulary, which tp need not divide.
 
-    By structure: rows that are looked up by id; or the output features of a head that hands on all of them
+    By structure: rows that are looked up by id; or the output features of a head that outputs all of them
     (or a DTensor that knows them), as many as the config's `vocab_size` or as an embedding that is split by
     rows; or the same Parameter under another name (a head's bias that the module around it owns too).
     """

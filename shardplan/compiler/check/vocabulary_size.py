@@ -1,4 +1,4 @@
-"""A vocabulary that tp does not divide works, in ceil-chunks, unless a rank gets nothing."""
+"""A vocabulary that tp does not divide is split in ceil-chunks. That works unless a rank gets no row."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .vocabulary_rows import chunks, leaves_rank_empty, vocabulary_rows
 UNEVEN = Code(
     code="SP320",
     title="a vocabulary that tp does not divide",
-    text="""The rows of a vocabulary need not divide: embedding, head and loss deal them in chunks of
-`ceil(rows / tp)`, and the last rank has fewer. That is right; it costs a little balance, and a vocabulary
-padded to a multiple of the tp size (64 or 128 is usual) costs nothing.""",
+    text="""tp need not divide the rows of a vocabulary: embedding, head and loss use chunks of `ceil(rows / tp)`
+rows, and the last rank has fewer. The result is right, and the load is slightly uneven. A vocabulary padded to a
+multiple of the tp size (64 or 128 is usual) avoids that.""",
     bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 4
 version: "1"
 name: mine
@@ -37,8 +37,8 @@ tensor_parallel:
 EMPTY = Code(
     code="SP321",
     title="a vocabulary with too few rows for every rank",
-    text="""With chunks of `ceil(rows / tp)` rows the last rank would get none. FSDP2 cannot reduce the
-gradient of an empty shard (torch 2.13: "_chunk_cat expects non-empty tensor").""",
+    text="""With chunks of `ceil(rows / tp)` rows the last rank would have none. FSDP2 cannot reduce the gradient of
+an empty shard (torch 2.13: "_chunk_cat expects non-empty tensor").""",
     bad="""# shardplan validate gpt2-no-dropout.json mine.yaml --tp 513
 version: "1"
 name: mine
@@ -79,11 +79,11 @@ def _finding(rows: int, tp: int, group: list[StoredParameter]) -> Diagnostic:
         severity=Severity.ERROR if empty else Severity.WARNING,
         message=f"a vocabulary of {rows} rows leaves rank {dealt.index(0)} of tp={tp} without a row"
         if empty
-        else f"a vocabulary of {rows} rows does not divide by tp={tp}: {_fill(dealt)}",
+        else f"tp={tp} does not divide a vocabulary of {rows} rows: {_fill(dealt)}",
         primary=Label(location, "splits the vocabulary"),
-        help="use a smaller tp size, or leave it whole with `replicate`"
+        help="use a smaller tp size, or keep the vocabulary whole with `replicate`"
         if empty
-        else f"nothing has to be changed; a vocabulary of {-(-rows // tp) * tp} rows would be even",
+        else f"no change is needed; a vocabulary of {-(-rows // tp) * tp} rows would be split evenly",
         modules=tuple(dict.fromkeys(name for stored in group for name in stored.assigned)),
     )
 

@@ -53,7 +53,7 @@ def context_findings(found: FoundModel) -> tuple[Diagnostic, ...]:
         Diagnostic(
             code=CHUNKS.code,
             severity=Severity.ERROR,
-            message=f"the model cannot be run in chunks of the sequence: {reason}",
+            message=f"the model cannot run on chunks of the sequence: {reason}",
             help="use a mesh without a cp axis, or attn_implementation='sdpa'",
         ),
     )
@@ -72,7 +72,7 @@ def _reason(model: nn.Module, inputs: dict[str, Any]) -> str | None:
     if attention.misfit is not None:
         return f"it has {attention.misfit}"
     if meet:
-        return "its tokens meet outside of attention"
+        return "its tokens meet outside attention"
     return None if _reads_positions(model, inputs, ids) else "it does not read position_ids"
 
 
@@ -89,7 +89,7 @@ def _tokens_meet(model: nn.Module, inputs: dict[str, Any], ids: Tensor) -> bool:
 
 
 def _reads_positions(model: nn.Module, inputs: dict[str, Any], ids: Tensor) -> bool:
-    """Whether the model heeds the positions that it is told."""
+    """Whether the model uses the positions that it is given."""
     positions = torch.arange(ids.shape[1]).expand_as(ids)
     inputs = {**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
     forward, backward = (_logits(model, {**inputs, "position_ids": p}) for p in (positions, positions.flip(1)))

@@ -1,4 +1,4 @@
-"""What arrives at a module and what it hands on, held against its boundary in the plan."""
+"""The inputs and outputs of each module, compared with its boundary in the plan."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary, OutputBoundary
 
+from .finding import AS_BEFORE
 from .operation_types import Operations
 from .spread import Spread
 from .spreads import Spreads
@@ -24,14 +25,14 @@ class Crossings:
 
     Args:
         known: of the values so far; types of what was moved and findings are added.
-        operations: types what was not compared before it arrives at a boundary.
+        operations: types values that were not compared before they reach a boundary.
         model: the unsharded model.
         plan: each module and its boundary.
         spreads: of the run of every rank.
-        gathers: what modules with an open gradient hand on; R where not said.
+        gathers: the output layouts of modules whose gradient is unresolved; R by default.
 
     Attributes:
-        arrivals, entering, reduced: as in `Proof`.
+        incoming, entering, reduced: as in `Proof`.
         running: the modules whose forwards run, outermost first.
     """
 
@@ -52,7 +53,7 @@ class Crossings:
         self.reduced: list[tuple[int, str]] = []
 
     def enter(self, event: Event) -> None:
-        """A module is called: what arrives has to be what its boundary takes."""
+        """A module is called: its inputs must have layouts that its boundary accepts."""
         self.running.append(event.module)
         bound, module = self.plan[event.module], self.model.get_submodule(event.module)
         for one in bound.boundary.inputs:
@@ -79,14 +80,14 @@ class Crossings:
             before = self.incoming.setdefault(bound.name, I if actual.kind == "I" else R)
             if before.kind != actual.kind:
                 self.known.find(
-                    "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}, as before"
+                    "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}{AS_BEFORE}"
                 )
         self.known.maker.setdefault(inside, bound.name)
         if inside != number or inside not in self.known.types:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
-        """The type of what stands at a boundary; what was not compared before is compared there."""
+        """The type of a value at a boundary; a value that was not compared before is compared there."""
         found = self.known.type_of(number)
         if found.kind != "?":
             return found
@@ -119,7 +120,7 @@ class Crossings:
         return packed_indices(parts, len(self.spreads.runs)) if parts else None
 
     def leave(self, event: Event) -> None:
-        """A module returns: its results get the types that its boundary hands on."""
+        """A module returns: its results get the types of its boundary's destinations."""
         bound = self.plan[event.module]
         output = bound.boundary.output
         for position, number in enumerate(event.inputs):
@@ -164,7 +165,7 @@ class Crossings:
         self.known.maker[event.outputs[position]] = event.module
 
     def _check_results(self, event: Event) -> None:
-        """The model's results: callers get each on every rank whole, with a complete gradient."""
+        """The model's results: callers expect each whole on every rank, with a complete gradient."""
         for name, number in zip(event.names, event.outputs, strict=True):
             found = self.known.type_of(number)
             if self.known.run.requires_grad[number] and found.kind not in ("I", "whole", "?"):

@@ -8,18 +8,21 @@ from typing import Literal
 from shardplan.model.reduced.trace import SourceLine
 
 Kind = Literal[
-    "partial",  # the gradient of a whole value is a partial sum, but taken as complete
+    "partial",  # the gradient of a whole value is a partial sum, but treated as complete
     "complete",  # the gradient of a whole parameter is complete, but declared a partial sum
     "meeting",  # a value with a complete gradient meets one with a partial gradient
-    "arrival",  # what arrives at a module does not fit its style
+    "arrival",  # the input of a module does not fit its style
     "result",  # what a module computes does not fit its style
     "sum",  # an operation on a partial sum whose results do not add up
-    "slices",  # an operation on slices whose results are no slices of the whole result
-    "output",  # what the model hands to its caller is not whole with a complete gradient
+    "slices",  # an operation on slices whose results are not slices of the whole result
+    "output",  # what the model returns is not whole with a complete gradient
     "untyped",  # a value that could not be compared
     "outside",  # a parameter is read by another module than its own, where it is a DTensor
     "crash",  # the sharded model raises
 ]
+
+
+AS_BEFORE = ", as in an earlier call"  # ends the layout that a module must get again
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +64,9 @@ class Finding:
         operation: the torch function, if it is one.
         source: the line of the model's code.
         operands: what it reads.
-        arrived, wanted: the layouts at a boundary, in words.
+        actual, wanted: the layouts at a boundary.
         message: of an exception.
-        follows: it has to do with a value about which something was found before.
+        follows: it concerns a value that an earlier finding concerns.
         at: how many operations were typed before it.
     """
 

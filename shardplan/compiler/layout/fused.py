@@ -49,9 +49,9 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
     if not fused:
         return None
     return (
-        f"change {finding.source.short} in {starred(module.name)}: it gives a rank's slice the shape of the whole. "
-        "Let -1 stand for what is split: `.view(B, T, -1, C // self.n_head)` for the heads, where the size of a head comes from "
-        "the whole width, and `.view(B, T, -1)` where they are put together; and cut by a number that `divide` names"
+        f"change {finding.source.short} in {starred(module.name)}: it reshapes a rank's slice as if it were the whole. "
+        "Write -1 for the split dim: `.view(B, T, -1, C // self.n_head)` for the heads, where the size of a head comes from "
+        "the whole width, and `.view(B, T, -1)` where they are joined; and cut by a number that `divide` names"
     )
 
 

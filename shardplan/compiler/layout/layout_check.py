@@ -47,7 +47,7 @@ class Search:
         return self.tries <= 0 or self.seconds <= 0
 
     def attempt(self, plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool]) -> Proof:
-        """Prove a plan that was changed, up to a finding that says that the change is of no use."""
+        """Prove a plan that was changed, up to a finding that shows that the change is useless."""
         start = time.process_time()
         proof = prove(plan, bench, stop)
         self.tries -= 1
@@ -65,9 +65,8 @@ class LayoutReport:
     Args:
         diagnostics: one for each mistake.
         secondary: what follows from these mistakes.
-        arrivals: what arrives (I or R) at each module that takes both, and what a module that gathers its output hands
-            on: `ResolvedPlan.arrivals`, for the lowering.
-        elsewhere: `ResolvedPlan.elsewhere`, for the lowering.
+        incoming: `ResolvedPlan.incoming`, for the lowering.
+        cross_module_reads: `ResolvedPlan.cross_module_reads`, for the lowering.
         reads: values that several modules move I -> R, each on its own, where one block input would do.
         lengths: of dims that the code of a model without configuration splits -> where; what tp must divide.
         sums: partial sums that are added to each other once each is reduced on its own.
@@ -303,7 +302,7 @@ def _fix(
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
     """Whether a change fixes something: what is left was there before, or a crash had hidden it, behind which it is, or which
-    is no more."""
+    is gone."""
     new = [group[0] for key, group in after.items() if key not in before]
     crashes = [_reached(group[0]) for key, group in before.items() if key[0] == "crash"]
     if not crashes:
@@ -317,7 +316,7 @@ def _reached(finding: Finding) -> tuple[int, bool]:
 
 
 def _blamed(plan: ResolvedPlan, finding: Finding, repair: Repair | None) -> Assignment | None:
-    """The rule to point at: the one to change, else the nearest that has to do with the finding."""
+    """The rule to point at: the one to change, else the nearest that is involved in the finding."""
     if repair is not None and repair.old is not None:
         blamed = plan.assignments[next(name for name in repair.names if name in plan.assignments)]
         if blamed.rule.location != OURS:

@@ -10,7 +10,7 @@ from shardplan.core.tree import starred
 from shardplan.styles import STYLES
 
 from . import layout_codes
-from .finding import Finding, Kind, Operand
+from .finding import AS_BEFORE, Finding, Kind, Operand
 from .repairs import Repair
 
 NAMES = {
@@ -28,6 +28,8 @@ def layout_words(layout: str) -> str:
         dim, rest = layout[2:].split(")", 1)
         where = "its last dim" if dim == "-1" else f"dim {dim}"
         return f"split in {where}{rest} ({layout.split(' ')[0]})"
+    if layout.endswith(AS_BEFORE):
+        return layout_words(layout.removesuffix(AS_BEFORE)) + AS_BEFORE
     words = NAMES.get(layout)
     if words is None:
         return " or ".join(layout_words(part) for part in layout.split(" or ")) if " or " in layout else layout
@@ -36,12 +38,12 @@ def layout_words(layout: str) -> str:
 
 def _partial(f: Finding) -> str:
     if f.operands and f.operands[0].parameter:
-        return f"the gradient of {starred(f.subject)} would be a partial sum, and is taken as complete"
+        return f"the gradient of {starred(f.subject)} would be a partial sum, but the plan treats it as complete"
     where = starred(f.module) or "the model"
     if f.subject == f.module:
-        return f"a gradient inside {where} would be a partial sum, and is taken as complete"
-    value = f"what {starred(f.subject) or 'the model'} hands to {where}"
-    return f"the gradient of {value} would be a partial sum, and is taken as complete"
+        return f"a gradient inside {where} would be a partial sum, but the plan treats it as complete"
+    value = f"what {starred(f.subject) or 'the model'} passes to {where}"
+    return f"the gradient of {value} would be a partial sum, but the plan treats it as complete"
 
 
 def _result(name: str) -> str:
@@ -53,7 +55,7 @@ def _result(name: str) -> str:
 
 def _crash(f: Finding) -> str:
     reason = f.message.split("\n")[0]
-    return f"{starred(f.module) or 'the model'} raises when it is split: {reason[:160].rstrip('. ')}"
+    return f"{starred(f.module) or 'the model'} raises an error when it is split: {reason[:160].rstrip('. ')}"
 
 
 MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
@@ -61,25 +63,25 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "complete": (
         layout_codes.COMPLETE,
         lambda f: (
-            f"the gradient of {starred(f.subject)} is complete, but declared a partial sum: it would be tp times too large"
+            f"the gradient of {starred(f.subject)} is complete, but the plan declares a partial sum: it would be tp times too large"
         ),
     ),
     "meeting": (
         layout_codes.MEETING,
         lambda f: (
-            f"in {starred(f.module) or 'the model'} a value with a complete gradient meets one with a partial gradient"
+            f"{starred(f.module) or 'the model'} combines a value with a complete gradient and one with a partial gradient"
         ),
     ),
     "arrival": (
         layout_codes.MISFIT,
         lambda f: (
-            f"what arrives at {starred(f.subject)} is {layout_words(f.actual)}; its style takes {layout_words(f.wanted)}"
+            f"the input of {starred(f.subject)} is {layout_words(f.actual)}; its style needs it to be {layout_words(f.wanted)}"
         ),
     ),
     "result": (
         layout_codes.MISFIT,
         lambda f: (
-            f"what {starred(f.subject)} computes is {layout_words(f.actual)}; its rule says {layout_words(f.wanted)}"
+            f"the result of {starred(f.subject)} is {layout_words(f.actual)}; its rule needs it to be {layout_words(f.wanted)}"
         ),
     ),
     "sum": (
@@ -92,24 +94,24 @@ MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
     "slices": (
         layout_codes.SLICES,
         lambda f: (
-            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} gives no slice of the whole result"
+            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} does not give a slice of the whole result"
         ),
     ),
     "output": (
         layout_codes.OUTPUT,
         lambda f: (
             f"the model's {_result(f.subject)} would be {layout_words(f.actual)}; "
-            f"callers read it {layout_words(f.wanted)}"
+            f"callers expect it to be {layout_words(f.wanted)}"
         ),
     ),
     "untyped": (
         layout_codes.UNTYPED,
-        lambda f: f"the layout of what {starred(f.module) or 'the model'} computes cannot be told",
+        lambda f: f"the layout of a value in {starred(f.module) or 'the model'} cannot be determined",
     ),
     "outside": (
         layout_codes.OUTSIDE,
         lambda f: (
-            f"{starred(f.subject)} is read by the code of {starred(f.module) or 'the model'}, where it is a DTensor"
+            f"the code of {starred(f.module) or 'the model'} reads {starred(f.subject)}, which is a DTensor there"
         ),
     ),
     "crash": (layout_codes.CRASH, _crash),
@@ -153,7 +155,7 @@ def _label(first: Finding, blamed: Assignment, repair: Repair | None) -> str:
     splits = STYLES[blamed.rule.style].shards_parameters
     if first.kind == "partial" and splits and any(blamed.name in operand.origins for operand in first.operands[1:]):
         return "splits what it is combined with"
-    return "has to do with it"
+    return "is involved"
 
 
 def _notes(first: Finding) -> list[str]:

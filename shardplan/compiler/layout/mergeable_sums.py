@@ -1,6 +1,6 @@
-"""Partial sums that are added to each other once they are reduced: reduced together, they cost one collective.
+"""Partial sums that are reduced and then added to each other: reduced together, they cost one collective.
 
-A plan says so with `sum_outputs`; what a run shows of it is looked at here. Where a plan does not say it, it is found for
+A plan declares them with `sum_outputs`, and a run shows whether that is right. Sums that no plan declares are found for
 `shardplan init`.
 """
 
@@ -58,12 +58,12 @@ class SeenSum:
 def seen_sums(
     tree: ModuleTree, run: Trace, outputs: Iterable[tuple[int, str]], declared: Iterable[SummedOutputs]
 ) -> tuple[SeenSum, ...]:
-    """Look at the sums that a plan declares, in each call of their blocks; of those whose block does not run, nothing is said.
+    """Look at the sums that a plan declares, in each call of their blocks; nothing is reported for a block that does not run.
 
     Args:
         tree: of the modules that run.
         run: of a rank.
-        handed: (value, module) for each partial sum that a module reduces as it hands it on.
+        outputs: (value, module) for each partial sum that a module reduces at its output.
     """
     by_member = {name: one for one in declared for name in one.members}
     if not by_member:
@@ -79,7 +79,7 @@ def seen_sums(
     return tuple(found)
 
 
-# Of a call: (module, the value that it hands on of a partial sum, or None where it hands on none), in the order of the run.
+# Of a call: (module, the partial sum that it outputs, or None), in the order of the run.
 _Call = list[tuple[str, int | None]]
 
 
@@ -113,22 +113,26 @@ def _seen(tree: ModuleTree, run: Trace, reading: Mapping[int, list[Event]], one:
     if twice is not None:
         return SeenSum(one, "runs more than once in one call of the block", twice)
     if names[-1] != one.closer:
-        why = "runs before others of them; name it where it runs" if one.closer in names else "does not run"
-        return SeenSum(one, f"is the last that is named, at which the sum is reduced, and {why}", one.closer)
+        why = (
+            "runs before others of them: list the modules in the order in which they run"
+            if one.closer in names
+            else "does not run"
+        )
+        return SeenSum(one, f"is listed last, where the sum is reduced, but {why}", one.closer)
     values = {name: value for name, value in ran if name in one.members}
     without = next((name for name, value in values.items() if value is None), None)
     if without is not None:
-        return SeenSum(one, "hands on no partial sum", without)
+        return SeenSum(one, "does not output a partial sum", without)
     paths = {name: _path(run, reading, value, one.block) for name, value in values.items() if value is not None}
     last = set(paths[one.closer][0])
     for name, (path, _) in paths.items():
         if last.isdisjoint(path):
-            return SeenSum(one, "is read by something else than the sum with the last of them", name)
+            return SeenSum(one, "is read by something else than the sum with the last of these modules", name)
     passed = dict.fromkeys(module for _, modules in paths.values() for module in modules)
     changed = next((module for module in passed if tree.modules[module].kind != "dropout"), None)
     if changed is not None:
         return SeenSum(
-            one, "passes an operation on the way that may change it on other batches (dropout in code)", changed
+            one, "passes its output through an operation that may change it on other batches (dropout in code)", changed
         )
     return SeenSum(one, through=tuple(passed))
 
@@ -138,7 +142,7 @@ def shared_sums(run: Trace, outputs: Iterable[tuple[int, str]]) -> tuple[SharedS
 
     Args:
         run: of a rank.
-        handed: (value, module) for each partial sum that a module reduces as it hands it on, in the order of the run.
+        outputs: (value, module) for each partial sum that a module reduces at its output, in the order of the run.
     """
     reading = run.readers()
     times = dict.fromkeys((module for _, module in outputs), 0)

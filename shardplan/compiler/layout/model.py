@@ -106,12 +106,12 @@ class ModelLayouts:
     ) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 
-        The arrivals and shared reads are those of the model's modules.
+        The incoming layouts and shared reads are those of the model's modules.
 
         Args:
             help: look for the changes that fix what is wrong.
-            allow_unproven: what keeps the check from running is a warning, and else an error: what was not proven is not
-                taken for right.
+            allow_unproven: what keeps the check from running is a warning, and else an error: an unproven plan does not
+                count as right.
         """
         if (too_many := self._too_many(plan)) is not None:
             return LayoutReport((too_many,))
@@ -191,7 +191,7 @@ class ModelLayouts:
 
 
 def incoming_of(tree: ModuleTree, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """The arrivals at a model's modules, from those at its reduced model's, where all layers agree."""
+    """The incoming layouts of a model's modules, from those of its reduced model's, where all layers agree."""
     known: dict[str, set[Layout]] = {}
     for name, layout in incoming.items():
         known.setdefault(tree.pattern(name), set()).add(layout)
@@ -231,7 +231,9 @@ def _home(name: str) -> str:
     return block(name) if element(block(name)) else ""
 
 
-UNPROVEN_HELP = "give what is missing, or accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"
+UNPROVEN_HELP = (
+    "provide what is missing, or accept a plan that is not proven (`--allow-unproven`, `allow_unproven=True`)"
+)
 
 
 def _unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
@@ -251,7 +253,7 @@ def _unseen(name: str, why: str) -> Diagnostic:
     return Diagnostic(
         code=UNTYPED.code,
         severity=Severity.WARNING,
-        message=f"{name} takes images that its reduced model could not be given: this plan is proven for text alone",
+        message=f"{name} accepts images, but its reduced model cannot be given any: this plan is proven for text alone",
         notes=(why,),
     )
 

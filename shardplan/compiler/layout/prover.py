@@ -39,7 +39,7 @@ class Prover:
         plan: each module and its boundary.
         spreads: of the run of every rank.
         origins: of the first rank's run.
-        gathers: what modules with an open gradient hand on; R where not said.
+        gathers: the output layouts of modules whose gradient is unresolved; R by default.
         units: modules whose parameters are gathered only while they run themselves.
         parts: operation -> operand -> whether it has a part in the result, where that was found out.
         stop: whether nothing behind a finding matters.

@@ -119,12 +119,12 @@ def finding(model: str, sites: tuple[Site, ...], tp: int) -> Diagnostic:
     return Diagnostic(
         code=RANDOM.code,
         severity=Severity.ERROR,
-        message=f"the code of {where} draws random numbers in training, and they are not managed across tp={tp}",
+        message=f"the code of {where} draws random numbers in training, but they are not managed across tp={tp}",
         notes=tuple(
             f"{module or model}, {source.short}: `{source.text}`" if source else f"{module or model}: {name}"
             for module, name, source in dict.fromkeys(site.key for site in sites)
         )[:6],
-        help="switch them off in training (a probability of 0), or draw them outside of the model and hand them in as an input",
+        help="switch them off in training (a probability of 0), or draw them outside the model and pass them as an input",
         modules=modules,
     )
 

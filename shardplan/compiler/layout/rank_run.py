@@ -1,4 +1,4 @@
-"""The run of one rank, alone: its shards of the parameters, and what the plan's moves would give it.
+"""The run of one rank, alone: its shards of the parameters, and the results of the plan's moves.
 
 No process group is needed: a move's result is known from the unsharded run, whole or this rank's slice of it.
 """
@@ -139,7 +139,7 @@ def _like(x: Tensor, value: Tensor) -> Tensor:
 def chosen_arguments(
     bound: BoundModule, one: InputBoundary, module: nn.Module, named: Mapping[str, Any]
 ) -> tuple[str, ...]:
-    """The arguments that an input boundary speaks of.
+    """The arguments that an input boundary moves.
 
     Raises:
         ValueError: the call has no such tensor.
@@ -148,7 +148,7 @@ def chosen_arguments(
         return tuple(n for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point())
     name = one.argument or argument_names(module)[0]
     if not isinstance(named.get(name), Tensor):
-        assert bound.style is not None, bound  # as a rule speaks of an argument
+        assert bound.style is not None, bound  # a rule names an argument
         what = "missing" if named.get(name) is None else f"a {type(named[name]).__name__}"
         raise ValueError(f"style {bound.style.name} moves the argument {name!r}, which is {what} in this call")
     return (name,)

@@ -29,8 +29,8 @@ class Repair:
     Args:
         pattern: of what it names.
         names: the modules or parameters that it names in this model.
-        old: the rule that holds for them now.
-        new: the rule that should; None: none.
+        old: the rule that applies to them now.
+        new: the rule that should apply; None: none.
         section: where it should stand.
         also: a change of another rule that goes with it.
     """
@@ -66,7 +66,7 @@ class Repair:
 
     @property
     def _given_up(self) -> str:
-        """What is split now, and is not any more."""
+        """What is split now, and would no longer be."""
         if self.old is None:
             return ""
         before, after = STYLES[self.old.style], STYLES[self.new.style] if self.new is not None else None
@@ -85,11 +85,11 @@ class Repair:
             return f"remove the rule `{self.pattern}: {written(self.old)}`"
         if self.old is None:
             return f"add `{self.entry}`{where}"
-        return f"say `{self.entry}`{where}, not {written(self.old)}"
+        return f"write `{self.entry}`{where} instead of `{written(self.old)}`"
 
 
 def combined(one: Repair, other: Repair) -> Repair | None:
-    """Both changes as one rule, where they say the same of names that differ in one place; else None."""
+    """Both changes as one rule, where they declare the same for names that differ in one place; else None."""
     if (one.section, one.old, one.new, one.also) != (other.section, other.old, other.new, other.also):
         return None
     first, second = one.pattern.split("."), other.pattern.split(".")

@@ -59,12 +59,12 @@ class Workbench:
 def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:
     """Run every rank of a plan that is free of structural errors, and type the runs.
 
-    A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings holds.
+    A gathered value whose readers decide on its gradient is tried both ways; the way with fewer findings is taken.
 
     Args:
         plan: the plan.
         bench: the reduced model.
-        stop: whether nothing behind a finding matters to the caller.
+        stop: whether nothing after a finding matters to the caller.
     """
     bound = boundaries(plan)
     ranks = plan.sizes.tp
@@ -88,7 +88,7 @@ def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] 
             best = min(best, typed(I), key=lambda proof: (proof.stopped, len(proof.findings)))
         if best.findings or not best.doubts:
             break
-        # Nothing is wrong but for what may hide in a tolerance, or behind a zero: the same runs once more, in which the
+        # Nothing is wrong, except what a tolerance or a zero may hide: the same runs once more, in which the
         # operations in doubt are run on changed operands too.
         for place, positions in best.doubts.items():
             found = parts.setdefault(place, {})

@@ -1,4 +1,4 @@
-"""What typing a run came to."""
+"""The result of typing a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Proof:
 
     Args:
         findings: in the order of the run.
-        arrivals: what arrives at each module that takes I or R; at one that gathers its output, what it hands on.
+        incoming: the incoming layout of each module that accepts I and R; of one that gathers its output, the output layout.
         reads: values that several modules move I -> R, each on its own.
         sums: partial sums that are added to each other once each is reduced on its own.
         operations: how many operations were typed.
@@ -27,7 +27,7 @@ class Proof:
             that is not known.
         stopped: at the last of the findings; what comes behind it was not looked at.
         entering: (value, module) for each I that a module moves to R.
-        reduced: (value, module) for each partial sum that a module reduces as it hands it on.
+        reduced: (value, module) for each partial sum that a module reduces at its output.
         shared_reads: module that moves I -> R -> the one that moved the same tensor before, in every call of their block;
             None for one that did not always find it moved.
         declared: what was seen of each of the plan's `sum_outputs`.

@@ -1,4 +1,4 @@
-"""What is wrong with the sums that a plan declares, as diagnostics."""
+"""Diagnostics for the sums that a plan declares wrongly."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def dropping(tree: ModuleTree, through: Iterable[tuple[SummedOutputs, str]]) -> 
     for one, name in through:
         names = () if one.rule.optional else acting(tree, name)
         if names:
-            message = f"{starred(name)} drops elements (p={tree.modules[names[0]].numbers['p']:g}) of what is added up"
+            message = f"{starred(name)} drops elements (p={tree.modules[names[0]].numbers['p']:g}) of the summands"
             found.setdefault((one.rule.location, tree.pattern(name)), _diagnostic(one, message, names))
     return tuple(found.values())
 
@@ -62,7 +62,7 @@ def _diagnostic(one: SummedOutputs, message: str, modules: tuple[str, ...]) -> D
     return Diagnostic(
         code=UNSUMMED.code,
         severity=Severity.ERROR,
-        message=f"the outputs that `sum_outputs` names are not just added up: {message}",
+        message=f"the outputs that `sum_outputs` names are not only added up: {message}",
         primary=Label(one.rule.location, "declares their sum"),
         help=f"delete `{one.rule.text}`: each is then reduced by itself",
         modules=modules,

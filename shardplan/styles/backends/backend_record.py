@@ -1,4 +1,4 @@
-"""What there is to say about a data-parallel backend."""
+"""The record of a data-parallel backend."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ class Backend:
     """A data-parallel backend.
 
     Args:
-        name: its word in a plan.
+        name: its name in a plan.
         summary: what it is, in a few words, for the schema.
-        fields: the fields of `DataParallel` that it carries out.
+        fields: the fields of `DataParallel` that it supports.
         idle: fields that mean nothing to it, and change no number if they are skipped: how and when FSDP2 gathers.
-        splits: the mesh axes that it works with, above size 1; any other axis above size 1 is refused.
+        splits: the mesh axes that may be larger than 1; any other axis above size 1 is refused.
         hybrid: whether it works over a mesh of two dims, dp_replicate beside dp_shard x cp as one, of which the second must be
             there (of size 1 at least); else over one dim, all data-parallel axes of `splits` as one.
-        joint_group: whether it wants a process group over both dims of a hybrid mesh too.
+        joint_group: whether it needs a process group over both dims of a hybrid mesh too.
         wraps: whether it puts a wrapper around the model, with which names begin with `module.`.
         parts: whether modules can be units beside those that the plan names: frozen ones, those of another dtype.
         fully_shard: whether its units are those of torch's `fully_shard`, which refuses some models.
         units_by_class: whether it finds its units by their class, so that all modules of the class are units.
-        traceable: whether a step with it runs on tensors without memory, so that what it costs can be read off one.
+        traceable: whether a step with it runs on tensors without memory, so that its cost can be traced.
         device: the type of device that it needs; None is any.
         module, package: what must be installed, as Python and as pip call it; empty where it is torch's own.
         sequence_parallel: whether it can be combined with sequence parallelism.
@@ -52,5 +52,5 @@ class Backend:
 
     @property
     def shards(self) -> bool:
-        """Whether a rank keeps a part of the model only."""
+        """Whether a rank stores only a part of the model."""
         return Axis.DP_SHARD in self.splits
