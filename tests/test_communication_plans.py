@@ -6,7 +6,6 @@ import json
 import random
 
 import pytest
-from tests.zoo.block_inputs import Size
 
 from benchmarks.plans import DATA, VARIANTS, of_type
 from shardplan.compiler.bind import bind
@@ -15,6 +14,7 @@ from shardplan.core.plan import overlays_of
 from shardplan.language import parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import subject
+from tests.zoo.block_inputs import Size
 from tests.zoo.least import least
 
 FOUND = json.loads(DATA.read_text("utf-8"))
