@@ -77,7 +77,7 @@ def estimate_mesh(
         asked=asked,
         sizes=sizes,
         parameters=sum(parameter.numel for _, parameter in found.tree.parameters.values()) - _tied(found),
-        held=ledger.held,
+        held=ledger.stored,
         memory=_memory(ledger, offloaded),
         flops=dict(sorted(ledger.flops.items())),
         traffic=traffic,

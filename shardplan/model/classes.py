@@ -42,10 +42,10 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
     named = next(iter(listed), None) if isinstance(listed, (list, tuple)) else listed or None
     cls = _named(named)
     if cls is not None:
-        if _takes(cls, config):
+        if _accepts(cls, config):
             return ModelClass(cls, config)
         text = text_config(config)
-        if _takes(cls, text):
+        if _accepts(cls, text):
             return ModelClass(cls, text)
         raise refuse(
             CANNOT_BUILD,
@@ -59,7 +59,7 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
     usual = by_type[0] if isinstance(by_type, tuple) else by_type
     assert usual is not None, by_type  # a type that transformers knows has a class
     # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
-    given = config if _takes(usual, config) else text_config(config)
+    given = config if _accepts(usual, config) else text_config(config)
     if named is None:
         return ModelClass(usual, given)
     warning = finding(
@@ -81,5 +81,5 @@ def _named(name: object) -> type[PreTrainedModel] | None:
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
-def _takes(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+def _accepts(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
     return cls.config_class is not None and isinstance(config, cls.config_class)

@@ -159,17 +159,17 @@ class Rebinding:
             if isinstance(found, (nn.Module, Tensor)) and (id(found) in self.names or id(found) in self.counterparts):
                 raise NotBound(f"reads the model through the global name {name!r}")
         cells, defaults = function.__closure__ or (), function.__defaults__ or ()
-        held = [self._captured(function, content, depth) for content in (*_contents(cells), *defaults)]
+        rebound = [self._captured(function, content, depth) for content in (*_contents(cells), *defaults)]
         old = (*_contents(cells), *defaults)
         keywords = self.value(function.__kwdefaults__, depth)
         wrapped = self.value(vars(function).get("__wrapped__"), depth)
         if (
-            all(a is b for a, b in zip(old, held, strict=True))
+            all(a is b for a, b in zip(old, rebound, strict=True))
             and keywords is function.__kwdefaults__
             and wrapped is vars(function).get("__wrapped__")
         ):
             return function
-        contents = iter(held)
+        contents = iter(rebound)
         new = FunctionType(
             function.__code__,
             function.__globals__,

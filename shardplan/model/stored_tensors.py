@@ -143,8 +143,8 @@ def _regular(path: Path) -> Path:
 
 def _add(elements: dict[str, Element], header: Mapping[str, Any], known: dict[tuple[Any, ...], Shape]) -> None:
     """Put the tensors of a file into their elements. Raises what a header raises that is not as it should be."""
-    for name, told in header.items():
-        key = (told["dtype"], *told["shape"])
+    for name, entry in header.items():
+        key = (entry["dtype"], *entry["shape"])
         shape = known.get(key)
         if shape is None:
             shape = known[key] = _checked(*key)

@@ -53,8 +53,8 @@ def compare(name: str, kind: Compared, values: Ranked, reference: Tensor, floor:
     verdict: Verdict = "equal" if error <= TOLERANCE[dtype] else "differs"
     if floor and magnitude(reference) <= floor:
         rounding = floor / NEGLIGIBLE * TOLERANCE[dtype]
-        small = all(value.shape == reference.shape and magnitude(value) <= rounding for _, value in values)
-        verdict = "unproven" if small else "differs"
+        reduced = all(value.shape == reference.shape and magnitude(value) <= rounding for _, value in values)
+        verdict = "unproven" if reduced else "differs"
     return Comparison(name, kind, error, where, verdict, str(dtype).removeprefix("torch."))
 
 

@@ -25,15 +25,15 @@ def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[objec
         RuntimeError: it failed on another rank, which is named with its error, or ranks told different things. The rank
             that failed raises its own error.
     """
-    told: list[object] = []
+    reported: list[object] = []
     failure: Exception | None = None
     try:
-        yield told.append
+        yield reported.append
     except Exception as error:
         failure = error
-    said = (dist.get_rank(), None if failure is None else f"{type(failure).__name__}: {failure}", told)
+    outcome = (dist.get_rank(), None if failure is None else f"{type(failure).__name__}: {failure}", reported)
     try:
-        answers = _everyone(said, mesh)
+        answers = _everyone(outcome, mesh)
     except Exception as error:  # a rank died; what failed here is why, if something did
         raise failure or error from error
     if failure is not None:

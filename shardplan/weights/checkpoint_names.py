@@ -33,7 +33,7 @@ from .lazy import Lazy
 
 
 @dataclass(frozen=True)
-class Held:
+class StateEntry:
     """A tensor of a model's state dict.
 
     Args:
@@ -65,7 +65,7 @@ def inner_model(model: nn.Module) -> nn.Module:
     return model
 
 
-def held_tensors(model: nn.Module) -> list[Held]:
+def state_entries(model: nn.Module) -> list[StateEntry]:
     """The parameters and persistent buffers of a model, each once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -74,7 +74,7 @@ def held_tensors(model: nn.Module) -> list[Held]:
             if tensor is not None and leaf not in module._non_persistent_buffers_set:
                 tensors[id(tensor)] = tensor
                 names.setdefault(id(tensor), []).append(f"{prefix}.{leaf}" if prefix else leaf)
-    return [Held(tuple(dict.fromkeys(names[key])), tensor) for key, tensor in tensors.items()]
+    return [StateEntry(tuple(dict.fromkeys(names[key])), tensor) for key, tensor in tensors.items()]
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy
         return revert_weight_conversion(model, dict(tensors))
 
 
-def kept_name(held: Held, model: nn.Module) -> str:
+def kept_name(entry: StateEntry, model: nn.Module) -> str:
     """The name under which a tied tensor is saved: the one that transformers does not fill from another."""
     filled = getattr(model, "all_tied_weights_keys", None) or {}
-    return next((name for name in held.names if name not in filled), held.name)
+    return next((name for name in entry.names if name not in filled), entry.name)

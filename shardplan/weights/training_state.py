@@ -54,7 +54,7 @@ def save_training_state(
             if first:
                 begin(folder, overwrite=overwrite, marks=(METADATA,))
         weights, moments = get_state_dict(model, optimizer)
-        with _said(f"saving {folder}"):
+        with _named_rank(f"saving {folder}"):
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=new)
         with all_or_none(None, f"finishing {folder}"):
             if first:
@@ -88,7 +88,7 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
         _check_files(folder)
         extra = torch.load(folder / EXTRA, weights_only=True)
     weights, moments = get_state_dict(model, optimizer)
-    with _said(f"loading {folder}"):
+    with _named_rank(f"loading {folder}"):
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     with all_or_none(None, f"loading {folder}"):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -96,7 +96,7 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
 
 
 @contextmanager
-def _said(doing: str) -> Iterator[None]:
+def _named_rank(doing: str) -> Iterator[None]:
     """torch collects the errors of all ranks, and raises them on each as something that `except Exception` misses."""
     try:
         yield

@@ -18,35 +18,35 @@ from .live import FLAGS, HOOKS, IGNORED, NUMBERS, Live, not_noise, pairs, same
 Triple = tuple[str, nn.Module, nn.Module, nn.Module]  # name in the original, live, plain, reduced
 
 
-def carry(live: Live, small: nn.Module, original: Callable[[str], str]) -> nn.Module:
+def carry(live: Live, target: nn.Module, original: Callable[[str], str]) -> nn.Module:
     """Change a reduced model so that it differs from what its class and configuration build as the live one does.
 
     Args:
-        small: changed in place.
+        target: the reduced model, changed in place.
         original: the name that a module of the reduced model has in the original.
 
     Raises:
         NotBound: what it cannot be given.
     """
-    return _Carrying(live, small, original).run()
+    return _Carrying(live, target, original).run()
 
 
 class _Carrying:
-    def __init__(self, live: Live, small: nn.Module, original: Callable[[str], str]):
-        self.live, self.small = live, small
-        self.triples = list(_triples(live, small, original))
+    def __init__(self, live: Live, target: nn.Module, original: Callable[[str], str]):
+        self.live, self.target = live, target
+        self.triples = list(_triples(live, target, original))
         self.sizes: dict[int, set[int]] = defaultdict(set)  # of parameters, original -> reduced
         self.numbers: dict[tuple[str, int], set[int]] = defaultdict(set)  # of attributes
         self.counterparts: dict[int, Any] = {}
         self.made: list[tuple[nn.Module, nn.Module]] = []
         plain = {name: one for name, one, _ in pairs(live.plain, live.plain)}
-        for name, reduced, _ in pairs(small, small):
+        for name, reduced, _ in pairs(target, target):
             if original(name) in plain:
                 self._measure(plain[original(name)], reduced)
         for _, own, _, reduced in self.triples:
             self._know(own, reduced)
         self.rebinding = Rebinding(self.counterparts, live.model)
-        reference = next(p for p in small.parameters() if p.is_floating_point())
+        reference = next(p for p in target.parameters() if p.is_floating_point())
         self.device, self.dtype = reference.device, reference.dtype
 
     def _know(self, own: nn.Module, reduced: nn.Module) -> None:
@@ -81,7 +81,7 @@ class _Carrying:
                 for key in vars(child).keys() - IGNORED - set(FLAGS):
                     self._attribute(key, child, None, new)
         self._all_are_there()
-        return self.small
+        return self.target
 
     def _all_are_there(self) -> None:
         """What differs where the reduced model has nothing, it must have elsewhere: at a layer of the same kind."""
@@ -220,13 +220,13 @@ class _Carrying:
             new._modules[leaf] = None if inner is None else self._made(inner)
         self.made.append((child, new))
         if hasattr(child, "config"):
-            new.config = self.counterparts.get(id(child.config), self.small.config)
+            new.config = self.counterparts.get(id(child.config), self.target.config)
         return new
 
 
-def _triples(live: Live, small: nn.Module, original: Callable[[str], str]) -> Iterator[Triple]:
+def _triples(live: Live, target: nn.Module, original: Callable[[str], str]) -> Iterator[Triple]:
     found = {name: (own, plain) for name, own, plain in pairs(live.model, live.plain)}
-    for name, reduced, _ in list(pairs(small, small)):
+    for name, reduced, _ in list(pairs(target, target)):
         if (there := original(name)) in found:  # else its parent says that it was taken away
             yield there, *found[there], reduced
 

@@ -36,10 +36,10 @@ class Features:
 
 def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
     """The inputs of a model whose forward takes something else than one text; None for the others."""
-    takes = inspect.signature(model.forward).parameters
-    decodes = "decoder_input_ids" in takes
-    main = next((name for name in MAKERS if name in takes), None) if "input_ids" not in takes else None
-    if main is None and not ("input_ids" in takes and decodes):
+    accepted = inspect.signature(model.forward).parameters
+    decodes = "decoder_input_ids" in accepted
+    main = next((name for name in MAKERS if name in accepted), None) if "input_ids" not in accepted else None
+    if main is None and not ("input_ids" in accepted and decodes):
         return None
     labels = labels_of(type(model))
 
@@ -59,7 +59,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
         if decodes:
             made["decoder_input_ids"] = ids
             made |= text
-        elif labels is not None and "labels" in takes and (found := _classes(config, generator)) is not None:
+        elif labels is not None and "labels" in accepted and (found := _classes(config, generator)) is not None:
             made["labels"] = found
         return made
 

@@ -76,7 +76,7 @@ def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
     """The user's function for a model whose configuration is reduced: its token ids are brought below the size of the
     reduced vocabulary, by their remainder; negative ones (labels that do not count) stay."""
     rows = config_value(text_config(config), "vocab_size")
-    takes = [
+    accepted = [
         p
         for p in inspect.signature(inputs).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
@@ -84,7 +84,7 @@ def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
     function: Callable[..., Mapping[str, Any]] = inputs
 
     def call(seed: int) -> Mapping[str, Any]:
-        made = function(seed, config) if len(takes) > 1 else function(seed)
+        made = function(seed, config) if len(accepted) > 1 else function(seed)
         if not isinstance(made, Mapping) or not isinstance(rows, int):
             return made
         return {name: _below(value, rows) if name in IDS else value for name, value in made.items()}

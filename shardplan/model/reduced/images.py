@@ -151,11 +151,11 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
         model: the reduced model.
         tries: runs the model on inputs with such images, and raises what it raises.
     """
-    takes = inspect.signature(model.forward).parameters
-    recipes = [r for r in RECIPES if r.kind == kind and all(name in takes for name in r.names)]
+    accepted = inspect.signature(model.forward).parameters
+    recipes = [r for r in RECIPES if r.kind == kind and all(name in accepted for name in r.names)]
     token = next((t for n in _token_names(kind) if isinstance(t := getattr(config, n, None), int)), None)
     features = next((f for m in _inside(model) if (f := getattr(m, f"get_{kind}_features", None))), None)
-    if not any(r.kind == kind and r.names[0] in takes for r in RECIPES):
+    if not any(r.kind == kind and r.names[0] in accepted for r in RECIPES):
         return ""
     if vars(config).get("vision_config", config) is None:
         return ""
@@ -165,7 +165,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
     for recipe in recipes:
         try:
             count = _count(features, recipe, config, model)
-            types = {name: kinds[kind] for name, kinds in TYPES.items() if name in takes}
+            types = {name: kinds[kind] for name, kinds in TYPES.items() if name in accepted}
             found = Fitting(recipe, token, count, types)
             tries(found)
         except Exception as error:  # what the modelling code raises on images that it does not take
@@ -186,15 +186,15 @@ def _inside(model: nn.Module) -> Iterator[nn.Module]:
 
 def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfig, model: nn.Module) -> int:
     """How many features each row's images have."""
-    takes = inspect.signature(features).parameters
-    loose = any(p.kind is p.VAR_POSITIONAL for p in takes.values())  # a wrapper around another function
+    accepted = inspect.signature(features).parameters
+    loose = any(p.kind is p.VAR_POSITIONAL for p in accepted.values())  # a wrapper around another function
     dtype = next(model.parameters()).dtype
     arrays = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in _arrays(recipe, config, 0).items()
-        if loose or name in takes
+        if loose or name in accepted
     }
-    needed = {n for n, p in takes.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed = {n for n, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     if needed - arrays.keys():
         raise ValueError(f"images need {', '.join(sorted(needed - arrays.keys()))}")
     with torch.no_grad():

@@ -101,8 +101,8 @@ class Recorder(OperationRecorder):
 
     def _atom(self, module: nn.Module, entered: tuple[int, ...], args: tuple, kwargs: dict, output: Any) -> None:
         place = (*self._scopes[-1], "atom")
-        held = dict(module.named_parameters(remove_duplicate=False))
-        parameters = {p: held[p] for p in self.parameter_inputs(place[0]) if p in held}
+        by_name = dict(module.named_parameters(remove_duplicate=False))
+        parameters = {p: by_name[p] for p in self.parameter_inputs(place[0]) if p in by_name}
         inputs = (*entered, *(self.number(p) for p in parameters.values()))
         self._note_captured(inputs)
         if place in self.probes:

@@ -22,7 +22,7 @@ from .named_reduced import named_by_user
 from .own_copies import checked, inputs_of, module_maker, not_callable
 from .precision import cast, without_half
 from .reduced_codes import NOT_RUNNING
-from .reduced_transformers import live, maker, original_of, small_of
+from .reduced_transformers import live, maker, original_of, reduced_config_of
 from .routed_experts import reaching
 from .weights import without_noise
 
@@ -150,17 +150,17 @@ def make_reduced_model(
         named = named_by_user(reduced, tree, name, seed)
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
-    small, kept, adapted = small_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
-    build = maker(cls, small, adapted, seed, {"dtype": dtype, **options})
+    reduced_config, kept, adapted = reduced_config_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
+    build = maker(cls, reduced_config, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(build()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
-    fed = feeding(build(), small, seq_len, name, inputs)
+    fed = feeding(build(), reduced_config, seq_len, name, inputs)
 
     def make(weights: int) -> Callable[[], nn.Module]:
-        return maker(cls, small, adapted, weights, {"dtype": dtype, **options})
+        return maker(cls, reduced_config, adapted, weights, {"dtype": dtype, **options})
 
-    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), small)
-    return ReducedModel(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), reduced_config)
+    return ReducedModel(name, tp, seq_len, reduced_config, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
 
 
 def _of_named(

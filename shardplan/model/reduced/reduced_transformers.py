@@ -27,7 +27,7 @@ from .model_inputs import labels_of, sequence_length
 from .own_copies import LARGEST, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
 from .reduced_codes import NO_REDUCED_MODEL
-from .shrink import small_config
+from .shrink import reduced_config
 from .weights import fill_zero_buffers, randomise
 
 Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a reduced model
@@ -87,7 +87,7 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
         ) from error
 
 
-def small_of(
+def reduced_config_of(
     config: PreTrainedConfig,
     cls: type[PreTrainedModel],
     tree: ModuleTree,
@@ -108,11 +108,11 @@ def small_of(
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
     for kept in candidates(tree, count, vars(text), others):
         try:
-            small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
-            if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
-                text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
+            reduced = reduced_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
+            if labels_of(cls) == "class" and text_config(reduced).pad_token_id is None:
+                text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding
             adapted = _adapting(adapters, live, lists, kept)
-            plain = _construct(cls, small, "meta", 0)
+            plain = _construct(cls, reduced, "meta", 0)
             with torch.device("meta"):
                 made = tree_of(adapted(plain))
         except NotBound as error:
@@ -125,7 +125,7 @@ def small_of(
             failures.append(f"the reduced model would have {size:,} parameters, more than {LARGEST:,}")
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
-            return small, kept, adapted
+            return reduced, kept, adapted
         failures.append(f"the reduced model's layers are not those of layers {', '.join(map(str, kept.layers))}")
     raise refuse(
         NO_REDUCED_MODEL,

@@ -25,13 +25,13 @@ def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Callable[[str], None]]:
     Raises:
         RuntimeError: ranks say different things, or some failed and others did not.
     """
-    said: list[str] = []
+    reported: list[str] = []
     try:
-        yield said.append
+        yield reported.append
     except Exception as error:
-        _all_say(f"failed: {error}", mesh)
+        _all_equal(f"failed: {error}", mesh)
         raise
-    if not _all_say("".join(said), mesh):
+    if not _all_equal("".join(reported), mesh):
         raise RuntimeError(
             "ranks compiled different programs, or it failed on some of them (another plan, model or version there); "
             "compare compile_plan(...).describe() between the ranks"
@@ -47,7 +47,7 @@ def intention(program: Program) -> str:
     return "\n".join([program.describe(), *parameters, *options])
 
 
-def _all_say(text: str, mesh: DeviceMesh) -> bool:
+def _all_equal(text: str, mesh: DeviceMesh) -> bool:
     """Whether every rank of the mesh says the same."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     low = torch.tensor([number, -number], dtype=torch.int64, device=mesh.device_type)

@@ -94,11 +94,11 @@ class Applied:
         """
         reshard(self.model)
         alive = {id(p) for p in self.model.parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        dead = [p for p in held if id(p) not in alive]
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        dead = [p for p in tensors if id(p) not in alive]
         if dead:
             raise ValueError(
-                f"{len(dead)} of the optimizer's {len(held)} tensors are not parameters of the model (shapes "
+                f"{len(dead)} of the optimizer's {len(tensors)} tensors are not parameters of the model (shapes "
                 f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
                 "apply_plan replaces parameters, so make the optimizer after it"
             )

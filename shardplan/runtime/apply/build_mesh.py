@@ -56,14 +56,14 @@ def _inferred(given: dict[Axis, int | None], world: int) -> dict[Axis, int]:
     for axis, size in given.items():
         if not (size is None or (isinstance(size, int) and not isinstance(size, bool))):
             raise TypeError(f"the size of {axis} must be a whole number or None, not {size!r}")
-    said = {axis: size for axis, size in given.items() if size is not None and size > 0}
-    free = [axis for axis in given if axis not in said]
+    declared = {axis: size for axis, size in given.items() if size is not None and size > 0}
+    free = [axis for axis in given if axis not in declared]
     if len(free) > 1:
         raise ValueError(f"the sizes of {' and '.join(free)} are open: at most one can be inferred from the world size")
-    known = prod(said.values())
-    text = " x ".join(f"{axis} {size}" for axis, size in said.items())
+    known = prod(declared.values())
+    text = " x ".join(f"{axis} {size}" for axis, size in declared.items())
     if free and world % known:
         raise ValueError(f"{free[0]} cannot be inferred: {text} = {known} does not divide the world size {world}")
     if not free and known != world:
         raise ValueError(f"{text} = {known}, but the world size is {world}: leave one size open (None) to infer it")
-    return {axis: said.get(axis, world // known) for axis in given}
+    return {axis: declared.get(axis, world // known) for axis in given}

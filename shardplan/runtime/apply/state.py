@@ -100,7 +100,7 @@ def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, packed: Mapping
         return
     optimizer.__dict__[_PORTABLE] = True
     packings = {id(p): packed[name] for name, p in model.named_parameters() if name in packed}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
 
     def save_one(value: Tensor, parameter: Tensor, packed: Packing | None) -> Tensor:
         if packed is None:
@@ -111,7 +111,7 @@ def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, packed: Mapping
     def change(state_dict: dict, convert: Callable[[Tensor, Any, Packing | None], Tensor]) -> dict:
         # torch.distributed.checkpoint numbers parameters by name, an optimizer itself by position.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = dict(zip(keys, held, strict=False))  # torch's own message tells that the numbers differ
+        parameters = dict(zip(keys, optimized, strict=False))  # torch's own message tells that the numbers differ
 
         def one(key: Any, value: Any) -> Any:
             parameter = parameters.get(key)

@@ -36,8 +36,8 @@ class Split:
     def locate(self, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """(the column of each token id, 0 where it is another rank's; whether it is another rank's)."""
         column = ids - self.first
-        cross_module_reads = (column < 0) | (column >= columns)
-        return column.masked_fill(cross_module_reads, 0), cross_module_reads
+        on_other_rank = (column < 0) | (column >= columns)
+        return column.masked_fill(on_other_rank, 0), on_other_rank
 
 
 def is_split(logits: Tensor) -> TypeGuard[DTensor]:

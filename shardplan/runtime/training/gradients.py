@@ -207,9 +207,9 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
     }
     for key, group in axes.groups.items():
         members = [mesh for mesh, keys in axes.of_mesh.items() if key in keys]
-        together = torch.stack([totals[mesh] for mesh in members])
-        dist.all_reduce(together, norm.reduction, group=group)
-        totals |= zip(members, together, strict=True)
+        stacked = torch.stack([totals[mesh] for mesh in members])
+        dist.all_reduce(stacked, norm.reduction, group=group)
+        totals |= zip(members, stacked, strict=True)
     plain = norm.of([g.local for g in gradients if g.mesh is None], device)
     total = norm.root(norm.add(torch.stack([plain, *(part.to(device) for part in totals.values())])))
     total = total.to(wide) if gradients else torch.zeros((), device=device)

@@ -40,8 +40,8 @@ def pad_to_multiple(
     known = {name: value for name, value in batch.items() if name in fills and isinstance(value, Tensor)}
     lengths = {name: value.shape[1] for name, value in known.items() if value.dim() >= 2}
     if len(set(lengths.values())) != 1:
-        said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"the sequences have no one length: {said or 'there are none'}")
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"the sequences have no one length: {listed or 'there are none'}")
     more = -next(iter(lengths.values())) % multiple
     if not more:
         return dict(batch)
