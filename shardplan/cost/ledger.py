@@ -1,4 +1,4 @@
-"""What a log says, by phase and module."""
+"""A log summarised by phase and module."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes taken or given back, and what ran."""
+    """Bytes allocated or freed, and what ran."""
 
     record: StorageRecord
     bytes: int
@@ -100,7 +100,7 @@ class Meter(_DispatchMode):
         self.log = Log({record: record.size for record, _ in self._alive.values()})
 
     def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
-        """Say what the storages of tensors are for; those that were never seen are followed from now on."""
+        """Record the purpose of the storages of tensors; unknown ones are followed from now on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._see(local.untyped_storage()).purpose = purpose
@@ -127,7 +127,7 @@ class Meter(_DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # what such a tensor does with its parts comes here again
-        if func.name().partition(".")[0] in WAITS:  # hands on what it is given; without memory torch makes a copy
+        if func.name().partition(".")[0] in WAITS:  # returns its argument; without memory torch makes a copy
             return args[0]
         kwargs = kwargs or {}
         out = _run(func, args, kwargs)

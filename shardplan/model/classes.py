@@ -1,4 +1,4 @@
-"""Which class a configuration is built with."""
+"""The class that a configuration is built with."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
             return ModelClass(cls, text)
         raise refuse(
             CANNOT_BUILD,
-            f"{shown} names the architecture {named!r}, which is not for the model type {config.model_type}",
+            f"{shown} names the architecture {named!r}, but that class is not for the model type {config.model_type}",
             help="correct `architectures` or `model_type`",
             file=file,
         )
@@ -64,7 +64,7 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
         return ModelClass(usual, given)
     warning = finding(
         UNKNOWN_CLASS,
-        f"{shown} names the architecture {named!r}, which transformers does not have; {usual.__name__} is used",
+        f"{shown} names the architecture {named!r}, but transformers does not have it; {usual.__name__} is used",
         severity=Severity.WARNING,
         help=f'write "architectures": ["{usual.__name__}"], or name a class of transformers',
         file=file,

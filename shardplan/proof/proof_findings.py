@@ -1,4 +1,4 @@
-"""What a proof says against a plan, as findings."""
+"""The errors that a proof found in a plan, as findings."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ORDER = {"output": 0, "buffer": 1, "gradient": 2}
 def findings_of(
     proven: Proven, reduced: ModelLayouts, *, allow_unproven: bool = False
 ) -> dict[Overlays, tuple[Diagnostic, ...]]:
-    """By variant: what differs, and what is split and was not reached.
+    """By variant: what differs, and what is split but was not reached.
 
     Args:
         reduced: the reduced model that was run.
-        allow_unproven: what was not reached is a warning.
+        allow_unproven: what was not reached is a warning, not an error.
     """
     proofs = {proof.variant: proof for proof in proven.report.variants}
     return {
@@ -57,8 +57,8 @@ def _differing(proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts) -
         message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
         primary=Label(blamed.rule.location, "next to what differs") if blamed is not None else None,
         notes=tuple(notes),
-        help="`shardplan verify` prints every tensor; what is around the first that differs is to stay whole, "
-        "or to be reduced or gathered before",
+        help="`shardplan verify` prints every tensor; leave what is around the first difference whole, "
+        "or reduce or gather its input",
         modules=tuple(dict.fromkeys(about)),
     )
 

@@ -53,10 +53,10 @@ class Proven:
 
 
 def compile_for(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
-    """The variants of a plan for a reduced model: compiled as for the model itself, whatever its layouts are said to be.
+    """The variants of a plan for a reduced model: compiled as for the model itself, whatever findings its layouts have.
 
     Raises:
-        PlanError: the plan, which fits the model itself, has errors on the reduced one; or that does not run.
+        PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
     """
     variants = check_variants(bind_variants(plan, reduced.benches[0].tree, sizes, {NO_OVERLAYS, *wanted}))
     for on in wanted:
@@ -86,7 +86,7 @@ def prove(
     Args:
         reduced: of the model that `source` names, at the size of tp.
         variants: which of the plan's variants.
-        allow_unproven: what the plan touches and no run reached does not keep it from being proven.
+        allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
 
     Raises:
         PlanError: no reduced model can be made, or the sharded one does not run.
@@ -148,7 +148,7 @@ def references(reduced_model: ReducedModel) -> References:
 
 @dataclass(frozen=True)
 class ReducedCase:
-    """One proof, as something that other processes can be handed."""
+    """One proof, in a form that can be sent to other processes."""
 
     source: Model
     program: Program

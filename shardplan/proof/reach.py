@@ -44,7 +44,7 @@ def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
 
 
 def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
-    """Modules with a move that no run calls, and that have no parameters to speak for them."""
+    """Modules with a move that no run calls, and that have no parameters of their own."""
     called = {event.module for bench in reduced.benches for event in bench.reference.events if event.kind == "enter"}
     for name, module in program.modules.items():
         below = full_name(name, "")

@@ -55,7 +55,7 @@ def prove_stage(
 ) -> tuple[VerifyReport | None, Findings]:
     """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
 
-    What is found is kept by digest.
+    The findings are remembered by digest.
     """
 
     try:
@@ -80,7 +80,7 @@ def prove_stage(
 @reduced_runs()
 def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
     """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
-    and tells the others."""
+    and sends the result to the others."""
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
         compiled = compile_for(asked.reduced, asked.plan, asked.sizes, {on})

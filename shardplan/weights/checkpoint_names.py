@@ -1,4 +1,4 @@
-"""What a model's tensors are called in a checkpoint: transformers' renamings and conversions, taken as data.
+"""The names of a model's tensors in a checkpoint: transformers' renamings and conversions, taken as data.
 
 A conversion stacks, concatenates, splits, transposes or reshapes tensors. It is run on lazy tensors, so that what comes
 out of it can be read in slices.
@@ -58,7 +58,7 @@ def inner_model(model: nn.Module) -> nn.Module:
         model = model.module
     if unwrapped(model) is not model or next(adapters_in(model), None) is not None:
         raise ValueError(
-            "the model has adapters, which a checkpoint of a whole model does not speak of: use model.state_dict() and "
+            "the model has adapters, and a checkpoint of a whole model does not include them: use model.state_dict() and "
             "load_state_dict(), or materialize(model, device, state_dict=...)"
         )
     reshard(model)
@@ -79,7 +79,7 @@ def state_entries(model: nn.Module) -> list[StateEntry]:
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """FSDP2 exchanges classes for its own, and conversions are found by names of classes: the original ones are back
+    """FSDP2 replaces classes by its own, and conversions are found by names of classes: the original ones are back
     while this lasts."""
     exchanged: list[tuple[nn.Module, type[nn.Module]]] = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
@@ -141,7 +141,7 @@ def resolve(model: nn.Module, stored: Mapping[str, Lazy], state: dict[str, Tenso
             found[name] = stored[key]
         else:
             converter, sources = converted.setdefault(name, (deepcopy(by_pattern[pattern]), []))
-            converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]  # it takes tensors too
+            converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]  # it accepts tensors too
             sources.append(key)
     for name, (converter, sources) in converted.items():
         made = _convert(converter, name, sources, model)

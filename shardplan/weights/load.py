@@ -144,7 +144,7 @@ def _check_call(dtype: Any, device: Any, progress: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
     if device is not None and torch.device(device).type == "meta":
-        raise ValueError("device='meta' has no memory to load into: name the device that the model is to run on")
+        raise ValueError("device='meta' has no memory to load into: name the device that will run the model")
     if not callable(progress) and not isinstance(progress, bool):
         raise TypeError(f"progress must be True, False or a function, not {progress!r}")
 
@@ -211,8 +211,8 @@ def _not_ignored(items: Sequence[Any], name: Callable[[Any], str], patterns: Col
 
 
 def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
-    """What nothing in the model takes. Left out: what the model's class says to ignore, and buffers that older
-    checkpoints hold and the model now computes itself (inv_freq, position_ids)."""
+    """Tensors of the checkpoint that the model does not use. Left out: what the model's class says to ignore, and buffers of
+    older checkpoints that the model now computes itself (inv_freq, position_ids)."""
     persistent = {name for entry in state_entries(model) for name in entry.names}
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in persistent}
     names = _not_ignored(
@@ -234,7 +234,7 @@ def _check_ties(task: _Task, found: Resolved) -> None:
         one, other = (_slices(found.tensors[key], task) for key in (present[0], name))
         if any(not torch.equal(left, right) for left, right in zip(one, other, strict=True)):
             raise ValueError(
-                f"the model ties {present[0]} and {name}, and the checkpoint has different values for them: build the "
+                f"the model ties {present[0]} and {name}, but the checkpoint has different values for them: build the "
                 "model with tie_word_embeddings=False"
             )
 
@@ -257,7 +257,7 @@ def _misfit(folder: Path, missing: list[str], unexpected: list[str], wrong: list
             lines.append(f"  {title} {name}" + (f" (is it {near}?)" if near else ""))
     lines += [f"  {one}" for one in wrong]
     if (missing or unexpected) and not wrong:
-        lines.append("strict=False leaves unexpected names out, and draws what is missing")
+        lines.append("strict=False ignores unexpected names, and initialises missing ones")
     return "\n".join(lines)
 
 

@@ -216,7 +216,7 @@ def _check_room(folder: Path, files: Sequence[_File]) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"{folder.parent} has {free:,} bytes free, and the checkpoint has {needed:,}: nothing was written"
+            f"{folder.parent} has {free:,} bytes free, but the checkpoint needs {needed:,}: nothing was written"
         )
 
 
@@ -259,8 +259,8 @@ def _write_files(
 
 
 class _Writer:
-    """A safetensors file, written tensor by tensor. After an error of the disk it takes what it is given and writes
-    nothing, as the other ranks go on gathering; `close` raises it."""
+    """A safetensors file, written tensor by tensor. After a disk error it accepts tensors and writes
+    nothing, because the other ranks continue to gather; `close` raises the error."""
 
     def __init__(self, path: Path, outputs: Sequence[_Output]):
         self.failure: OSError | None = None

@@ -1,4 +1,4 @@
-"""Recording a forward run: its operations, and what modules are given and return, by hooks on every module."""
+"""Recording a forward run: its operations, and the arguments and results of every module, by hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recorder(OperationRecorder):
         """The shape of the first argument of the module whose forward runs now."""
         return self.trace.values[self._entered[-1][0]].shape
 
-    # What a subclass changes.
+    # Methods for subclasses.
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
         """New values for some of a module's arguments, by name."""
@@ -136,7 +136,7 @@ class Recorder(OperationRecorder):
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
                 continue
-            # Behind the module's own hooks, as the moves of an applied plan are.
+            # After the module's own hooks, like the moves of an applied plan.
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
@@ -175,5 +175,5 @@ def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = (
     recorder.run(inputs)
     if recorder.trace.crash is not None:
         model(**inputs)
-        raise AssertionError(f"raises only when it is recorded: {recorder.trace.crash.message}")
+        raise AssertionError(f"the model raises only when it is recorded: {recorder.trace.crash.message}")
     return recorder.trace

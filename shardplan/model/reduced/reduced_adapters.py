@@ -67,23 +67,23 @@ def _adapted(wrapper: Any) -> Iterator[tuple[str, Adapted]]:
 
 
 def reduced_rank(adapters: Adapters, rank: int) -> int:
-    """A small rank: those of the original stay in their order, and equal where they are."""
+    """A small rank: the ranks keep their order, and equal ranks stay equal."""
     ranks = sorted({one.rank for layer in adapters.layers.values() for one in layer.values()})
     return min(rank, SMALLEST + ranks.index(rank))
 
 
 def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) -> nn.Module:
-    """Put small adapters into a small model, and freeze what is frozen in the original.
+    """Put small adapters into a reduced model, and freeze what is frozen in the original.
 
     Args:
         model: changed in place.
         original: the name that a module or parameter of the reduced model has in the original.
 
     Raises:
-        ValueError: they come out as others than the original's.
+        ValueError: peft creates other adapters than the original's.
         Exception: whatever peft raises.
     """
-    # The original has adapters of peft, so it is there.
+    # The original has adapters of peft, so peft is installed.
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -103,7 +103,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
     result = unwrapped(wrapped)
     made = {name: {a: one.variant for a, one in _adapted(wrapper)} for name, wrapper in adapters_in(result)}
     if made != {name: {a: one.variant for a, one in layer.items()} for name, layer in wanted.items()}:
-        raise ValueError("peft gives the reduced model other adapters than the original has")
+        raise ValueError("peft puts adapters into the reduced model that differ from the original's")
     for name, parameter in result.named_parameters():
         parameter.requires_grad_(adapters.trained[original(name)])
     return result

@@ -35,12 +35,12 @@ class ReducedModel:
         name: the original's.
         tp: the number of ranks that it was made for.
         seq_len: the length of its inputs; tp divides it.
-        config: the small configuration, or None for a module without one.
-        kinds: the kinds of inputs that it takes: "text", "image" and "video", one of `features.py`, or "own".
+        config: the reduced configuration, or None for a module without one.
+        kinds: the kinds of inputs that it accepts: "text", "image" and "video", one of `features.py`, or "own".
         layers: which of the original's layers it has.
         maker: builds a model with the reduced model's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
-        unseen: why images that the model takes are not among its inputs.
+        unseen: why images that the model accepts are not among its inputs.
     """
 
     name: str
@@ -82,12 +82,12 @@ class ReducedModel:
             padding: also give an `attention_mask` that pads the second row on that side.
 
         Raises:
-            ValueError: the reduced model takes no inputs of that kind.
+            ValueError: the reduced model accepts no inputs of that kind.
         """
         kind = self.kinds[0] if kind is None else kind
         if kind not in self.kinds:
             raise ValueError(
-                f"the reduced model of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}"
+                f"the reduced model of {self.name} accepts inputs of kind {', '.join(self.kinds)}, not {kind!r}"
             )
         return self.feeder(kind, seed, padding)
 
@@ -172,7 +172,7 @@ def _of_named(
     inputs: Inputs | None,
     options: Mapping[str, str],
 ) -> ReducedModel:
-    """The reduced model of a transformers model for which the user names the small one."""
+    """The reduced model of a transformers model, named by the user."""
     assert isinstance(model, PreTrainedModel), "its root is of the original's class"
     if "attn_implementation" in options:
         model.set_attn_implementation(options["attn_implementation"])

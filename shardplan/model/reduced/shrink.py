@@ -1,4 +1,4 @@
-"""From a configuration to a small one of the same architecture."""
+"""From a configuration to a reduced one of the same architecture."""
 
 from __future__ import annotations
 
