@@ -57,7 +57,7 @@ def test_a_step_is_a_record_or_keywords() -> None:
     assert expected.asked.step == TrainingStep(32, 1, "fp32", "sgd")
     with pytest.raises(TypeError, match="an estimate needs seq_len"):
         shardplan.estimate(small, "llama", {"tp": 2})
-    with pytest.raises(TypeError, match="seq_len: say it in the TrainingStep"):
+    with pytest.raises(TypeError, match="seq_len: put it into the TrainingStep"):
         shardplan.estimate(small, "llama", {"tp": 2}, step, seq_len=32)
 
 

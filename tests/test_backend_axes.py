@@ -142,6 +142,6 @@ def test_the_net_below_the_checks() -> None:
     with fake_mesh(2, 2, names=("dp_replicate", "dp_shard")) as mesh:
         plan_mesh = read_mesh(mesh)
         with pytest.raises(
-            ValueError, match="4 data-parallel ranks, and the backend shards would wrap the model over 2"
+            ValueError, match="4 data-parallel ranks, but the backend shards would wrap the model over 2"
         ):
             plan_mesh.check_sections(resolved("shards", plan_mesh.sizes))

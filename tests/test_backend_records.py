@@ -139,7 +139,7 @@ def test_traceable(monkeypatch: pytest.MonkeyPatch) -> None:
     made_up(monkeypatch)
     plan = resolved({}, dp_shard=2)
     program = replace(program_without_rules(plan), resolved=plan)
-    with pytest.raises(ValueError, match="knows the data-parallel backend fsdp2, not made_up"):
+    with pytest.raises(ValueError, match="supports the data-parallel backend fsdp2, not made_up"):
         estimate_mesh(None, program, None, None)
     made_up(monkeypatch, traceable=True)
     with pytest.raises(AttributeError):  # of the model, which is not there: it is asked next
@@ -194,7 +194,7 @@ def test_nothing_that_wraps_data_parallel_ranks_is_an_error(
 ) -> None:
     made_up(monkeypatch, splits=frozenset({"dp_replicate", "tp"}))
     with pytest.raises(
-        RuntimeError, match="2 data-parallel ranks, and the backend made_up would wrap the model over none"
+        RuntimeError, match="2 data-parallel ranks, but the backend made_up would wrap the model over none"
     ):
         applied_on("dp_shard")
     assert not wrapping

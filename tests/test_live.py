@@ -304,15 +304,15 @@ def own_configuration(model):
 
 
 REFUSED = (
-    (captured_parameter, "model.layers.0.mlp: holds the parameter model.layers.0.mlp.up_proj.weight"),
+    (captured_parameter, "model.layers.0.mlp: uses the parameter model.layers.0.mlp.up_proj.weight"),
     (global_name, "model.layers.0.mlp: reads the model through the global name 'GLOBAL'"),
     (another_layer, "model.layers.0.mlp: uses model.layers.4.mlp"),
     (shared_module, "model.layers.1.mlp: is the same module object as model.layers.0.mlp"),
     (shared_layer, "model.layers.1: is the same module object as model.layers.0"),
-    (foreign_parameters, "model.layers.0.mlp: holds a Linear with parameters that are not the model's"),
-    (fewer_layers, "model.layers: holds 3 modules, and by class and configuration 6"),
+    (foreign_parameters, "model.layers.0.mlp: uses a Linear with parameters that are not the model's"),
+    (fewer_layers, "model.layers: has 3 modules, but 6 by class and configuration"),
     (tensor_attribute, "model.layers.0.mlp: the attribute table is a tensor"),
-    (own_configuration, "LlamaAttention has another configuration"),
+    (own_configuration, "LlamaAttention has a configuration that is not the model's"),
 )
 
 
@@ -410,7 +410,7 @@ def test_own_modules_whose_functions_cannot_be_bound_are_refused():
     model = Own()
     weight = model.layers[0].up.weight
     model.layers[0].forward = lambda x: x + F.linear(x, weight).sum()
-    with pytest.raises(NotBound, match="holds the parameter layers.0.up.weight"):
+    with pytest.raises(NotBound, match="uses the parameter layers.0.up.weight"):
         copied(model)
     assert "SP524" in codes(model, OWN)
 
@@ -534,9 +534,9 @@ def test_a_transformers_model_on_the_one_that_is_named():
 @pytest.mark.parametrize(
     ("reduced", "said"),
     [
-        (lambda: Narrow(), "the model: class Narrow, in the original Own"),
-        (lambda: Own(nn.Identity), "layers.*: class Identity, in the original Block"),
-        (lambda: 3, "gave a int"),
+        (lambda: Narrow(), "the model: class is Narrow, but Own in the original"),
+        (lambda: Own(nn.Identity), "layers.*: class is Identity, but Block in the original"),
+        (lambda: 3, "returned a int"),
         (lambda: 1 / 0, "ZeroDivisionError"),
         (lambda: Own(partial(Biasless)), "layers.*.down.bias: missing"),
     ],

@@ -40,7 +40,7 @@ class Layer(nn.Linear):
 def model_and_names(device: str) -> tuple[nn.Module, Wrapped]:
     with torch.device(device):
         model = nn.Sequential(nn.Embedding(4, 4), Layer(4, 4), Layer(4, 4), nn.Linear(4, 4))
-    return model, Wrapped(("1", "2"), mesh="the mesh", tp="tp", together="the group")
+    return model, Wrapped(("1", "2"), mesh="the mesh", tp="tp", joint="the group")
 
 
 def test_arguments_are_those_that_the_package_takes():

@@ -176,8 +176,8 @@ def test_default_configuration_of_a_type():
         ("~nobody-of-that-name/x", "SP501", "cannot be a path"),
         ("x" * 300 + "/" + "y" * 5000, "SP501", "cannot be a path"),
         ("a/\0", "SP501", r"'a/\x00' does not exist"),
-        ("no-such-org/no-such-model", "SP505", "nor in the local Hugging Face cache"),
-        ("a--b/c", "SP505", "nor in the local Hugging Face cache"),
+        ("no-such-org/no-such-model", "SP505", "it is not in the local Hugging Face cache"),
+        ("a--b/c", "SP505", "it is not in the local Hugging Face cache"),
         ("lama", "SP504", "'lama' is neither a model type"),
         ("", "SP504", "'' is neither a model type"),
         ("no_such_module_at_all:build", "SP507", "cannot be imported"),
@@ -205,24 +205,24 @@ def test_suggestions():
     [
         ('{"model_type": "llama",', "SP502", "is not JSON"),
         ("[" * 100_000, "SP502", "nested too deeply"),
-        ('{"vocab_size": ' + "9" * 5000 + "}", "SP502", "a number too long"),
-        ("[1]", "SP502", "holds a JSON list"),
-        ("null", "SP502", "holds a JSON NoneType"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "SP502", "a number with too many digits"),
+        ("[1]", "SP502", "contains a JSON list"),
+        ("null", "SP502", "contains a JSON NoneType"),
         ('{"hidden_size": 4}', "SP503", "has no model_type"),
         ('{"model_type": 3}', "SP503", "has no model_type"),
-        ('{"model_type": "lama"}', "SP504", "'lama', which transformers does not know"),
+        ('{"model_type": "lama"}', "SP504", "transformers does not know the model_type 'lama'"),
         ('{"model_type": "llama", "hidden_size": "4096"}', "SP509", "refuses the configuration"),
         ('{"model_type": "llama", "hidden_size": -8}', "SP509", ""),
         ('{"model_type": "llama", "intermediate_size": -3}', "SP509", "building the model"),
         ('{"model_type": "llama", "num_attention_heads": 0}', "SP509", ""),
         ('{"model_type": "llama", "vocab_size": 1e400}', "SP509", ""),
         ('{"model_type": "llama", "get_text_config": "x"}', "SP509", ""),
-        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "SP509", "more than the 10000 layers"),
-        ('{"model_type": "gpt2", "n_layer": 1000000000}', "SP509", "more than the 10000 layers"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "SP509", "at most 10000 layers can be built"),
+        ('{"model_type": "gpt2", "n_layer": 1000000000}', "SP509", "at most 10000 layers can be built"),
         (
             '{"model_type": "mixtral", "num_local_experts": 100000}',
             "SP509",
-            "more than the 1000000 that are built",
+            "at most 1000000 experts can be built",
         ),
         ('{"model_type": "timesformer_x"}', "SP504", ""),
         ('{"model_type": "sam_vision_model", "architectures": ["LlamaModel"]}', "SP509", ""),
@@ -246,7 +246,7 @@ def test_unreadable_files(tmp_path):
 
 def test_a_file_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("shardplan.model.config_files.MAX_BYTES", 10)
-    assert "more than the 10 that are read" in refusal(str(write(tmp_path / "m", SMALL_LLAMA))).message
+    assert "at most 10 bytes are read" in refusal(str(write(tmp_path / "m", SMALL_LLAMA))).message
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ PACKED = torch.cat([torch.arange(5), torch.arange(3)]).unsqueeze(0)
 def patched(monkeypatch):
     monkeypatch.setattr(flash, "_is_packed_sequence", flash._is_packed_sequence)
     assert flash._is_packed_sequence(PACKED, 1) and not flash._is_packed_sequence(PLAIN, 1)
-    with pytest.warns(UserWarning, match="does not see packed sequences"):
+    with pytest.warns(UserWarning, match="does not detect packed sequences"):
         patch_is_packed_sequence()
 
 

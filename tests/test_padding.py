@@ -59,7 +59,7 @@ def test_what_divides_stays():
 @pytest.mark.parametrize(
     ("given", "multiple", "words"),
     [
-        ({"input_ids": torch.zeros(1, 3), "labels": torch.zeros(1, 4)}, 2, "no one length: input_ids 3, labels 4"),
+        ({"input_ids": torch.zeros(1, 3), "labels": torch.zeros(1, 4)}, 2, "one common length: input_ids 3, labels 4"),
         ({"pixel_values": torch.zeros(1, 3)}, 2, "there are none"),
         ({"input_ids": torch.zeros(1, 3)}, 0, "multiple is 0"),
     ],

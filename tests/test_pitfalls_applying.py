@@ -87,7 +87,7 @@ def test_a_model_with_dtensors_is_refused(mesh):
     model = reduced_model("llama", 4).build()
     weight = distribute_tensor(model.lm_head.weight.detach(), mesh, [Replicate()], src_data_rank=None)
     model.lm_head.weight = nn.Parameter(weight)
-    with pytest.raises(ValueError, match=r"already holds DTensors \(lm_head.weight and 0 more\)"):
+    with pytest.raises(ValueError, match=r"already has DTensors \(lm_head.weight and 0 more\)"):
         apply_plan(model, mesh, "llama")
     assert not isinstance(model.model.norm.weight, DTensor)
 

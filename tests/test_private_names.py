@@ -31,7 +31,7 @@ def test_a_missing_one_fails_with_its_name_and_the_version(place, monkeypatch):
     monkeypatch.setitem(room.NAMES, "gone", Private((place,), "a test"))
     with pytest.raises(RuntimeError) as error:
         private("gone")
-    assert str(error.value) == f"torch {torch.__version__} has no {'.'.join(place)}, which shardplan needs for: a test"
+    assert str(error.value) == f"torch {torch.__version__} has no {'.'.join(place)}, and shardplan needs it for: a test"
 
 
 def test_an_older_place_is_found_where_the_newest_is_missing(monkeypatch):

@@ -213,14 +213,14 @@ def damaged(folder: Path) -> dict[str, Path]:
 
 
 SAID = {
-    "cut off": "is no whole safetensors file",
-    "no header": "is no whole safetensors file",
-    "empty": "is no whole safetensors file",
-    "missing": "is missing, which model.safetensors.index.json names",
+    "cut off": "is not a complete safetensors file",
+    "no header": "is not a complete safetensors file",
+    "empty": "is not a complete safetensors file",
+    "missing": "is missing, but model.safetensors.index.json names it",
     "outside": "outside of the folder",
     "absolute": "outside of the folder",
     "other index": "model.layers.7.mlp.up_proj.weight is not in the file",
-    "broken index": "is no JSON",
+    "broken index": "is not JSON",
     "quantized": "dequantize",
     "names": "the checkpoint lacks {some} (is it {other}?)",
     "shape": "{some} is (131, 64) in the checkpoint and (132, 64) in the model",
@@ -282,13 +282,13 @@ def test_what_cannot_be_loaded_is_said_on_every_rank_and_touches_nothing(tmp_pat
             assert kind in ("ValueError", "FileNotFoundError"), (name, kind, message)
             assert text.format(**words) in message, (name, message)
         assert said["one rank"][0] == ("ValueError" if rank == 2 else "RuntimeError")
-        assert "is no whole safetensors file" in said["one rank"][1]
+        assert "is not a complete safetensors file" in said["one rank"][1]
         assert rank == 2 or "failed on rank 2" in said["one rank"][1]
-        assert "ranks [1] see something else than rank 0" in said["other arguments"][1]
+        assert "ranks [1] differ from rank 0" in said["other arguments"][1]
         assert "tie_word_embeddings=False" in said["ties"][1]
         assert said["half-way"][0] == ("OSError" if rank == 3 else "RuntimeError")
         assert "the disk is gone" in said["half-way"][1]
-        assert "see something else" in said["random states"][1]
+        assert "differ from rank" in said["random states"][1]
 
 
 # What cannot be saved
@@ -390,11 +390,11 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_whole(tmp_path):
     for rank, said in enumerate(on_ranks(4, save_in_vain, tmp_path / "good", folder)):
         assert "there is nothing to save" in said["meta"][1]
         assert "pass overwrite=True" in said["exists"][1] and "pass overwrite=True" in said["training exists"][1]
-        assert "is no checkpoint, and is not overwritten" in said["foreign"][1]
+        assert "is not a checkpoint, so it is not overwritten" in said["foreign"][1]
         assert "5 apples" in said["size"][1]
         assert said["full"][0] == ("OSError" if rank == 0 else "RuntimeError")
         assert "File too large" in said["full"][1] and "File too large" in said["training full"][1]
-        assert "it is cut off" in said["cut"][1] and "is missing" in said["lost"][1]
+        assert "it is truncated" in said["cut"][1] and "is missing" in said["lost"][1]
         assert "save_training_state did not write it" in said["weights"][1]
     assert (folder / "weights" / "tokenizer.json").read_text() == "{}"
     assert not (folder / "weights" / "model.safetensors").exists() and (folder / "weights" / INDEX).exists()

@@ -279,7 +279,7 @@ def test_ranks_that_wait_for_one_that_has_ended_are_told() -> None:
         for _ in range(3 - rank):
             dist.barrier()
 
-    with pytest.raises(RuntimeError, match="rank 2 ended, and the other ranks wait"):
+    with pytest.raises(RuntimeError, match="rank 2 ended, but the other ranks wait"):
         on_threads(3, uneven)
 
 

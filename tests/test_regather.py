@@ -88,7 +88,7 @@ def test_a_module_that_changes_the_gathered_value_is_refused():
         model = reduced_model("llama", 2).build()
         model.model.layers[0].mlp.gate_proj.__class__ = InPlace
         planned(model, mesh, "llama", sequence_parallel=True, regather=True)
-        with pytest.raises(RuntimeError, match="in place: leave `regather` out"):
+        with pytest.raises(RuntimeError, match="in place: remove `regather`"):
             model(**short_inputs("llama"))
 
 

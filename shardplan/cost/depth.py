@@ -160,7 +160,7 @@ def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
         lines(low.flops, high.flops),
         lines(low.calls, high.calls),
         lines(low.bytes, high.bytes),
-        line(low.held, high.held),
+        line(low.stored, high.stored),
         line(low.touched, high.touched),
     )
 

@@ -24,15 +24,15 @@ def read_device(word: str) -> Device:
     fields of `Device`, the name aside.
 
     Raises:
-        ValueError: no such device or file, or a file that is no description of one.
+        ValueError: no such device or file, or a file that does not describe one.
     """
     path = Path(word)
     if path.suffix != ".json" and len(path.parts) < 2:
         known = known_devices()
         if word not in known:
             near = closest(word, known)
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"there is no device {word!r}: {hint} A JSON file describes another one")
+            hint = f"did you mean {near}?" if near else f"the known devices are {', '.join(known)}."
+            raise ValueError(f"there is no device {word!r}: {hint} Describe another device in a JSON file")
         return known[word]
     try:
         data = json.loads(path.read_text("utf-8"))

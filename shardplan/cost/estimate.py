@@ -26,7 +26,7 @@ from .traced_step import trace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALWAYS_LEFT_OUT = (
-    "what the device's driver, its libraries and the communicators take",
+    "the memory of the device's driver, its libraries and the communicators",
     "fragmentation: the peak is the sum of what is allocated, not of what the allocator reserves",
     "kernels that need memory of their own, other than the ones for the CPU",
     "latency, launches, and what cannot be overlapped: the time is a bound",
@@ -44,7 +44,7 @@ def estimate_mesh(
 
     Args:
         program: compiled for the mesh.
-        progress: is told what is being done.
+        progress: receives a text for each stage.
 
     Raises:
         PlanError: SP560.
@@ -55,7 +55,7 @@ def estimate_mesh(
     sizes, section = resolved.sizes, resolved.data_parallel
     if section is not None and not BACKENDS[section.backend].traceable:
         known = ", ".join(name for name, backend in BACKENDS.items() if backend.traceable)
-        raise ValueError(f"estimate knows the data-parallel backend {known}, not {section.backend}")
+        raise ValueError(f"estimate supports the data-parallel backend {known}, not {section.backend}")
     offloaded = section is not None and bool(section.cpu_offload)
     depths = depths_of(found, program)
     ledgers = []
@@ -77,7 +77,7 @@ def estimate_mesh(
         asked=asked,
         sizes=sizes,
         parameters=sum(parameter.numel for _, parameter in found.tree.parameters.values()) - _tied(found),
-        held=ledger.held,
+        held=ledger.stored,
         memory=_memory(ledger, offloaded),
         flops=dict(sorted(ledger.flops.items())),
         traffic=traffic,
@@ -98,11 +98,11 @@ def step_ledger(
     offloaded: bool = False,
     shorten: Callable[[nn.Module], None] = lambda model: None,
 ) -> Ledger:
-    """What a step of a model is measured to be, at its whole depth or at a smaller one.
+    """The measured step of a model, at its whole depth or at a smaller one.
 
     Args:
         offloaded: parameters and optimizer state are in the host's memory.
-        shorten: takes layers away.
+        shorten: removes layers.
     """
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     shorten(model)
@@ -153,7 +153,7 @@ def _tied(found: FoundModel) -> int:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """torch tells of every implicit redistribution of a DTensor, also of those of an optimizer on a small mesh."""
+    """Silence torch's warnings about implicit redistributions of DTensors, such as an optimizer's on a small mesh."""
     logger = logging.getLogger("torch.distributed.tensor")
     before = logger.level
     logger.setLevel(logging.ERROR)

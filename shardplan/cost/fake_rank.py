@@ -23,16 +23,16 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     """The mesh of rank 0, whose collectives move nothing, while the context lasts.
 
     Its axes have names that no other mesh has: DTensor remembers results of operators, with their mesh, for all meshes that
-    are equal, and would hand on one whose process groups are gone.
+    are equal, and would return one whose process groups are gone.
 
     Raises:
         ValueError: a process group is initialised already.
     """
     if dist.is_initialized():
-        raise ValueError("an estimate needs a process group of its own: make it before init_process_group")
+        raise ValueError("an estimate needs its own process group: run it before init_process_group")
     private("fake_pg")
     shape = {axis.value: sizes.of(axis) for axis in COSTED}
-    if shape["dp_replicate"] == 1:  # FSDP2 takes an axis of one rank for hybrid sharding
+    if shape["dp_replicate"] == 1:  # FSDP2 treats an axis of one rank as hybrid sharding
         del shape["dp_replicate"]
     serial = next(_serial)
     names = {axis: f"{axis}_{serial}" for axis in shape}

@@ -19,7 +19,7 @@ def bound_of(
     """
     for dtype in flops:
         if dtype not in device.flops:
-            raise ValueError(f"device {device.name} has no flops for {dtype}: it has {', '.join(device.flops)}")
+            raise ValueError(f"device {device.name} has no flops for {dtype}, only for {', '.join(device.flops)}")
     terms: dict[Term, float] = {
         "compute": sum(n / device.flops[dtype] for dtype, n in flops.items()),
         "memory": touched / device.memory_bandwidth,

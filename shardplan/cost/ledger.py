@@ -1,4 +1,4 @@
-"""What a log says, by phase and module."""
+"""A log summarised by phase and module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardplan.core.estimates import OFFLOADED, Category
 from shardplan.core.mesh import Axis
 
-from .meter import Held, Log
+from .meter import Log, StorageRecord
 from .running_module import Place
 
 Bytes = Mapping[Category, int]
@@ -36,7 +36,7 @@ class Ledger:
         moments: every place where memory changes.
         flops: dtype -> operations.
         calls, bytes: (axis, collective) -> how many, and ring bytes.
-        held: elements of the parameters that the rank stores.
+        stored: elements of the parameters that the rank stores.
         touched: bytes of memory that the step must read or write at least.
     """
 
@@ -44,18 +44,18 @@ class Ledger:
     flops: Mapping[str, int]
     calls: Mapping[tuple[Axis, str], int]
     bytes: Mapping[tuple[Axis, str], int]
-    held: int
+    stored: int
     touched: int
 
 
-def category_of(held: Held) -> Category:
-    if held.purpose is not None:
-        return held.purpose
-    if held.over_vocabulary:
+def category_of(record: StorageRecord) -> Category:
+    if record.purpose is not None:
+        return record.purpose
+    if record.over_vocabulary:
         return "logits"
-    if held.gathered:
+    if record.gathered:
         return "gathered parameters"
-    return "activations" if held.kept and held.made_in == "forward" else "temporaries"
+    return "activations" if record.kept and record.made_in == "forward" else "temporaries"
 
 
 def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:
@@ -65,16 +65,16 @@ def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:
         offloaded: parameters, gradients and optimizer state are on the host, and count in no device's sum.
     """
     now: Counter[Category] = Counter()
-    for held, size in log.before.items():
-        now[category_of(held)] += size
-    kinds = {change.held: category_of(change.held) for change in log.changes}
+    for record, size in log.before.items():
+        now[category_of(record)] += size
+    kinds = {change.record: category_of(change.record) for change in log.changes}
     away = frozenset(OFFLOADED if offloaded else ())
     total = sum(size for category, size in now.items() if category not in away)
     sums: dict[Place, int] = {}
     peaks: dict[Place, dict[Category, int]] = {}
     most: dict[Place, Counter[Category]] = {}
     for change in log.changes:
-        category, place = kinds[change.held], change.place
+        category, place = kinds[change.record], change.place
         if place not in sums:  # what is there when it begins
             sums[place], peaks[place], most[place] = total, dict(now), Counter(now)
         now[category] += change.bytes

@@ -29,7 +29,7 @@ WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tenso
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class StorageRecord:
     """One storage.
 
     Args:
@@ -51,9 +51,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Bytes taken or given back, and what ran."""
+    """Bytes allocated or freed, and what ran."""
 
-    held: Held
+    record: StorageRecord
     bytes: int
     place: Place
 
@@ -70,12 +70,12 @@ class Log:
         operands: (storage, bytes) of what products read, each time that they do.
     """
 
-    before: dict[Held, int] = field(default_factory=dict)
+    before: dict[StorageRecord, int] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     calls: Counter[tuple[Axis, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[Axis, str]] = field(default_factory=Counter)
     flops: Counter[str] = field(default_factory=Counter)
-    operands: list[tuple[Held, int]] = field(default_factory=list)
+    operands: list[tuple[StorageRecord, int]] = field(default_factory=list)
 
 
 class Meter(_DispatchMode):
@@ -93,22 +93,22 @@ class Meter(_DispatchMode):
         super().__init__()
         self.places, self.groups, self.logits = places, groups, frozenset(logits)
         self.log = Log()
-        self._alive: dict[int, tuple[Held, Any]] = {}
+        self._alive: dict[int, tuple[StorageRecord, Any]] = {}
 
     def start(self) -> None:
         """Begin a log anew with what is alive now."""
-        self.log = Log({held: held.size for held, _ in self._alive.values()})
+        self.log = Log({record: record.size for record, _ in self._alive.values()})
 
     def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
-        """Say what the storages of tensors are for; those that were never seen are followed from now on."""
+        """Record the purpose of the storages of tensors; unknown ones are followed from now on."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._see(local.untyped_storage()).purpose = purpose
 
     def end_forward(self) -> None:
         """Note what is alive: what the forward keeps for the backward."""
-        for held, _ in self._alive.values():
-            held.kept = True
+        for record, _ in self._alive.values():
+            record.kept = True
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Meter(_DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # what such a tensor does with its parts comes here again
-        if func.name().partition(".")[0] in WAITS:  # hands on what it is given; without memory torch makes a copy
+        if func.name().partition(".")[0] in WAITS:  # returns its argument; without memory torch makes a copy
             return args[0]
         kwargs = kwargs or {}
         out = _run(func, args, kwargs)
@@ -135,8 +135,8 @@ class Meter(_DispatchMode):
         if any(x.device.type == "meta" for x in made):
             return out  # DTensor learns how an operator splits: no rank has such a tensor
         for x in made:
-            held = self._see(x.untyped_storage())
-            held.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
+            record = self._see(x.untyped_storage())
+            record.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
         if (product := flops_of(func, args, kwargs, out)) is not None:
             dtype, operations = product
             self.log.flops[dtype] += operations
@@ -155,29 +155,29 @@ class Meter(_DispatchMode):
             self.log.calls[axis, name] += 1
             self.log.bytes[axis, name] += (2 if name == "all_reduce" else 1) * (ranks - 1) * whole.nbytes // ranks
 
-    def _see(self, storage: torch.UntypedStorage) -> Held:
+    def _see(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = id(storage)
         if key in self._alive:
             return self._alive[key][0]
-        held = Held(0, self.places.now[0])
-        self._alive[key] = held, weakref.ref(storage, lambda _: self._freed(key))
-        self._change(held, storage.nbytes())
-        return held
+        record = StorageRecord(0, self.places.now[0])
+        self._alive[key] = record, weakref.ref(storage, lambda _: self._freed(key))
+        self._change(record, storage.nbytes())
+        return record
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if id(storage) in self._alive:
-            held, _ = self._alive[id(storage)]
-            held.gathered = True
-            self._change(held, storage.nbytes())
+            record, _ = self._alive[id(storage)]
+            record.gathered = True
+            self._change(record, storage.nbytes())
 
     def _freed(self, key: int) -> None:
-        held, _ = self._alive.pop(key)
-        self._change(held, 0)
+        record, _ = self._alive.pop(key)
+        self._change(record, 0)
 
-    def _change(self, held: Held, size: int) -> None:
-        if size != held.size:
-            self.log.changes.append(Change(held, size - held.size, self.places.now))
-            held.size = size
+    def _change(self, record: StorageRecord, size: int) -> None:
+        if size != record.size:
+            self.log.changes.append(Change(record, size - record.size, self.places.now))
+            record.size = size
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

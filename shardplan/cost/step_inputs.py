@@ -1,4 +1,4 @@
-"""What the traced model is called with."""
+"""The inputs of the traced model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an estimate is asked for, checked."""
+"""The options of an estimate, checked."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class StepOptions(TypedDict, total=False):
 
 
 def modelled(sizes: MeshSizes) -> MeshSizes:
-    """The sizes, tp 1 where it is not said.
+    """The sizes, with tp 1 where it is not given.
 
     Raises:
         ValueError: an axis that estimates leave out.
     """
     for axis in AXES:
         if axis not in COSTED and sizes.of(axis) > 1:
-            raise ValueError(f"an estimate knows {', '.join(COSTED)}, not {axis}")
+            raise ValueError(f"an estimate supports the axes {', '.join(COSTED)}, not {axis}")
     return replace(sizes, tp=sizes.tp or 1)
 
 
@@ -37,7 +37,7 @@ def step_of(step: TrainingStep | None, options: StepOptions) -> TrainingStep:
         TypeError: neither or both are given.
     """
     if step is not None and options:
-        raise TypeError(f"{', '.join(options)}: say it in the TrainingStep that is given, not beside it")
+        raise TypeError(f"{', '.join(options)}: put it into the TrainingStep, do not pass both")
     if step is None and "seq_len" not in options:
-        raise TypeError("an estimate needs seq_len, the tokens of a sequence")
+        raise TypeError("an estimate needs seq_len, the number of tokens in a sequence")
     return step or TrainingStep(**options)

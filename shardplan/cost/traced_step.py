@@ -70,13 +70,13 @@ def trace(
                     NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
                 ) from error
         log = meter.log
-        weights = sum(n for held, n in log.operands if category_of(held) in ("parameters", "gathered parameters"))
+        weights = sum(n for record, n in log.operands if category_of(record) in ("parameters", "gathered parameters"))
         parameters = [_local(p) for p in model.parameters()]
         states = [_local(x) for x in _states(updates)]
-        held = sum(p.numel() for p in parameters)
+        stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
         updated = sum(3 * p.nbytes for p in parameters) + sum(2 * x.nbytes for x in states) if updates else 0
-    return Ledger(moments_of(log, offloaded=offloaded), log.flops, log.calls, log.bytes, held, weights + updated)
+    return Ledger(moments_of(log, offloaded=offloaded), log.flops, log.calls, log.bytes, stored, weights + updated)
 
 
 def _step(

@@ -1,7 +1,7 @@
-"""Adapters, as `peft` wraps layers in them: told by structure, so that nothing here imports peft.
+"""Adapters as `peft` puts them around layers. They are recognised by structure: nothing here imports peft.
 
 A wrapper holds the layer as `base_layer` and, beside it, dicts of adapters by name (`lora_A.default`); its class lists the
-names of these dicts. A module that is trained whole is held as `original_module`, with its copies in `modules_to_save`.
+names of these dicts. A module that is trained whole is stored as `original_module`, with its copies in `modules_to_save`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS: Mapping[str, AdapterPart] = {
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model in which the adapters are, where `model` is peft's wrapper around it; else the model itself.
+    """The model inside peft's wrapper; `model` itself where there is no wrapper.
 
     Raises:
         PlanError: SP516: the wrapper has parameters of its own.
@@ -39,8 +39,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     if outside:
         raise refuse(
             OUTSIDE_ADAPTER,
-            f"{type(model).__name__} has parameters outside of the model that it wraps, such as {outside[0]}",
-            help="use adapters that stand at the model's layers, as LoRA's",
+            f"{type(model).__name__} has parameters outside the model that it wraps, such as {outside[0]}",
+            help="use adapters of the model's layers, such as LoRA",
         )
     return base
 
@@ -51,7 +51,7 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def layer_of(wrapper: nn.Module) -> tuple[str, nn.Module]:
-    """The layer inside a wrapper, or inside wrappers in each other, and the path to it."""
+    """The layer inside a wrapper (or inside nested wrappers), and the path to it."""
     path, layer = "base_layer", wrapper.get_submodule("base_layer")
     while is_wrapper(layer):
         path, layer = f"{path}.base_layer", layer.get_submodule("base_layer")

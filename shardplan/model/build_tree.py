@@ -27,11 +27,11 @@ KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
 
 
 def tree_of(module: nn.Module) -> ModuleTree:
-    """The picture of a model, on any device.
+    """The ModuleTree of a model on any device.
 
-    A module object that stands at several places appears under the first of its names, as in
-    `named_modules()`; a Parameter that stands at several places appears at each, and those names are one
-    group of `tied`. Where peft wraps the model, the picture is of the model inside.
+    A module object with several names appears under the first of its names, as in
+    `named_modules()`; a Parameter with several names appears under each, and these names are one
+    group of `tied`. Where peft wraps the model, the tree is that of the model inside.
 
     Raises:
         PlanError: SP516: the wrapper has parameters of its own.
@@ -83,7 +83,7 @@ def kind_of(module: nn.Module) -> ModuleKind:
     for classes, kind in KINDS:
         if isinstance(module, classes):
             return kind
-    # Only a process that has imported transformers can hold one of its modules.
+    # Only a process that has imported transformers can have one of its modules.
     utils: Any = sys.modules.get("transformers.pytorch_utils")
     if utils is not None and isinstance(module, utils.Conv1D):
         return "conv1d"
@@ -99,7 +99,7 @@ def base_prefix(module: nn.Module) -> str:
     prefix = getattr(type(module), "base_model_prefix", "")
     if not isinstance(prefix, str) or not prefix or hasattr(module, prefix):
         return ""
-    # Some classes with a head keep their base model under another name than their prefix says.
+    # Some classes with a head store their base model under a name other than their prefix.
     get_head = getattr(module, "get_output_embeddings", None)
     return "" if get_head is not None and get_head() is not None else prefix
 

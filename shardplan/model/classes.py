@@ -1,4 +1,4 @@
-"""Which class a configuration is built with."""
+"""The class that a configuration is built with."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
     named = next(iter(listed), None) if isinstance(listed, (list, tuple)) else listed or None
     cls = _named(named)
     if cls is not None:
-        if _takes(cls, config):
+        if _accepts(cls, config):
             return ModelClass(cls, config)
         text = text_config(config)
-        if _takes(cls, text):
+        if _accepts(cls, text):
             return ModelClass(cls, text)
         raise refuse(
             CANNOT_BUILD,
-            f"{shown} names the architecture {named!r}, which is not for the model type {config.model_type}",
+            f"{shown} names the architecture {named!r}, but that class is not for the model type {config.model_type}",
             help="correct `architectures` or `model_type`",
             file=file,
         )
@@ -59,12 +59,12 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
     usual = by_type[0] if isinstance(by_type, tuple) else by_type
     assert usual is not None, by_type  # a type that transformers knows has a class
     # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
-    given = config if _takes(usual, config) else text_config(config)
+    given = config if _accepts(usual, config) else text_config(config)
     if named is None:
         return ModelClass(usual, given)
     warning = finding(
         UNKNOWN_CLASS,
-        f"{shown} names the architecture {named!r}, which transformers does not have; {usual.__name__} is used",
+        f"{shown} names the architecture {named!r}, but transformers does not have it; {usual.__name__} is used",
         severity=Severity.WARNING,
         help=f'write "architectures": ["{usual.__name__}"], or name a class of transformers',
         file=file,
@@ -81,5 +81,5 @@ def _named(name: object) -> type[PreTrainedModel] | None:
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
-def _takes(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+def _accepts(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
     return cls.config_class is not None and isinstance(config, cls.config_class)

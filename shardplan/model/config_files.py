@@ -21,13 +21,13 @@ IMPLEMENTATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """A configuration as it stands in a file.
+    """A configuration as a file stores it.
 
     Args:
         shown: the file's name for messages, as the user would write it.
         path: the file.
         data: its JSON object.
-        own_code: what in it names code, as dotted keys.
+        own_code: the dotted keys that name code.
     """
 
     shown: str
@@ -54,7 +54,7 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
         raise refuse(
             NO_PATH,
             f"{word} does not exist",
-            help="name a folder that holds a config.json, or the file itself",
+            help="name a folder with a config.json, or the file itself",
         )
     shown = f"{word.rstrip('/')}/config.json"
     if not (path / "config.json").is_file():
@@ -74,11 +74,11 @@ def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:
         cached = try_to_load_from_cache(repository, "config.json")
     except ValueError:  # not a name that the hub allows (`a--b/c`)
         cached = None
-    if not isinstance(cached, str):  # None, or the mark that the repository is known to have no such file
+    if not isinstance(cached, str):  # None, or the mark of a repository that has no such file
         raise refuse(
             NOT_CACHED,
-            f"{repository} is neither a folder here nor in the local Hugging Face cache",
-            help=f"run `hf download {repository} config.json` where there is a network, or name a folder",
+            f"{repository} is not a folder here, and it is not in the local Hugging Face cache",
+            help=f"run `hf download {repository} config.json`, or name a folder",
         )
     return read(Path(cached), f"{repository}/config.json", trust_remote_code=trust_remote_code)
 
@@ -91,12 +91,12 @@ def read(path: Path, shown: str, *, trust_remote_code: bool) -> ConfigFile:
     """
     data = _parse(path, shown)
     if not isinstance(data, dict):
-        raise refuse(NOT_JSON, f"{shown} holds a JSON {type(data).__name__}, not an object", file=shown)
+        raise refuse(NOT_JSON, f"{shown} contains a JSON {type(data).__name__}, not an object", file=shown)
     own_code = tuple(sorted(_own_code(data)))
     if own_code and not trust_remote_code:
         raise refuse(
             OWN_CODE,
-            f"{shown} brings its own code ({', '.join(own_code)}), which is not run",
+            f"{shown} brings its own code ({', '.join(own_code)}), and shardplan does not run it",
             help="read the code, then add --trust-remote-code (trust_remote_code=True in Python)",
             file=shown,
         )
@@ -110,7 +110,7 @@ def _parse(path: Path, shown: str) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(NOT_JSON, f"{shown} cannot be read: {error}", file=shown) from None
     if text is None:
-        raise refuse(NOT_JSON, f"{shown} is {size} bytes long, more than the {MAX_BYTES} that are read", file=shown)
+        raise refuse(NOT_JSON, f"{shown} is {size} bytes long; at most {MAX_BYTES} bytes are read", file=shown)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -118,7 +118,9 @@ def _parse(path: Path, shown: str) -> Any:
         what = error.msg[:1].lower() + error.msg[1:]
         raise refuse(NOT_JSON, f"{shown} is not JSON: {what} at {where}", file=shown) from None
     except (RecursionError, ValueError):  # nested too deeply; a number of more digits than Python reads
-        raise refuse(NOT_JSON, f"{shown} is nested too deeply or holds a number too long", file=shown) from None
+        raise refuse(
+            NOT_JSON, f"{shown} is nested too deeply or contains a number with too many digits", file=shown
+        ) from None
 
 
 def _own_code(data: dict[str, Any]) -> list[str]:

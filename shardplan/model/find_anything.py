@@ -30,9 +30,9 @@ def find_any(
     Args:
         model: as for `shardplan.validate`.
         settings, trust_remote_code: as for `find_model`, where `model` is a word.
-        inputs: what to call the reduced model with, a function or `module:callable`: (seed) -> keyword arguments of
-            `forward`. For a transformers model it may take the reduced configuration as a second argument.
-        reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`.
+        inputs: the inputs of the reduced model: a function or `module:callable`: (seed) -> keyword arguments of
+            `forward`. For a transformers model it may accept the reduced configuration as a second argument.
+        reduced: builds a reduced model of the same structure: a function without arguments, or `module:callable`.
 
     Raises:
         PlanError: SP501 to SP510, SP515.
@@ -57,7 +57,7 @@ def _found(model: Any, settings: Mapping[str, Any], trust_remote_code: bool) -> 
 
 
 def _found_module(model: nn.Module) -> FoundModel:
-    """A module as a found model, which builds copies of it; where peft wraps it, the model inside."""
+    """A FoundModel that builds copies of a module; where peft wraps the module, of the model inside."""
     model = unwrapped(model)
     config = getattr(model, "config", None)
     return FoundModel(

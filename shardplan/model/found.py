@@ -40,15 +40,15 @@ class FoundModel:
     Args:
         name: what the user wrote.
         config: the transformers configuration that the class is built from, or None for a module without one.
-        tree: the picture of the model.
+        tree: the model's modules and parameters.
         builder: builds it on a device in a dtype.
-        diagnostics: warnings met on the way.
-        module: the user's own module, where that is what was given.
-        inputs: what to call the reduced model with: seed -> keyword arguments of its `forward`.
+        diagnostics: warnings from finding the model.
+        module: the user's own module, if the user gave one.
+        inputs: the inputs of the reduced model: seed -> keyword arguments of its `forward`.
         reduced: builds a reduced model of the same structure, where the user names one.
         own_code: whether the user's own code built the model, so that it may have more than its class and configuration
             say.
-        meta: what `tree` is the picture of, on the meta device: to be looked at, not changed; None where `module` is.
+        meta: the model that `tree` describes, on the meta device: read it, do not change it; None where `module` is set.
     """
 
     name: str
@@ -63,7 +63,7 @@ class FoundModel:
     meta: nn.Module | None = None
 
     def build(self, device: str = "meta", dtype: torch.dtype = torch.float32) -> nn.Module:
-        """A fresh model: on the meta device without memory, elsewhere with the class's own random
+        """A new model: without memory on the meta device, on other devices with the class's own random
         initialisation.
 
         A model from `module:callable` keeps the dtypes that the callable gives it.
@@ -94,7 +94,7 @@ def find_model(
         if overrides:
             raise refuse(
                 UNKNOWN_SETTING,
-                f"{word} is built by its own code and has no settings: {', '.join(overrides)}",
+                f"{word} is built by its own code, so these settings cannot be changed: {', '.join(overrides)}",
                 help="change them in the callable",
             )
         return _from_callable(word)
@@ -130,7 +130,7 @@ def found_from_config(config: PreTrainedConfig, name: str | None = None, file: s
 
 
 def tree_of_config(config: PreTrainedConfig) -> ModuleTree:
-    """The picture of the model of a configuration object.
+    """The ModuleTree of the model of a configuration object.
 
     Raises:
         PlanError: SP509.

@@ -10,7 +10,7 @@ from .model_findings import refuse
 
 
 def hf_tp_plan(model: nn.Module) -> tuple[dict[str, str], str]:
-    """The model's own resolved plan, and what to put before its keys to get the names that rules see.
+    """The model's own resolved plan, and the prefix that turns its keys into the names that rules see.
 
     Args:
         model: a transformers model on any device; its `tp_plan` joins the plans of its class, its

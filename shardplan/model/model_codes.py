@@ -1,4 +1,4 @@
-"""The findings of this room: a model that is not there, cannot be read or cannot be built, and `auto` and
+"""The findings of this room: a model that does not exist, cannot be read or cannot be built; the plans `auto` and
 `hf`."""
 
 from shardplan.core.diagnostics import Code
@@ -29,8 +29,8 @@ NO_MODEL_TYPE = Code(
 UNKNOWN_TYPE = Code(
     "SP504",
     "an unknown model type",
-    "The installed transformers has no architecture of that name. A model of your own is named as "
-    "`module:callable`, a folder in the current directory as `./folder`.",
+    "The installed transformers has no architecture of that name. Name a model of your own as "
+    "`module:callable`, and a folder in the current directory as `./folder`.",
     bad="$ shardplan validate lama llama",
     good="$ shardplan validate llama llama",
 )
@@ -38,7 +38,7 @@ NOT_CACHED = Code(
     "SP505",
     "a hub id that is not in the local cache",
     "`org/name` is a repository of the Hugging Face hub. Its `config.json` is read from the local cache; "
-    "nothing is ever downloaded. Fetch it once with `hf download org/name config.json`, or name a folder.",
+    "shardplan downloads nothing. Fetch it once with `hf download org/name config.json`, or name a folder.",
     bad="$ shardplan validate meta-llama/Llama-3.1-8B llama",
     good="$ hf download meta-llama/Llama-3.1-8B config.json",
 )
@@ -46,13 +46,13 @@ OWN_CODE = Code(
     "SP506",
     "a configuration that brings its own code",
     "`auto_map` in a `config.json` names Python code of the folder or of a hub repository, and an attention "
-    "or expert implementation with a slash names a kernel repository. Neither is run unless you say so.",
+    "or expert implementation with a slash names a kernel repository. Neither runs unless you allow it.",
     bad="$ shardplan validate ./model-with-code llama",
     good="$ shardplan validate ./model-with-code llama --trust-remote-code",
 )
 NO_CALLABLE = Code(
     "SP507",
-    "a model callable that is not there",
+    "a model callable that does not exist",
     "`module:callable` imports the module, from the current directory or the Python path, and calls the name "
     "without arguments. The module could not be imported, or has no such callable.",
     bad="$ shardplan validate my_models:biuld plan.yaml",
@@ -60,8 +60,8 @@ NO_CALLABLE = Code(
 )
 BAD_CALLABLE = Code(
     "SP508",
-    "a model callable that gives no model",
-    "The callable raised an exception, or returned something that is no `torch.nn.Module`. It is called on "
+    "a model callable that returns no model",
+    "The callable raised an exception, or returned something that is not a `torch.nn.Module`. It is called on "
     "the meta device: no memory is used, and no values can be read.",
     bad="$ shardplan validate json:loads plan.yaml",
     good="$ shardplan validate my_models:build plan.yaml",
@@ -69,8 +69,7 @@ BAD_CALLABLE = Code(
 CANNOT_BUILD = Code(
     "SP509",
     "a model that cannot be built",
-    "transformers refuses the configuration, or building the model from it fails. The note has the reason "
-    "that it gives. Numbers of layers or experts that no machine could build are refused before they are "
+    "transformers refuses the configuration, or building the model from it fails. The note has the reason. Numbers of layers or experts that no machine could build are refused before they are "
     "tried.",
     bad='{"model_type": "llama", "hidden_size": "4096"}',
     good='{"model_type": "llama", "hidden_size": 4096}',
@@ -79,15 +78,15 @@ UNKNOWN_SETTING = Code(
     "SP510",
     "an unknown configuration setting",
     "`--set name=value` changes one number, flag or word of the model's configuration; the configuration of "
-    "this model has none of that name. Settings of a nested configuration are written with a dot.",
+    "this model has no setting of that name. Settings of a nested configuration are written with a dot.",
     bad="$ shardplan validate gpt2 gpt2 --set atn_pdrop=0",
     good="$ shardplan validate gpt2 gpt2 --set attn_pdrop=0",
 )
 NO_PLAN = Code(
     "SP511",
     "no built-in plan for the model",
-    "`auto` takes the one built-in plan whose `models` names the model's class, else its model type. There "
-    "is no default plan: a plan for another architecture may name the same modules and mean something else.",
+    "`auto` chooses the one built-in plan whose `models` names the model's class, else its model type. There "
+    "is no default plan: a plan for another architecture may use the same module names for something else.",
     bad="$ shardplan validate mamba auto",
     good="$ shardplan validate mamba ./my-mamba-plan.yaml",
 )
@@ -116,17 +115,17 @@ NO_HF_PLAN = Code(
 NO_OWN_INPUTS = Code(
     "SP515",
     "a function for inputs, or for a reduced model, that cannot be loaded",
-    "`--inputs module:callable` says what to call the reduced model with: a function from a seed to the keyword arguments of "
-    "its `forward` (for a transformers model also from a seed and the reduced configuration). `--reduced module:callable` "
+    "`--inputs module:callable` names a function that returns the inputs of the reduced model: (seed) -> keyword arguments of "
+    "its `forward` (for a transformers model also (seed, reduced configuration)). `--reduced module:callable` "
     "names a function that builds the reduced model. The module could not be imported, or has no such callable.",
     bad="$ shardplan validate my_models:vision_tower my-plan.yaml --inputs my_models:bacth",
     good="$ shardplan validate my_models:vision_tower my-plan.yaml --inputs my_models:batch",
 )
 OUTSIDE_ADAPTER = Code(
     "SP516",
-    "an adapter that is not at the model's layers",
-    "Adapters of peft that are injected into layers (LoRA) are split as these layers are. Others stand around the model "
-    "(prompt tuning, prefix tuning) and change its inputs with parameters of their own: no rule of a plan is about them.",
+    "an adapter outside the model's layers",
+    "peft injects some adapters (LoRA) into layers; they are split as these layers are. Other adapters (prompt tuning, prefix "
+    "tuning) surround the model and change its inputs with parameters of their own. No rule of a plan can name those parameters.",
     bad="apply_plan(get_peft_model(model, PromptTuningConfig(...)), mesh, 'auto')",
     good="apply_plan(get_peft_model(model, LoraConfig(...)), mesh, 'auto')",
 )

@@ -42,8 +42,8 @@ def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_r
     if model_type not in CONFIG_MAPPING and not file.own_code:
         raise refuse(
             UNKNOWN_TYPE,
-            f"{file.shown} has the model_type {model_type!r}, which transformers does not know",
-            help=did_you_mean(model_type, CONFIG_MAPPING) or "install a transformers that has it",
+            f"transformers does not know the model_type {model_type!r} of {file.shown}",
+            help=did_you_mean(model_type, CONFIG_MAPPING) or "install a version of transformers that has it",
             file=file.shown,
         )
     # The folder, where the file is its config.json: code that the configuration brings lies beside it.
@@ -65,7 +65,7 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
     if model_type not in CONFIG_MAPPING:
         raise refuse(
             UNKNOWN_TYPE,
-            f"{model_type!r} is neither a model type that transformers knows nor module:callable",
+            f"{model_type!r} is neither a model type of transformers nor `module:callable`",
             help=did_you_mean(model_type, CONFIG_MAPPING)
             or f"for a folder in the current directory write ./{model_type}",
         )
@@ -95,7 +95,7 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
 
 
 def _excess(config: PreTrainedConfig) -> Iterator[str]:
-    """What is more than can be built, in this configuration and those nested in it."""
+    """Each number that is too large to build, in this configuration and those nested in it."""
     layers, experts = 1, 1
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -103,8 +103,8 @@ def _excess(config: PreTrainedConfig) -> Iterator[str]:
         elif isinstance(value, int) and LAYERS.search(name):
             layers = max(layers, value)
             if value > MAX_LAYERS:
-                yield f"{name} is {value}, more than the {MAX_LAYERS} layers that are built"
+                yield f"{name} is {value}, and at most {MAX_LAYERS} layers can be built"
         elif isinstance(value, int) and EXPERTS.search(name):
             experts = max(experts, value)
     if layers * experts > MAX_EXPERTS:
-        yield f"{layers} layers of {experts} experts are more than the {MAX_EXPERTS} that are built"
+        yield f"it has {layers} layers of {experts} experts, and at most {MAX_EXPERTS} experts can be built"

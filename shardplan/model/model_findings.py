@@ -46,7 +46,7 @@ def joined(words: tuple[str, ...]) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """An exception in one line: its type and the first line of what it says that is not empty."""
+    """An exception in one line: its type and the first line of its message that is not empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = ": ".join(lines[:2]) if lines and lines[0].endswith(":") else (lines[0] if lines else "")
     text = text.replace("::", ":")

@@ -1,4 +1,4 @@
-"""What the text of transformers says of a model type, without importing it: importing it needs torch."""
+"""What the source text of transformers shows about a model type. The text is not imported: importing it needs torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-CONVERSIONS = "conversion_mapping.py"  # renamings of what checkpoints hold, by model types and names of classes
-# What puts modules under names that do not stand in the text, or brings modules of another file along.
+CONVERSIONS = "conversion_mapping.py"  # renamings of checkpoint tensors, by model type and class name
+# Code that creates names that the text does not contain, or that imports modules of another file.
 _ELSEWHERE = re.compile(
     r"add_module\(|register_module\(|setattr\(|ModuleDict\(|OrderedDict|AutoModel|AutoBackbone|timm|nn\.Transformer"
     r"|^from \.\.\w+(\.\w+)* import (?!.*Config\b)",
@@ -25,18 +25,18 @@ class Source:
     """A model's code as text.
 
     Args:
-        attributes: every name that the code of its modules writes behind `self.`, and the place of the first: no module of
-            the model has another name, list indices aside.
+        attributes: every name that the code of its modules writes after `self.`, and the position of the first. Apart from list
+            indices, no module of the model has another name.
     """
 
     attributes: Mapping[str, int]
 
 
 def source_of(config: Mapping[str, Any]) -> Source | None:
-    """The code of the model of a configuration, where its modules have the names that its checkpoints have.
+    """The code of a configuration's model, if its modules have the same names as in its checkpoints.
 
     None where that is not certain: transformers renames or joins tensors of that type, the model has parts of other types,
-    or brings its own code, or its code makes names up.
+    brings its own code, or generates names.
     """
     listed, model_type = config.get("architectures"), config.get("model_type")
     name = listed[0] if isinstance(listed, list) and len(listed) == 1 else None

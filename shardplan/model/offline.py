@@ -11,11 +11,11 @@ import transformers
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Inside, huggingface_hub refuses every request (as under HF_HUB_OFFLINE=1) and transformers logs errors
+    """Within this context, huggingface_hub refuses every request (as under HF_HUB_OFFLINE=1) and transformers logs errors
     only.
 
-    Building a model from a configuration asks for nothing, unless the configuration names a pretrained
-    backbone or a kernel; then the refusal is what is reported.
+    Building a model from a configuration requests nothing, unless the configuration names a pretrained
+    backbone or a kernel; then the refused request is reported.
     """
     constants, logging = huggingface_hub.constants, transformers.logging
     was_offline, verbosity = constants.HF_HUB_OFFLINE, logging.get_verbosity()

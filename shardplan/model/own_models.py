@@ -30,12 +30,12 @@ def find_callable(word: str) -> Callable[[], nn.Module]:
         sys.path.insert(0, here)
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a script may do anything, and exit, while it is imported
+    except (Exception, SystemExit) as error:  # importing a script may raise anything, or exit
         raise refuse(
             NO_CALLABLE,
             f"the module {module_name} of {word} cannot be imported",
             notes=(reason(error),),
-            help="run from the folder that holds the module, or set PYTHONPATH",
+            help="run from the folder that contains the module, or set PYTHONPATH",
         ) from error
     try:
         found = attrgetter(name)(module)
@@ -77,7 +77,7 @@ def _function(given: str | Callable, argument: str) -> Callable:
     if not isinstance(given, str):
         raise TypeError(f"{argument} must be a function or `module:callable`, not {type(given).__name__}")
     if ":" not in given:
-        raise refuse(NO_OWN_INPUTS, f"`{given}` names no function", help="write `module:callable`")
+        raise refuse(NO_OWN_INPUTS, f"`{given}` does not name a function", help="write `module:callable`")
     try:
         return find_callable(given)
     except PlanError as error:

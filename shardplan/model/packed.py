@@ -1,4 +1,4 @@
-"""transformers' look at every layer's positions for packed sequences, switched off."""
+"""Switches off the check for packed sequences that transformers runs in every layer."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ _NAME = "_is_packed_sequence"
 
 
 def patch_is_packed_sequence() -> None:
-    """Make transformers' flash attention take every batch for one without packed sequences, in this process.
+    """Make transformers' flash attention treat every batch in this process as one without packed sequences.
 
-    With a batch of one row, each layer compares the positions, and the device waits for the answer. The patched function
-    looks once, at its first batch of one row, and then says no.
+    With a batch of one row, each layer compares the positions, and the host waits for the device. The patched function
+    checks its first batch of one row, and returns False from then on.
 
     Raises:
         RuntimeError: this version of transformers has no such function.
     """
     original = getattr(flash, _NAME, None)
     if original is None:
-        raise RuntimeError(f"transformers has no modeling_flash_attention_utils.{_NAME}, which was to be patched")
+        raise RuntimeError(
+            f"transformers has no modeling_flash_attention_utils.{_NAME}, which patch_is_packed_sequence replaces"
+        )
     if isinstance(original, _NeverPacked):
         return
     warnings.warn(
-        "patch_is_packed_sequence: from now on flash attention of transformers does not see packed sequences (position_ids "
-        "that begin anew within a row) in this process, and would attend across their borders",
+        "patch_is_packed_sequence: from now on, flash attention of transformers does not detect packed sequences in this process "
+        "(position_ids that restart within a row), and would attend across their borders",
         stacklevel=3,
     )
     setattr(flash, _NAME, _NeverPacked(original))
 
 
 class _NeverPacked:
-    """In the place of the function."""
+    """Replaces the function."""
 
     def __init__(self, original: Callable[[Any, int], Any]):
         self.original = original
@@ -45,7 +47,7 @@ class _NeverPacked:
             self.looked = True
             if bool(self.original(position_ids, batch_size)):
                 raise ValueError(
-                    "the first batch holds packed sequences, which patch_is_packed_sequence makes invisible to flash "
-                    "attention: do not pass it, or unpack them"
+                    "the first batch contains packed sequences, and patch_is_packed_sequence hides them from flash "
+                    "attention: remove the patch, or unpack the sequences"
                 )
         return False

@@ -1,7 +1,7 @@
 """Copies of models whose functions work on the copy.
 
-`copy.deepcopy` copies no function: a `forward` or a hook that captured a module in a closure goes on using the original's.
-Here each such function is made anew over the copies of what it captured.
+`copy.deepcopy` copies no function: a `forward` or a hook that captured a module in a closure still uses the original's.
+This module recreates each such function over the copies of what it captured.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-# Of every module; none of them holds functions. The dictionaries of hooks are not among them.
+# Attributes of every module that contain no functions. The dictionaries of hooks are not among them.
 STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
 DEEPEST = 8  # functions in objects in functions
 
 
 class NotBound(Exception):
-    """A function uses something of the original, or parameters beside it, that has no counterpart in the copy."""
+    """A function uses a part of the original, or parameters outside it, without a counterpart in the copy."""
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """A deep copy of a model whose functions and hooks use the copy where they captured the original.
 
     Args:
-        memo: as for `copy.deepcopy`: by the id of an object what stands for it.
+        memo: as for `copy.deepcopy`: the id of an object -> its replacement.
 
     Raises:
         NotBound: a function reads the model through a global name.
@@ -40,7 +40,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     for module in model.modules():
         memo |= handles_in(vars(module).values())
     result = copy.deepcopy(model, memo)
-    # As deepcopy leaves functions alone, those in the copy are still the original's.
+    # deepcopy does not copy functions: those in the copy are still the original's.
     rebinding = Rebinding(memo, model)
     for name, module in result.named_modules():
         try:
@@ -53,7 +53,7 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
 
 
 def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:
-    """What removes hooks, by its id: it is good for the original's hooks alone, and torch cannot copy it."""
+    """The handles that remove hooks, by id. They work for the original's hooks only, and torch cannot copy them."""
     found: dict[int, RemovableHandle] = {}
     for value in values:
         if type(value) in (list, tuple) and value and isinstance(value[0], RemovableHandle):
@@ -64,11 +64,11 @@ def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:
 
 
 class Rebinding:
-    """Exchanges what functions captured.
+    """Replaces what functions captured.
 
     Args:
-        counterparts: by the id of an object of the original, what takes its place.
-        original: the model whose modules and tensors no function may go on using.
+        counterparts: the id of an object of the original -> its replacement.
+        original: the model whose modules and tensors no function may still use.
     """
 
     def __init__(self, counterparts: Mapping[int, Any], original: nn.Module):
@@ -80,10 +80,10 @@ class Rebinding:
                 if tensor is not None:
                     self.names.setdefault(id(tensor), f"{name}.{leaf}" if name else leaf)
         self._done: dict[int, Any] = {}
-        self._kept: list[Any] = []  # an id stands for its object as long as that lives
+        self._kept: list[Any] = []  # an id is valid while its object is alive
 
     def in_place(self, attributes: dict[str, Any]) -> None:
-        """Exchange the functions among a module's attributes and hooks.
+        """Replace the functions among a module's attributes and hooks.
 
         Raises:
             NotBound
@@ -100,23 +100,23 @@ class Rebinding:
                 attributes[name] = self.value(value)
 
     def value(self, value: Any, depth: int = 0) -> Any:
-        """The value with everything exchanged that it holds of the original; itself where it holds nothing.
+        """The value with every reference to the original replaced; the value itself where it has none.
 
         Raises:
             NotBound
         """
         if isinstance(value, nn.Parameter) and id(value) in self.names:
             name = self.names[id(value)]
-            raise NotBound(f"holds the parameter {name}, which another takes the place of when a plan is applied")
+            raise NotBound(f"uses the parameter {name} directly, and applying a plan replaces it")
         if id(value) in self.counterparts:
             return self.counterparts[id(value)]
         if isinstance(value, (*PLAIN, BuiltinFunctionType)) or depth > DEEPEST:
             return value
         if id(value) in self.names:
-            raise NotBound(f"uses {self.names[id(value)]}, which no reduced model has")
+            raise NotBound(f"uses {self.names[id(value)]}, and no reduced model has it")
         if id(value) in self._done:
             return self._done[id(value)]
-        self._done[id(value)] = value  # of what holds itself
+        self._done[id(value)] = value  # for a value that contains itself
         self._kept.append(value)
         self._done[id(value)] = result = self._new(value, depth + 1)
         return result
@@ -159,17 +159,17 @@ class Rebinding:
             if isinstance(found, (nn.Module, Tensor)) and (id(found) in self.names or id(found) in self.counterparts):
                 raise NotBound(f"reads the model through the global name {name!r}")
         cells, defaults = function.__closure__ or (), function.__defaults__ or ()
-        held = [self._captured(function, content, depth) for content in (*_contents(cells), *defaults)]
+        rebound = [self._captured(function, content, depth) for content in (*_contents(cells), *defaults)]
         old = (*_contents(cells), *defaults)
         keywords = self.value(function.__kwdefaults__, depth)
         wrapped = self.value(vars(function).get("__wrapped__"), depth)
         if (
-            all(a is b for a, b in zip(old, held, strict=True))
+            all(a is b for a, b in zip(old, rebound, strict=True))
             and keywords is function.__kwdefaults__
             and wrapped is vars(function).get("__wrapped__")
         ):
             return function
-        contents = iter(held)
+        contents = iter(rebound)
         new = FunctionType(
             function.__code__,
             function.__globals__,
@@ -189,7 +189,7 @@ class Rebinding:
     def _captured(self, function: FunctionType, content: Any, depth: int) -> Any:
         known = id(content) in self.counterparts or id(content) in self.names
         if not known and isinstance(content, (nn.Module, nn.Parameter)) and _trains(content):
-            raise NotBound(f"holds a {type(content).__name__} with parameters that are not the model's")
+            raise NotBound(f"uses a {type(content).__name__} with parameters that are not the model's")
         return self.value(content, depth)
 
 

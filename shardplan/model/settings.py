@@ -24,7 +24,7 @@ def parse_setting(text: str) -> tuple[str, Setting]:
     """`name=value` as a pair; the value is a JSON scalar.
 
     Raises:
-        ValueError: no `=`, no name, or a value that is no JSON number, true, false, null or string.
+        ValueError: no `=`, no name, or a value that is not a JSON number, true, false, null or string.
     """
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
@@ -41,7 +41,7 @@ def parse_setting(text: str) -> tuple[str, Setting]:
 def with_settings(
     data: Mapping[str, Any], config: PreTrainedConfig, settings: Mapping[str, Setting], shown: str
 ) -> dict[str, Any]:
-    """The configuration's JSON object with the settings put in, under the names that the configuration
+    """The configuration's JSON object with the settings, under the names that the configuration
     stores.
 
     Args:
@@ -103,7 +103,7 @@ def _nested(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _settable(config: PreTrainedConfig) -> Iterator[str]:
-    """Names of scalars: what the class declares, what the instance holds, and the other spellings of both."""
+    """Names of scalars: those that the class declares, those of the instance, and the other spellings of both."""
     declared = {field.name for field in fields(config)} | set(vars(config))
     names = {name for name in declared if not name.startswith("_")}
     aliases = {alias for alias, stored in config.attribute_map.items() if stored in names}

@@ -1,7 +1,7 @@
 """A checkpoint's names and shapes, from its index and the headers of its files. Torch-free; reads no weights.
 
-Whatever is not as the Hugging Face libraries write it makes the answer None: a checkpoint that cannot be loaded is not
-what a plan is refused for.
+The result is None for a checkpoint in any form that the Hugging Face libraries do not write: a checkpoint that cannot
+be loaded is no reason to refuse a plan.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInf
 from .config_numbers import config_numbers
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# The largest checkpoints have some 200 files and 100,000 tensors, of which the headers tell in 150 bytes each.
+# The largest checkpoints have some 200 files and 100,000 tensors, with about 150 bytes of header each.
 MAX_FILES = 2_000
 MAX_HEADER = 32 * 2**20  # bytes of one header or index
 MAX_HEADERS = 128 * 2**20  # bytes of all headers
@@ -37,7 +37,7 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-Shape = tuple[str, tuple[int, ...]]  # a dtype, empty for what is no parameter (whole numbers, flags), and a shape
+Shape = tuple[str, tuple[int, ...]]  # a dtype, empty where it is not a parameter's (integers, flags), and a shape
 _ELEMENT = re.compile(r"(?:.*\.)?\d+(?=\.)")  # a name up to the last index in it
 
 
@@ -46,8 +46,8 @@ class Element:
     """An element of a list of modules, or a whole model. Most names of a checkpoint differ in indices alone.
 
     Args:
-        tensors: by their names in it, without those in lists inside it.
-        lists: the lists inside it, by their names in it; of each the elements by index.
+        tensors: by name within the element, without those in its lists.
+        lists: list name within the element -> index -> element.
         kind: equal for elements that are alike.
     """
 
@@ -59,7 +59,7 @@ class Element:
         """Names as nested dictionaries of their segments, with a Shape or an Element at the end.
 
         Raises:
-            ValueError: a name is empty, or ends where another goes on.
+            ValueError: a name is empty, or one name is a prefix of another.
         """
         found: dict[str, Any] = {}
         elements = {f"{name}.{i}" if name else i: one for name, inner in self.lists.items() for i, one in inner.items()}
@@ -78,7 +78,7 @@ class Element:
 
 
 def stored_tensors(folder: Path) -> Element | None:
-    """The tensors of a checkpoint. None where there is no whole checkpoint in safetensors, or one beyond the limits."""
+    """The tensors of a checkpoint. None where there is no complete safetensors checkpoint, or it exceeds the limits."""
     try:
         files, expected = _files(folder)
         elements = {"": Element()}
@@ -112,7 +112,7 @@ def _files(folder: Path) -> tuple[list[str], set[str] | None]:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors header, and its length: eight bytes of length, little-endian, and so much JSON
+    """A safetensors header, and its length: eight bytes of length, little-endian, then JSON of that length
     (https://huggingface.co/docs/safetensors)."""
     with open(_regular(path), "rb") as file:
         size = int.from_bytes(file.read(8), "little")
@@ -142,9 +142,9 @@ def _regular(path: Path) -> Path:
 
 
 def _add(elements: dict[str, Element], header: Mapping[str, Any], known: dict[tuple[Any, ...], Shape]) -> None:
-    """Put the tensors of a file into their elements. Raises what a header raises that is not as it should be."""
-    for name, told in header.items():
-        key = (told["dtype"], *told["shape"])
+    """Put the tensors of a file into their elements. Raises KeyError, TypeError or ValueError for a malformed header."""
+    for name, entry in header.items():
+        key = (entry["dtype"], *entry["shape"])
         shape = known.get(key)
         if shape is None:
             shape = known[key] = _checked(*key)
@@ -158,7 +158,7 @@ def _add(elements: dict[str, Element], header: Mapping[str, Any], known: dict[tu
 
 
 def _element(elements: dict[str, Element], place: str) -> Element:
-    """An element that is not there yet, with those around it."""
+    """Create an element, and those around it that do not exist yet."""
     if place.count(".") > MAX_DEPTH:
         raise ValueError
     name, _, index = place.rpartition(".")
@@ -170,7 +170,7 @@ def _element(elements: dict[str, Element], place: str) -> Element:
 
 
 def _classify(element: Element) -> list[Element]:
-    """Set what kind an element and all inside are; one of each kind."""
+    """Set the kind of an element and of all elements inside it. Returns one element of each kind."""
     kinds: dict[tuple[Any, ...], Element] = {}
 
     def visit(one: Element) -> int:
@@ -193,10 +193,10 @@ def _checked(dtype: str, *shape: int) -> Shape:
 
 @dataclass(slots=True)
 class Folded:
-    """A checkpoint as a tree in which of list elements that are alike the first and the last stand for all.
+    """A checkpoint as a tree. Of list elements that are alike, it has the first and the last only.
 
     Args:
-        tree: with them alone.
+        tree: with these elements.
         members: an element that stands for others -> the indices of all that it stands for.
     """
 
@@ -222,17 +222,17 @@ def fold(
     heads: str | None = None,
     apart: Callable[[str], bool] = lambda index: False,
 ) -> Folded:
-    """The picture of a model as its checkpoint shows it: the modules that own parameters and those around them.
+    """A model's ModuleTree as far as its checkpoint shows it: the modules that own parameters and those around them.
 
     Kinds are guessed from shapes: a two-dimensional `weight` is a linear module's. Modules without parameters and the
     numbers on modules are not known.
 
     Args:
-        stored: what `stored_tensors` gave.
+        stored: what `stored_tensors` returned.
         config: the content of config.json.
-        order: words that names are made of -> which comes first.
-        heads: what attention modules call the features of a head, put on those that look like one.
-        apart: whether an element of a list must stand for itself, by its index.
+        order: words of names -> their order.
+        heads: the attribute for the features of a head, set on modules that look like attention.
+        apart: index -> whether that list element must represent itself alone.
     """
     numbers = config_numbers(config)
     modules: dict[str, ModuleInfo] = {}
@@ -265,7 +265,7 @@ def fold(
 
 
 def _kept(elements: Mapping[str, Element], apart: Callable[[str], bool]) -> dict[str, tuple[str, ...]]:
-    """The elements that stand for all, and for which each of them stands."""
+    """The elements that represent all, and the indices that each represents."""
     groups: dict[int | str, list[str]] = {}
     for index in sorted(elements, key=int):
         groups.setdefault(index if apart(index) else elements[index].kind, []).append(index)

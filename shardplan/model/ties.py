@@ -1,4 +1,4 @@
-"""Which parameters are one."""
+"""Which parameters are tied."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import nn
 
 
 def tied_groups(module: nn.Module, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameter names that are one Parameter, or will be by the model's own declaration.
+    """Groups of parameter names that are one Parameter, or that the model declares tied.
 
     The declaration is transformers' `all_tied_weights_keys`. It counts while the parameters are on the meta
-    device; two materialised Parameters that differ are not tied, whatever was declared.
+    device; two different materialised Parameters are not tied, even if declared so.
 
     Args:
         module: the model.
-        names: the full names to group, in order; each group and the groups keep it. To each the name that it has without
-            adapters, which is what the declaration speaks of.
+        names: the full names to group, in order; each group and the groups keep it. Each maps to its name without
+            adapters, which the declaration uses.
     """
     actual: dict[str, list[str]] = {}
     for name, declared in names.items():

@@ -53,8 +53,8 @@ def compare(name: str, kind: Compared, values: Ranked, reference: Tensor, floor:
     verdict: Verdict = "equal" if error <= TOLERANCE[dtype] else "differs"
     if floor and magnitude(reference) <= floor:
         rounding = floor / NEGLIGIBLE * TOLERANCE[dtype]
-        small = all(value.shape == reference.shape and magnitude(value) <= rounding for _, value in values)
-        verdict = "unproven" if small else "differs"
+        reduced = all(value.shape == reference.shape and magnitude(value) <= rounding for _, value in values)
+        verdict = "unproven" if reduced else "differs"
     return Comparison(name, kind, error, where, verdict, str(dtype).removeprefix("torch."))
 
 
@@ -66,7 +66,7 @@ def compare_steps(
 ) -> tuple[Comparison, ...]:
     """Compare one rank's steps with the unsharded ones: every output of each, every gradient, every buffer, whole.
 
-    What the unsharded model has and the sharded one has not, or the other way round, differs.
+    A tensor that only one of the two models has counts as different.
     """
     floor = NEGLIGIBLE * max((magnitude(g) for g in reference.gradients.values()), default=0.0)
     rows: list[Comparison] = []
@@ -91,7 +91,7 @@ def _all(
 
 
 def worst_of(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Of rows about the same tensor the worst."""
+    """The worst of the rows about each tensor."""
     found: dict[tuple[str, str], Comparison] = {}
     for row in rows:
         known = found.get((row.kind, row.name))

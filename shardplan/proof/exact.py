@@ -15,7 +15,7 @@ CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 
 
 class _Doubled(TorchFunctionMode):
-    """What asks for a lower precision gets float64."""
+    """Replaces lower precisions by float64 in every call."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if func in CASTS:
@@ -30,8 +30,8 @@ def _raised(value: Any) -> Any:
 @contextmanager
 def in_precision_of(model: nn.Module) -> Iterator[None]:
     """While a float64 model runs, its own casts to float32 (norms, routers, softmax, the loss) stay in float64: such a
-    cast would leave roundoff of float32 in a run that is to tell roundoff from a wrong layout. Other models run as they
-    are."""
+    cast would leave float32 roundoff in a run that must distinguish roundoff from a wrong layout. Other models run
+    unchanged."""
     if any(p.dtype != torch.float64 for p in model.parameters() if p.is_floating_point()):
         yield
         return

@@ -21,11 +21,11 @@ def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
     """Around the sharded run of a reduced model whose unsharded run was fine.
 
     Args:
-        known: what the layout check found; it says more than the exception does.
+        known: the findings of the layout check, which explain more than the exception.
 
     Raises:
-        PlanError: the run raised (SP422), and the layout check had no findings, which else are raised.
-        AssertionError: ours.
+        PlanError: SP422: the run raised; or the findings of the layout check, if there are any.
+        AssertionError: an error in shardplan.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What a proof says against a plan, as findings."""
+"""The errors that a proof found in a plan, as findings."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ ORDER = {"output": 0, "buffer": 1, "gradient": 2}
 
 
 def findings_of(
-    proven: Proven, small: ModelLayouts, *, allow_unproven: bool = False
+    proven: Proven, reduced: ModelLayouts, *, allow_unproven: bool = False
 ) -> dict[Overlays, tuple[Diagnostic, ...]]:
-    """By variant: what differs, and what is split and was not reached.
+    """By variant: what differs, and what is split but was not reached.
 
     Args:
-        small: the reduced model that was run.
-        allow_unproven: what was not reached is a warning.
+        reduced: the reduced model that was run.
+        allow_unproven: what was not reached is a warning, not an error.
     """
     proofs = {proof.variant: proof for proof in proven.report.variants}
     return {
         on: (
-            *_differing(proofs[variant_name(on)], program.resolved, small),
-            *_unreached(proven.missing[on], program, small, allow_unproven),
+            *_differing(proofs[variant_name(on)], program.resolved, reduced),
+            *_unreached(proven.missing[on], program, reduced, allow_unproven),
         )
         for on, program in proven.programs.items()
     }
 
 
-def _differing(proof: VariantProof, plan: ResolvedPlan, small: ModelLayouts) -> Iterator[Diagnostic]:
+def _differing(proof: VariantProof, plan: ResolvedPlan, reduced: ModelLayouts) -> Iterator[Diagnostic]:
     wrong = sorted((row for row in proof.rows if row.verdict == "differs"), key=lambda row: ORDER[row.kind])
     if not wrong:
         return
@@ -50,24 +50,24 @@ def _differing(proof: VariantProof, plan: ResolvedPlan, small: ModelLayouts) -> 
     notes = [f"{row.kind} {row.name}: {_amount(row)} ({row.where})" for row in shown]
     if len(wrong) > len(shown):
         notes.append(f"and {len(wrong) - len(shown)} more")
-    about = [name for row in wrong if row.kind != "output" for name in _in_model(row, small)]
+    about = [name for row in wrong if row.kind != "output" for name in _in_model(row, reduced)]
     yield Diagnostic(
         code=DIFFERS.code,
         severity=Severity.ERROR,
         message=f"two steps of the sharded reduced model differ from the unsharded ones in {what}",
         primary=Label(blamed.rule.location, "next to what differs") if blamed is not None else None,
         notes=tuple(notes),
-        help="`shardplan verify` prints every tensor; what is around the first that differs is to stay whole, "
-        "or to be reduced or gathered before",
+        help="`shardplan verify` prints every tensor; leave what is around the first difference whole, "
+        "or reduce or gather its input",
         modules=tuple(dict.fromkeys(about)),
     )
 
 
-def _in_model(row: Comparison, small: ModelLayouts) -> tuple[str, ...]:
+def _in_model(row: Comparison, reduced: ModelLayouts) -> tuple[str, ...]:
     if row.kind == "gradient":
-        return small.names_in_model([row.name])
+        return reduced.names_in_model([row.name])
     owner, leaf = parent(row.name), row.name.rpartition(".")[2]
-    return tuple(full_name(name, leaf) for name in small.names_in_model([owner]))
+    return tuple(full_name(name, leaf) for name in reduced.names_in_model([owner]))
 
 
 def _counted(kind: str, count: int) -> str:
@@ -100,10 +100,10 @@ def _blamed(plan: ResolvedPlan, row: Comparison) -> Assignment | None:
 
 
 def _unreached(
-    missing: Sequence[str], program: Program, small: ModelLayouts, allow_unproven: bool
+    missing: Sequence[str], program: Program, reduced: ModelLayouts, allow_unproven: bool
 ) -> Iterator[Diagnostic]:
     by_rule: dict[Assignment | None, list[str]] = {}
-    for name in touched(missing, program, small):
+    for name in touched(missing, program, reduced):
         by_rule.setdefault(_rule_of(program.resolved, name), []).append(name)
     for assignment, names in by_rule.items():
         yield Diagnostic(
@@ -112,7 +112,7 @@ def _unreached(
             message=f"no run reaches {named(names)}: the plan is not proven there",
             primary=Label(assignment.rule.location, "is not proven") if assignment is not None else None,
             help=None if allow_unproven else f"leave it whole, or {UNPROVEN_HELP}",
-            modules=small.names_in_model(names),
+            modules=reduced.names_in_model(names),
         )
 
 

@@ -52,25 +52,25 @@ class Proven:
     missing: Mapping[Overlays, tuple[str, ...]]
 
 
-def compile_for(small: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
-    """The variants of a plan for a reduced model: compiled as for the model itself, whatever its layouts are said to be.
+def compile_for(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
+    """The variants of a plan for a reduced model: compiled as for the model itself, whatever findings its layouts have.
 
     Raises:
-        PlanError: the plan, which fits the model itself, has errors on the reduced one; or that does not run.
+        PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
     """
-    variants = check_variants(bind_variants(plan, small.benches[0].tree, sizes, {NO_OVERLAYS, *wanted}))
+    variants = check_variants(bind_variants(plan, reduced.benches[0].tree, sizes, {NO_OVERLAYS, *wanted}))
     for on in wanted:
         if any_error(variants.findings[on]):
             raise PlanError(variants.findings[on])
     if sizes.tp == 1:
         return variants
-    return replace(variants, layouts={on: small.layouts_of(plan, one) for on, one in variants.resolved.items()})
+    return replace(variants, layouts={on: reduced.layouts_of(plan, one) for on, one in variants.resolved.items()})
 
 
 @reduced_runs()
 @torch.random.fork_rng(devices=[])
 def prove(
-    small: ModelLayouts,
+    reduced: ModelLayouts,
     source: Model,
     plan: PlanFile,
     sizes: MeshSizes,
@@ -84,17 +84,17 @@ def prove(
     """Prove a plan without errors.
 
     Args:
-        small: of the model that `source` names, at the size of tp.
+        reduced: of the model that `source` names, at the size of tp.
         variants: which of the plan's variants.
-        allow_unproven: what the plan touches and no run reached does not keep it from being proven.
+        allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
 
     Raises:
         PlanError: no reduced model can be made, or the sharded one does not run.
     """
     start = time.monotonic()
     progress("building a reduced model")
-    compiled = compile_for(small, plan, sizes, variants)
-    reference = references(small.reduced_model)
+    compiled = compile_for(reduced, plan, sizes, variants)
+    reference = references(reduced.reduced_model)
     programs, missing, proofs = {}, {}, []
     for on in variants:
         progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
@@ -102,14 +102,14 @@ def prove(
         case = ReducedCase(source, program, sizes) if processes else None
         layouts = compiled.layouts.get(on)
         with sharded_run(layouts.diagnostics if layouts is not None else ()):
-            rows = _settle(partial(_run, case, program, small.reduced_model, reference))
+            rows = _settle(partial(_run, case, program, reduced.reduced_model, reference))
         missing[on] = (
-            *unreached_parameters(small, [reference(kind, torch.float32)[1] for kind in small.reduced_model.kinds]),
-            *unreached_modules(small, program),
+            *unreached_parameters(reduced, [reference(kind, torch.float32)[1] for kind in reduced.reduced_model.kinds]),
+            *unreached_modules(reduced, program),
         )
-        unproven = tuple(touched(missing[on], program, small)) if not allow_unproven else ()
-        names = (small.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
-        counts = _counts(small.benches[0].model, program.modules)
+        unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
+        names = (reduced.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
+        counts = _counts(reduced.benches[0].model, program.modules)
         proofs.append(VariantProof(variant_name(on), rows, *counts, *names))
     report = VerifyReport(
         model=source.shown,
@@ -148,7 +148,7 @@ def references(reduced_model: ReducedModel) -> References:
 
 @dataclass(frozen=True)
 class ReducedCase:
-    """One proof, as something that other processes can be handed."""
+    """One proof, in a form that can be sent to other processes."""
 
     source: Model
     program: Program

@@ -11,7 +11,7 @@ from shardplan.core.tree import ModuleTree, block, full_name
 from .steps import Steps
 
 
-def unreached_parameters(small: ModelLayouts, runs: Sequence[Steps]) -> Iterator[str]:
+def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterator[str]:
     """On no kind of input: parameters that nothing reads, and trained ones whose gradient is exactly zero.
 
     One that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and nothing
@@ -20,14 +20,14 @@ def unreached_parameters(small: ModelLayouts, runs: Sequence[Steps]) -> Iterator
     stuck = {name for run in runs for name in run.zero} - learned
     read = {
         bench.reference.parameters[number]
-        for bench in small.benches
+        for bench in reduced.benches
         for event in bench.reference.events
         if event.kind == "op"
         for number in event.inputs
         if number in bench.reference.parameters
     }
-    groups = {name: group for group in (*small.tree.tied, *_copies(small.tree)) for name in group}
-    for name, (_, parameter) in small.tree.parameters.items():
+    groups = {name: group for group in (*reduced.tree.tied, *_copies(reduced.tree)) for name in group}
+    for name, (_, parameter) in reduced.tree.parameters.items():
         names = groups.get(name, (name,))
         reached = learned | (read - stuck) if parameter.requires_grad else read
         if reached.isdisjoint(names):
@@ -43,17 +43,17 @@ def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
                 yield tuple(full_name(copy, name.removeprefix(first)) for copy in copies)
 
 
-def unreached_modules(small: ModelLayouts, program: Program) -> Iterator[str]:
-    """Modules with a move that no run calls, and that have no parameters to speak for them."""
-    called = {event.module for bench in small.benches for event in bench.reference.events if event.kind == "enter"}
+def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
+    """Modules with a move that no run calls, and that have no parameters of their own."""
+    called = {event.module for bench in reduced.benches for event in bench.reference.events if event.kind == "enter"}
     for name, module in program.modules.items():
         below = full_name(name, "")
         if (module.enter or module.leave) and name not in called:
-            if not any(parameter.startswith(below) for parameter in small.tree.parameters):
+            if not any(parameter.startswith(below) for parameter in reduced.tree.parameters):
                 yield name
 
 
-def touched(missing: Sequence[str], program: Program, small: ModelLayouts) -> Iterator[str]:
+def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> Iterator[str]:
     """Of what no run reached, what the plan splits, and what lies in a block that the plan moves values in."""
     moving = {block(name) for name, module in program.modules.items() if module.enter or module.leave}
     split = {
@@ -63,6 +63,6 @@ def touched(missing: Sequence[str], program: Program, small: ModelLayouts) -> It
         if p.dim is not None
     }
     for name in missing:
-        owner = small.tree.parameters[name][0].name if name in small.tree.parameters else name
+        owner = reduced.tree.parameters[name][0].name if name in reduced.tree.parameters else name
         if name in split or block(owner) in moving:
             yield name

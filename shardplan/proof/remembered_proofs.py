@@ -17,7 +17,7 @@ from .prove import references
 _KNOWN: dict[str, tuple[Diagnostic, ...]] = {}
 
 
-def digest_of(small: ModelLayouts, program: Program, allow_unproven: bool) -> str:
+def digest_of(reduced: ModelLayouts, program: Program, allow_unproven: bool) -> str:
     """What decides a proof's outcome: the program on the reduced model, and that model unsharded - every operation of its
     recorded run with its line of code, and every gradient of its steps - on each kind of input."""
     digest = hashlib.sha256()
@@ -28,19 +28,19 @@ def digest_of(small: ModelLayouts, program: Program, allow_unproven: bool) -> st
     add(
         torch.__version__,
         transformers.__version__,
-        small.tp,
-        small.reduced_model.kinds,
+        reduced.tp,
+        reduced.reduced_model.kinds,
         allow_unproven,
         program.describe(),
     )
-    for name, parameter in small.benches[0].model.named_parameters(remove_duplicate=False):
+    for name, parameter in reduced.benches[0].model.named_parameters(remove_duplicate=False):
         add(name, tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-    for bench in small.benches:
+    for bench in reduced.benches:
         run = bench.reference
         for event in run.events:
             add(event.kind, event.name, event.place, event.source, [tuple(run.values[i].shape) for i in event.outputs])
-    reference = references(small.reduced_model)
-    for kind in small.reduced_model.kinds:
+    reference = references(reduced.reduced_model)
+    for kind in reduced.reduced_model.kinds:
         _, steps = reference(kind, torch.float32)
         for name, gradient in steps.gradients.items():
             add(name, gradient.double().sum().item(), gradient.double().square().sum().item())

@@ -31,14 +31,14 @@ class Question:
     """What is to be proven.
 
     Args:
-        small: the reduced model, at the size of tp.
+        reduced: the reduced model, at the size of tp.
         source: the model that it stands for.
         plan: without findings of the stages before.
         logits: as for `compile_plan`.
         allow_unproven: as for `validate`.
     """
 
-    small: ModelLayouts
+    reduced: ModelLayouts
     source: Model
     plan: PlanFile
     logits: Logits = "plan"
@@ -46,7 +46,7 @@ class Question:
 
     @property
     def sizes(self) -> MeshSizes:
-        return MeshSizes(tp=self.small.tp)
+        return MeshSizes(tp=self.reduced.tp)
 
 
 @reduced_runs()
@@ -55,12 +55,12 @@ def prove_stage(
 ) -> tuple[VerifyReport | None, Findings]:
     """The proof of some variants of a plan, and what it finds in each; None where the sharded run raised.
 
-    What is found is kept by digest.
+    The findings are remembered by digest.
     """
 
     try:
         proven = prove(
-            asked.small,
+            asked.reduced,
             asked.source,
             asked.plan,
             asked.sizes,
@@ -71,21 +71,21 @@ def prove_stage(
         )
     except PlanError as error:
         return None, dict.fromkeys(wanted, error.diagnostics)
-    found = findings_of(proven, asked.small, allow_unproven=asked.allow_unproven)
+    found = findings_of(proven, asked.reduced, allow_unproven=asked.allow_unproven)
     for on, program in proven.programs.items():
-        remember(digest_of(asked.small, program, asked.allow_unproven), found[on])
+        remember(digest_of(asked.reduced, program, asked.allow_unproven), found[on])
     return proven.report, found
 
 
 @reduced_runs()
 def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tuple[tuple[Diagnostic, ...], str]:
     """What the proof of one variant finds, and how that is known, in words. The first rank of the mesh looks it up or proves,
-    and tells the others."""
+    and sends the result to the others."""
 
     def answer() -> tuple[tuple[Diagnostic, ...], str]:
-        compiled = compile_for(asked.small, asked.plan, asked.sizes, {on})
+        compiled = compile_for(asked.reduced, asked.plan, asked.sizes, {on})
         program = program_of(compiled, on, logits=asked.logits, sections=EAGER)
-        digest = digest_of(asked.small, program, asked.allow_unproven)
+        digest = digest_of(asked.reduced, program, asked.allow_unproven)
         found = known(digest)
         if found is not None:
             return found, "by an earlier proof in this process"
@@ -97,10 +97,10 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
             mine = (True, answer())
         except Exception as error:
             mine = (False, error)
-    fine, said = _from_first(mine, mesh)
+    fine, result = _from_first(mine, mesh)
     if not fine:
-        raise said
-    return said
+        raise result
+    return result
 
 
 def _from_first(value: Any, mesh: DeviceMesh) -> Any:

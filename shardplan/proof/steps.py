@@ -1,5 +1,5 @@
-"""Two training steps on two batches, and all that they leave behind: what a sharded model and the unsharded one are
-compared by."""
+"""Two training steps on two batches, and everything that they leave behind: the basis for comparing a sharded model with the
+unsharded one."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _objective(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
         if result.requires_grad and direction is not None and direction.shape == whole.shape:
             terms.append((whole * direction.to(whole.dtype)).sum())
     if not terms:
-        raise ValueError("nothing that the model returns is differentiable: it cannot be trained")
+        raise ValueError("the model returns nothing differentiable, so it cannot be trained")
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 

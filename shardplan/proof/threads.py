@@ -18,9 +18,8 @@ OFTEN = 0.1  # seconds between two looks at whether ranks wait for one that has 
 def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
     """Call a function on every rank, and return what each returned.
 
-    Each thread has torch's modes, and process groups, of its own; the groups of the process are out of sight until all have
-    ended. What lies outside the modules that a rank is given (globals of their code, the default dtype) it shares with the
-    others.
+    Each thread has torch's modes, and process groups, of its own; the groups of the process are hidden until all have
+    ended. Ranks share everything outside their own modules (globals of the code, the default dtype).
 
     Args:
         function: of the rank; the default process group is there while it runs.
@@ -89,4 +88,4 @@ def _wait_for(threads: list[threading.Thread]) -> None:
             waiting: list[Any] = list(group._cur_coll_on_pgs.values())
             if 0 < len(left) < len(threads) and any(one._count == len(left) for one in waiting):
                 names = ", ".join(one.name for one in threads if one not in left)
-                raise RuntimeError(f"{names} ended, and the other ranks wait for it in a collective")
+                raise RuntimeError(f"{names} ended, but the other ranks wait in a collective")

@@ -1,4 +1,4 @@
-"""Another function in the place of torch's attention, and which calls of it a chunked sequence allows."""
+"""Replacing torch's attention function, and which calls of it a chunked sequence allows."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ attention = F.scaled_dot_product_attention
 
 @contextmanager
 def attention_replaced(by: Callable[..., Tensor]) -> Iterator[None]:
-    """Put a function in the place of `torch.nn.functional.scaled_dot_product_attention` while the context lasts.
+    """Replace `torch.nn.functional.scaled_dot_product_attention` by a function while the context lasts.
 
     A mode would not do: backward, and so what activation checkpointing runs again, is called with modes switched off.
 
     Raises:
-        RuntimeError: it is replaced already.
+        RuntimeError: it is already replaced.
     """
     if F.scaled_dot_product_attention is not attention:
         raise RuntimeError(
-            "torch.nn.functional.scaled_dot_product_attention is replaced already: contexts are not nested"
+            "torch.nn.functional.scaled_dot_product_attention is already replaced: contexts cannot be nested"
         )
     F.scaled_dot_product_attention = _as_function(by)
     try:
@@ -47,9 +47,9 @@ def _as_function(by: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def misfit(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> str | None:
-    """Why a call of attention is not the causal one of a sequence to itself."""
+    """Why a call is not causal self-attention; None where it is."""
     if attn_mask is not None:
-        return "attention with a mask of its own, such as a sliding window or padding"
+        return "attention with an explicit mask, such as a sliding window or padding"
     if not is_causal or query.shape[SEQUENCE] != key.shape[SEQUENCE]:
-        return "attention that is not causal, or not of a sequence to itself"
+        return "attention that is not causal self-attention"
     return None

@@ -24,8 +24,8 @@ class DividedConfig:
 
 
 def divide_attributes(module: nn.Module, names: tuple[str, ...], by: int) -> None:
-    """Divide integer attributes of this instance, or lists of them; `config.x` divides what this instance's config says,
-    never the shared config."""
+    """Divide integer attributes of this instance, or lists of them; `config.x` divides the number in this instance's config,
+    never in the shared config."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
         number = getattr(getattr(module, owner) if owner else module, attribute)
@@ -44,7 +44,7 @@ def _part(number: int, by: int) -> int:
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a parameter of an adapted layer, and its name there (`lora_A.default.weight`)."""
+    """The module that owns a parameter of an adapted layer, and its name there (`lora_A.default.weight`)."""
     if "." not in name:
         return module, name
     path, _, leaf = name.rpartition(".")

@@ -1,4 +1,5 @@
-"""Modes of torch: how reduced models are run, whatever the caller is in; and one that keeps kernels from ending the process."""
+"""Modes of torch: one for running reduced models, whatever modes the caller uses, and one that keeps kernels from ending the
+process."""
 
 from __future__ import annotations
 
@@ -42,5 +43,7 @@ class NothingEmpty(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention:
             empty = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.numel()), None)
             if empty is not None:
-                raise ValueError(f"attention gets an empty tensor {list(empty.shape)}: nothing is left for this rank")
+                raise ValueError(
+                    f"attention receives an empty tensor {list(empty.shape)}: this rank has no heads or tokens left"
+                )
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Every private name of torch that shardplan uses: where it lives upstream, and what we need it for.
+"""Every private name of torch that shardplan uses: where it lives upstream, and why we need it.
 
 A torch that moved one of them fails with the name and the version. Where releases that we support differ, the
 places are listed newest first.
@@ -112,4 +112,4 @@ def private(name: str) -> Any:
         if hasattr(loaded, attribute):
             return getattr(loaded, attribute)
     places = " or ".join(f"{module}.{attribute}".rstrip(".") for module, attribute in entry.places)
-    raise RuntimeError(f"torch {torch.__version__} has no {places}, which shardplan needs for: {entry.purpose}")
+    raise RuntimeError(f"torch {torch.__version__} has no {places}, and shardplan needs it for: {entry.purpose}")

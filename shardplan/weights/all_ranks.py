@@ -1,4 +1,4 @@
-"""All ranks go on, or none does."""
+"""All ranks continue, or all raise."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch.distributed.device_mesh import DeviceMesh
 
 @contextmanager
 def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[object], None]]:
-    """Do something on all ranks of a mesh, and learn at its end whether it went well on all.
+    """Do something on all ranks of a mesh, and check at its end that it succeeded on all.
 
-    The context yields a function to be told what must be the same on all ranks, as something picklable that can be
-    compared.
+    The context yields a function that accepts what must be equal on all ranks: picklable and comparable
+    values.
 
     Args:
         mesh: whose ranks; None is all ranks of the default process group.
         doing: what is done, for messages.
 
     Raises:
-        RuntimeError: it failed on another rank, which is named with its error, or ranks told different things. The rank
+        RuntimeError: it failed on another rank, which the message names with its error, or the values differ. The rank
             that failed raises its own error.
     """
-    told: list[object] = []
+    reported: list[object] = []
     failure: Exception | None = None
     try:
-        yield told.append
+        yield reported.append
     except Exception as error:
         failure = error
-    said = (dist.get_rank(), None if failure is None else f"{type(failure).__name__}: {failure}", told)
+    outcome = (dist.get_rank(), None if failure is None else f"{type(failure).__name__}: {failure}", reported)
     try:
-        answers = _everyone(said, mesh)
-    except Exception as error:  # a rank died; what failed here is why, if something did
+        answers = _everyone(outcome, mesh)
+    except Exception as error:  # a rank died; a failure on this rank is the cause, if there is one
         raise failure or error from error
     if failure is not None:
         raise failure
@@ -45,13 +45,13 @@ def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[objec
     different = [rank for rank, _, other in answers if other != answers[0][2]]
     if different:
         raise RuntimeError(
-            f"{doing}: ranks {different} see something else than rank {answers[0][0]}; all must be given the same "
-            "arguments, and see the same files"
+            f"{doing}: ranks {different} differ from rank {answers[0][0]}; all ranks need the same "
+            "arguments and the same files"
         )
 
 
 def _everyone(value: Any, mesh: DeviceMesh | None) -> list[Any]:
-    """What each rank gives, in the same order on all."""
+    """The value of each rank, in the same order on all."""
     values = [value]
     for group in [None] if mesh is None else [mesh.get_group(axis) for axis in range(mesh.ndim)]:
         gathered: list[Any] = [None] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""What a model's tensors are called in a checkpoint: transformers' renamings and conversions, taken as data.
+"""The names of a model's tensors in a checkpoint: transformers' renamings and conversions, taken as data.
 
 A conversion stacks, concatenates, splits, transposes or reshapes tensors. It is run on lazy tensors, so that what comes
 out of it can be read in slices.
@@ -33,7 +33,7 @@ from .lazy import Lazy
 
 
 @dataclass(frozen=True)
-class Held:
+class StateEntry:
     """A tensor of a model's state dict.
 
     Args:
@@ -58,14 +58,14 @@ def inner_model(model: nn.Module) -> nn.Module:
         model = model.module
     if unwrapped(model) is not model or next(adapters_in(model), None) is not None:
         raise ValueError(
-            "the model has adapters, which a checkpoint of a whole model does not speak of: use model.state_dict() and "
+            "the model has adapters, and a checkpoint of a whole model does not include them: use model.state_dict() and "
             "load_state_dict(), or materialize(model, device, state_dict=...)"
         )
     reshard(model)
     return model
 
 
-def held_tensors(model: nn.Module) -> list[Held]:
+def state_entries(model: nn.Module) -> list[StateEntry]:
     """The parameters and persistent buffers of a model, each once."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -74,12 +74,12 @@ def held_tensors(model: nn.Module) -> list[Held]:
             if tensor is not None and leaf not in module._non_persistent_buffers_set:
                 tensors[id(tensor)] = tensor
                 names.setdefault(id(tensor), []).append(f"{prefix}.{leaf}" if prefix else leaf)
-    return [Held(tuple(dict.fromkeys(names[key])), tensor) for key, tensor in tensors.items()]
+    return [StateEntry(tuple(dict.fromkeys(names[key])), tensor) for key, tensor in tensors.items()]
 
 
 @contextmanager
 def original_classes(model: nn.Module) -> Iterator[None]:
-    """FSDP2 exchanges classes for its own, and conversions are found by names of classes: the original ones are back
+    """FSDP2 replaces classes by its own, and conversions are found by names of classes: the original ones are back
     while this lasts."""
     exchanged: list[tuple[nn.Module, type[nn.Module]]] = [
         (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
@@ -141,7 +141,7 @@ def resolve(model: nn.Module, stored: Mapping[str, Lazy], state: dict[str, Tenso
             found[name] = stored[key]
         else:
             converter, sources = converted.setdefault(name, (deepcopy(by_pattern[pattern]), []))
-            converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]  # it takes tensors too
+            converter.add_tensor(name, key, pattern, stored[key])  # type: ignore[arg-type]  # it accepts tensors too
             sources.append(key)
     for name, (converter, sources) in converted.items():
         made = _convert(converter, name, sources, model)
@@ -172,7 +172,7 @@ def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy
         return revert_weight_conversion(model, dict(tensors))
 
 
-def kept_name(held: Held, model: nn.Module) -> str:
+def kept_name(entry: StateEntry, model: nn.Module) -> str:
     """The name under which a tied tensor is saved: the one that transformers does not fill from another."""
     filled = getattr(model, "all_tied_weights_keys", None) or {}
-    return next((name for name in held.names if name not in filled), held.name)
+    return next((name for name in entry.names if name not in filled), entry.name)

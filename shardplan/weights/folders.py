@@ -1,4 +1,4 @@
-"""Folders that are whole or not there: what is written goes into a folder beside, which then takes the name."""
+"""Folders that are complete or do not exist: files are written to a temporary folder, which is renamed at the end."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _check_existing(folder: Path, overwrite: bool, marks: tuple[str, ...]) -> No
         raise ValueError(f"{folder} has files: name another folder, or pass overwrite=True")
     if names and not names & set(marks):
         raise ValueError(
-            f"{folder} has files but none of {', '.join(marks)}: it is no checkpoint, and is not overwritten"
+            f"{folder} has files but none of {', '.join(marks)}: it is not a checkpoint, so it is not overwritten"
         )
     below = [path.name for path in folder.iterdir() if path.is_dir()]
     if below:
-        raise ValueError(f"{folder} has the folder {below[0]!r} in it, which would be lost: name another folder")
+        raise ValueError(f"{folder} contains the folder {below[0]!r}, which would be lost: name another folder")
 
 
 def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:

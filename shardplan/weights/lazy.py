@@ -1,4 +1,4 @@
-"""Tensors that are described before they are read: an operation on them is written down, and done slice by slice.
+"""Tensors that are described before they are read: operations on them are recorded, and run slice by slice.
 
 A `Lazy` is a tensor for everyone who moves weights about (transformers' conversions stack, concatenate, split, transpose
 and reshape them), and has a shape and a dtype but no values. `read` then fills a tensor with a box of it, and asks the
@@ -20,7 +20,7 @@ Box = tuple[tuple[int, int], ...]  # [start, stop) per dim
 
 
 class Lazy(Tensor):
-    """A tensor on the meta device that knows how its values come about."""
+    """A tensor on the meta device that knows how to compute its values."""
 
     expression: Expression
     meta: Tensor
@@ -37,7 +37,7 @@ class Lazy(Tensor):
         elif isinstance(result, Tensor):
             made = computed(func, args, kwargs)
         else:
-            raise NotImplementedError(f"{func} on a tensor that is not read yet")
+            raise NotImplementedError(f"{func} is not supported on a tensor that is not read yet")
         if isinstance(result, Tensor):
             return lazy(result, made)
         return [lazy(one, expression) for one, expression in zip(result, made, strict=True)]

@@ -22,7 +22,7 @@ from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
 
 from .all_ranks import all_or_none, is_first
-from .checkpoint_names import Held, Resolved, held_tensors, inner_model, resolve
+from .checkpoint_names import Resolved, StateEntry, inner_model, resolve, state_entries
 from .lazy import Lazy, leaf, leaves, read
 from .materialize import initialize
 from .progress import OnProgress, Progress, reporter
@@ -40,20 +40,20 @@ class Loaded:
         missing: names of the model that the checkpoint does not have; with `strict` those alone that its class says may be.
         unexpected: names of the checkpoint that the model does not have; empty with `strict`.
         read: bytes that were read into parameters and buffers.
-        held: bytes of all tensors of the checkpoint.
+        stored: bytes of all tensors of the checkpoint.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     read: int
-    held: int
+    stored: int
 
 
 @dataclass(frozen=True)
 class _Task:
     """One tensor of the model and what is to be read into it."""
 
-    held: Held
+    entry: StateEntry
     source: Lazy
     ranges: tuple[Ranges, ...]
 
@@ -71,7 +71,7 @@ class _Work:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     conversions: tuple[Any, ...]
-    held: int
+    stored: int
 
 
 def load_checkpoint(
@@ -120,7 +120,7 @@ def load_checkpoint(
             packed = packed_parameters(record.program) if record.tp > 1 else {}
             on_meta = _on_meta(inner)
             work = _prepare(inner, Path(folder), reader, packed, strict)
-            agree((str(dtype), strict, work.held, work.missing, [(t.held.name, t.source.shape) for t in work.tasks]))
+            agree((str(dtype), strict, work.stored, work.missing, [(t.entry.name, t.source.shape) for t in work.tasks]))
             place = torch.device(device or _place(record))
             if on_meta and work.missing:
                 agree(_random_state(place))
@@ -137,14 +137,14 @@ def load_checkpoint(
             )  # what save_pretrained and save_checkpoint revert
     finally:
         reader.close()
-    return Loaded(work.missing, work.unexpected, done, work.held)
+    return Loaded(work.missing, work.unexpected, done, work.stored)
 
 
 def _check_call(dtype: Any, device: Any, progress: Any) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
     if device is not None and torch.device(device).type == "meta":
-        raise ValueError("device='meta' has no memory to load into: name the device that the model is to run on")
+        raise ValueError("device='meta' has no memory to load into: name the device that will run the model")
     if not callable(progress) and not isinstance(progress, bool):
         raise TypeError(f"progress must be True, False or a function, not {progress!r}")
 
@@ -173,37 +173,37 @@ def _random_state(place: torch.device) -> list[int]:
 def _prepare(model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str, Packing], strict: bool) -> _Work:
     stored = stored_tensors(folder)
     lazies = {name: leaf(name, one.shape, one.dtype, partial(reader.read, one)) for name, one in stored.items()}
-    tensors = held_tensors(model)
-    found = resolve(model, lazies, {name: held.tensor for held in tensors for name in held.names})
-    missing = [held for held in tensors if not any(name in found.tensors for name in held.names)]
-    missing = _not_ignored(missing, lambda held: held.name, getattr(model, "_keys_to_ignore_on_load_missing", None))
+    tensors = state_entries(model)
+    found = resolve(model, lazies, {name: entry.tensor for entry in tensors for name in entry.names})
+    missing = [entry for entry in tensors if not any(name in found.tensors for name in entry.names)]
+    missing = _not_ignored(missing, lambda entry: entry.name, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unexpected = _unexpected(model, found)
-    sources = {held.name: _source(held, found) for held in tensors}
+    sources = {entry.name: _source(entry, found) for entry in tensors}
     wrong = [
-        f"{held.name} is {tuple(source.shape)} in the checkpoint and {tuple(held.tensor.shape)} in the model"
-        for held in tensors
-        if (source := sources[held.name]) is not None and source.shape != held.tensor.shape
+        f"{entry.name} is {tuple(source.shape)} in the checkpoint and {tuple(entry.tensor.shape)} in the model"
+        for entry in tensors
+        if (source := sources[entry.name]) is not None and source.shape != entry.tensor.shape
     ]
     if wrong or (strict and (missing or unexpected)):
-        known = [name for held in tensors for name in held.names]
-        raise ValueError(_misfit(folder, [held.name for held in missing], unexpected, wrong, known))
+        known = [name for entry in tensors for name in entry.names]
+        raise ValueError(_misfit(folder, [entry.name for entry in missing], unexpected, wrong, known))
     tasks = [
-        _Task(held, source, _ranges(held, packed)) for held in tensors if (source := sources[held.name]) is not None
+        _Task(entry, source, _ranges(entry, packed)) for entry in tensors if (source := sources[entry.name]) is not None
     ]
     for task in tasks:
         _check_ties(task, found)
     tasks.sort(key=lambda task: min(str(stored[key].file) for key in leaves(task.source)))  # file by file
     return _Work(
         tuple(tasks),
-        tuple(name for held in tensors if sources[held.name] is None for name in held.names),
+        tuple(name for entry in tensors if sources[entry.name] is None for name in entry.names),
         tuple(unexpected),
         found.conversions,
         sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in stored.values()),
     )
 
 
-def _source(held: Held, found: Resolved) -> Lazy | None:
-    return next((found.tensors[name] for name in held.names if name in found.tensors), None)
+def _source(entry: StateEntry, found: Resolved) -> Lazy | None:
+    return next((found.tensors[name] for name in entry.names if name in found.tensors), None)
 
 
 def _not_ignored(items: Sequence[Any], name: Callable[[Any], str], patterns: Collection[str] | None) -> list[Any]:
@@ -211,9 +211,9 @@ def _not_ignored(items: Sequence[Any], name: Callable[[Any], str], patterns: Col
 
 
 def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
-    """What nothing in the model takes. Left out: what the model's class says to ignore, and buffers that older
-    checkpoints hold and the model now computes itself (inv_freq, position_ids)."""
-    persistent = {name for held in held_tensors(model) for name in held.names}
+    """Tensors of the checkpoint that the model does not use. Left out: what the model's class says to ignore, and buffers of
+    older checkpoints that the model now computes itself (inv_freq, position_ids)."""
+    persistent = {name for entry in state_entries(model) for name in entry.names}
     computed = {name.rpartition(".")[2] for name, _ in model.named_buffers() if name not in persistent}
     names = _not_ignored(
         found.unexpected, lambda name: name, getattr(model, "_keys_to_ignore_on_load_unexpected", None)
@@ -221,20 +221,20 @@ def _unexpected(model: nn.Module, found: Resolved) -> list[str]:
     return [name for name in names if name.rpartition(".")[2] not in computed]
 
 
-def _ranges(held: Held, packed: Mapping[str, Packing]) -> tuple[Ranges, ...]:
-    if not isinstance(held.tensor, DTensor):
-        return tuple(((0, size),) if size else () for size in held.tensor.shape)
-    return own_ranges(held.tensor, next((packed[name] for name in held.names if name in packed), None))
+def _ranges(entry: StateEntry, packed: Mapping[str, Packing]) -> tuple[Ranges, ...]:
+    if not isinstance(entry.tensor, DTensor):
+        return tuple(((0, size),) if size else () for size in entry.tensor.shape)
+    return own_ranges(entry.tensor, next((packed[name] for name in entry.names if name in packed), None))
 
 
 def _check_ties(task: _Task, found: Resolved) -> None:
     """A tied tensor that is stored twice must be the same twice."""
-    present = [name for name in task.held.names if name in found.tensors]
+    present = [name for name in task.entry.names if name in found.tensors]
     for name in present[1:]:
         one, other = (_slices(found.tensors[key], task) for key in (present[0], name))
         if any(not torch.equal(left, right) for left, right in zip(one, other, strict=True)):
             raise ValueError(
-                f"the model ties {present[0]} and {name}, and the checkpoint has different values for them: build the "
+                f"the model ties {present[0]} and {name}, but the checkpoint has different values for them: build the "
                 "model with tie_word_embeddings=False"
             )
 
@@ -257,7 +257,7 @@ def _misfit(folder: Path, missing: list[str], unexpected: list[str], wrong: list
             lines.append(f"  {title} {name}" + (f" (is it {near}?)" if near else ""))
     lines += [f"  {one}" for one in wrong]
     if (missing or unexpected) and not wrong:
-        lines.append("strict=False leaves unexpected names out, and draws what is missing")
+        lines.append("strict=False ignores unexpected names, and initialises missing ones")
     return "\n".join(lines)
 
 
@@ -273,10 +273,10 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Give floating-point parameters and persistent buffers a dtype, as `from_pretrained(dtype=...)` does."""
     plan = model._get_dtype_plan(dtype) if isinstance(model, PreTrainedModel) else {}
     wanted = {}
-    for held in held_tensors(model):
-        if held.tensor.is_floating_point():
-            kept = [other for pattern, other in plan.items() if any(_names(pattern, name) for name in held.names)]
-            wanted[id(held.tensor)] = kept[0] if kept else dtype
+    for entry in state_entries(model):
+        if entry.tensor.is_floating_point():
+            kept = [other for pattern, other in plan.items() if any(_names(pattern, name) for name in entry.names)]
+            wanted[id(entry.tensor)] = kept[0] if kept else dtype
     model._apply(lambda tensor: tensor.to(wanted.get(id(tensor), tensor.dtype)))
 
 
@@ -286,15 +286,15 @@ def _names(pattern: str, name: str) -> bool:
 
 def _fill(work: _Work, model: nn.Module, report: Callable[[Progress], None]) -> int:
     """Read everything. Returns the bytes that were written into the model."""
-    now = {name: held.tensor for held in held_tensors(model) for name in held.names}  # to_empty made them anew
-    sizes = [task.elements * now[task.held.name].dtype.itemsize for task in work.tasks]
+    now = {name: entry.tensor for entry in state_entries(model) for name in entry.names}  # to_empty made them anew
+    sizes = [task.elements * now[task.entry.name].dtype.itemsize for task in work.tasks]
     done, total = 0, sum(sizes)
     for task, size in zip(work.tasks, sizes, strict=True):
-        target = now[task.held.name]
+        target = now[task.entry.name]
         local = target.to_local() if isinstance(target, DTensor) else target
         fill(local.detach(), task.source, task.ranges)
         done += size
-        report(Progress(task.held.name, done, total))
+        report(Progress(task.entry.name, done, total))
     return done
 
 

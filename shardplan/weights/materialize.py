@@ -35,8 +35,8 @@ def materialize(
         The same model.
 
     Raises:
-        ValueError: a parameter is not on the meta device, a module does not say how it is initialised, the model has
-            adapters, which do not say it either, and no `state_dict` is given, or no plan was applied.
+        ValueError: a parameter is not on the meta device, a module has no initialisation, the model has
+            adapters (which have none) and no `state_dict` is given, or no plan was applied.
     """
     record = applied(model)
     filled = [name for name, p in model.named_parameters() if not p.is_meta]
@@ -44,7 +44,7 @@ def materialize(
         raise ValueError(f"{filled[0]} is not on the meta device: materialize would overwrite it")
     inner = unwrapped(model)
     if state_dict is None and next(adapters_in(inner), None) is not None:
-        raise ValueError("the model has adapters, and nothing tells how these begin: pass a state_dict that has them")
+        raise ValueError("the model has adapters, and their initial values are not known: pass a state_dict with them")
     packed = packed_parameters(record.program) if record.tp > 1 else {}
     model.to_empty(device=device)
     with torch.no_grad():
@@ -103,8 +103,8 @@ def _initialize_module(module: nn.Module, initializer: nn.Module) -> None:
         by_itself()
     elif own:
         raise ValueError(
-            f"{type(module).__name__} has parameters or buffers but neither reset_parameters() nor a model with "
-            "_init_weights(module): give it one, so that a meta-device model can be initialised"
+            f"{type(module).__name__} has parameters or buffers, but no reset_parameters() and no model with "
+            "_init_weights(module): add one, so that a meta-device model can be initialised"
         )
 
 

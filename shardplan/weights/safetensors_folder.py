@@ -54,14 +54,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"{folder} is no folder: download the model first (`hf download`), and name the folder it is in"
+            f"{folder} is not a folder: download the model first (`hf download`), and name its folder"
         )
     _refuse_quantized(folder)
     placed = _index(folder)
     files = sorted(set(placed.values())) if placed is not None else [ONE_FILE]
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise FileNotFoundError(f"{_listed(missing)} of {folder} is missing, which {INDEX} names: download it again")
+        raise FileNotFoundError(f"{_listed(missing)} of {folder} is missing, but {INDEX} names it: download it again")
     found: dict[str, StoredTensor] = {}
     for name in files:
         for tensor in _header(folder / name):
@@ -69,14 +69,16 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
                 found[tensor.name] = tensor
     lost = [name for name in placed or {} if name not in found]
     if lost:
-        raise ValueError(f"{_listed(lost)} is not in the file that {folder / INDEX} names: it fits another checkpoint")
+        raise ValueError(
+            f"{_listed(lost)} is not in the file that {folder / INDEX} names: the index belongs to another checkpoint"
+        )
     return found
 
 
 def _refuse_quantized(folder: Path) -> None:
     config = folder / CONFIG
     if config.is_file() and _json(config).get("quantization_config"):
-        raise ValueError(f"{folder} holds quantized weights ({CONFIG} says how): dequantize them first")
+        raise ValueError(f"{folder} contains quantized weights (see {CONFIG}): dequantize them first")
 
 
 def _index(folder: Path) -> dict[str, str] | None:
@@ -92,9 +94,7 @@ def _index(folder: Path) -> dict[str, str] | None:
         raise ValueError(f"{folder / INDEX} has no weight_map from names of tensors to names of files")
     for tensor, name in placed.items():
         if ".." in PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor:
-            raise ValueError(
-                f"{folder / INDEX} places {tensor} in {name!r}, outside of the folder: nothing is read there"
-            )
+            raise ValueError(f"{folder / INDEX} places {tensor} in {name!r}, outside the folder: nothing is read there")
     return placed
 
 
@@ -102,9 +102,9 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON ({error}): it is damaged") from error
+        raise ValueError(f"{path} is not JSON ({error}): it is damaged") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object")
+        raise ValueError(f"{path} must contain a JSON object")
     return content
 
 
@@ -120,7 +120,8 @@ def _header(path: Path) -> list[StoredTensor]:
     except SafetensorError as error:
         size = path.stat().st_size
         raise ValueError(
-            f"{path} ({size:,} bytes) is no whole safetensors file ({error}): it is damaged or cut off; download it again"
+            f"{path} ({size:,} bytes) is not a complete safetensors file ({error}): it is damaged or truncated; "
+            "download it again"
         ) from error
     unknown = [(name, dtype) for name, (_, dtype) in kinds.items() if dtype not in DTYPES]
     if unknown:

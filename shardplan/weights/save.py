@@ -23,7 +23,7 @@ from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.packing import unpack
 
 from .all_ranks import all_or_none, is_first
-from .checkpoint_names import Held, held_tensors, inner_model, kept_name, original_classes, saved_names
+from .checkpoint_names import StateEntry, inner_model, kept_name, original_classes, saved_names, state_entries
 from .folders import abandon, begin, commit
 from .lazy import Box, Lazy, leaf, leaves, read
 from .progress import OnProgress, Progress, reporter
@@ -143,25 +143,25 @@ class _Gathered:
         if on_meta is not None:
             raise ValueError(f"{on_meta} is on the meta device: there is nothing to save")
         self.tp = tp
-        self.held: dict[str, Tensor] = {}
-        self.tensors: dict[str, Held] = {}
+        self.values: dict[str, Tensor] = {}
+        self.tensors: dict[str, StateEntry] = {}
         self.packed: dict[str, Packing] = {}
-        for held in held_tensors(model):
-            name = kept_name(held, model)
-            if not any(ignored in held.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
-                self.tensors[name] = held
-                for other in held.names:
+        for entry in state_entries(model):
+            name = kept_name(entry, model)
+            if not any(ignored in entry.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
+                self.tensors[name] = entry
+                for other in entry.names:
                     if other in packed:
                         self.packed[name] = packed[other]
 
     def lazies(self) -> dict[str, Lazy]:
         return {
-            name: leaf(name, held.tensor.shape, held.tensor.dtype, self._reader(name))
-            for name, held in self.tensors.items()
+            name: leaf(name, entry.tensor.shape, entry.tensor.dtype, self._reader(name))
+            for name, entry in self.tensors.items()
         }
 
     def _reader(self, name: str) -> Callable[[Box], Tensor]:
-        return lambda box: self.held[name][tuple(slice(*one) for one in box)]
+        return lambda box: self.values[name][tuple(slice(*one) for one in box)]
 
     def gather(self, name: str, keep: bool) -> None:
         """Gather a tensor, a collective, and hold it where it is written."""
@@ -179,7 +179,7 @@ class _Gathered:
             tensor = placed.full_tensor()
         if keep:
             one = self.packed.get(name)
-            self.held[name] = unpack(tensor, one.dim, one.parts, self.tp) if one is not None else tensor
+            self.values[name] = unpack(tensor, one.dim, one.parts, self.tp) if one is not None else tensor
 
 
 def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> list[_Output]:
@@ -216,7 +216,7 @@ def _check_room(folder: Path, files: Sequence[_File]) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"{folder.parent} has {free:,} bytes free, and the checkpoint has {needed:,}: nothing was written"
+            f"{folder.parent} has {free:,} bytes free, but the checkpoint needs {needed:,}: nothing was written"
         )
 
 
@@ -251,7 +251,7 @@ def _write_files(
                 for key in leaves(one.tensor):
                     uses[key] -= 1
                     if not uses[key]:
-                        source.held.pop(key, None)
+                        source.values.pop(key, None)
                 done += one.bytes
                 report(Progress(one.name, done, total))
             if writer is not None:
@@ -259,8 +259,8 @@ def _write_files(
 
 
 class _Writer:
-    """A safetensors file, written tensor by tensor. After an error of the disk it takes what it is given and writes
-    nothing, as the other ranks go on gathering; `close` raises it."""
+    """A safetensors file, written tensor by tensor. After a disk error it accepts tensors and writes
+    nothing, because the other ranks continue to gather; `close` raises the error."""
 
     def __init__(self, path: Path, outputs: Sequence[_Output]):
         self.failure: OSError | None = None

@@ -1,4 +1,4 @@
-"""Weights, optimizer state and what else training goes on from, in torch's distributed checkpoint format."""
+"""Weights, optimizer state and other state to resume training, in torch's distributed checkpoint format."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a planned model and its optimizer so that any mesh can go on from it. To be called on all ranks.
+    """Write a planned model and its optimizer so that training can resume on any mesh. Call it on all ranks.
 
-    Every rank writes what it holds, into one folder that all ranks see. It is written beside and renamed at the end:
-    until then an old one of that name is whole.
+    Every rank writes its own part, into one folder that all ranks see. The files go to a temporary folder, which is renamed
+    at the end: until then an old one of that name stays complete.
 
     Args:
         extra: numbers, texts, tensors, and lists and dicts of them, such as the step or a scheduler's `state_dict()`; the
@@ -54,7 +54,7 @@ def save_training_state(
             if first:
                 begin(folder, overwrite=overwrite, marks=(METADATA,))
         weights, moments = get_state_dict(model, optimizer)
-        with _said(f"saving {folder}"):
+        with _named_rank(f"saving {folder}"):
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=new)
         with all_or_none(None, f"finishing {folder}"):
             if first:
@@ -88,7 +88,7 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
         _check_files(folder)
         extra = torch.load(folder / EXTRA, weights_only=True)
     weights, moments = get_state_dict(model, optimizer)
-    with _said(f"loading {folder}"):
+    with _named_rank(f"loading {folder}"):
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     with all_or_none(None, f"loading {folder}"):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
@@ -96,7 +96,7 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
 
 
 @contextmanager
-def _said(doing: str) -> Iterator[None]:
+def _named_rank(doing: str) -> Iterator[None]:
     """torch collects the errors of all ranks, and raises them on each as something that `except Exception` misses."""
     try:
         yield
@@ -108,13 +108,13 @@ def _said(doing: str) -> Iterator[None]:
 def _check_files(folder: Path) -> None:
     for name in (METADATA, EXTRA):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: save_training_state did not write it, or not to its end")
+            raise FileNotFoundError(f"{folder} has no {name}: save_training_state did not write it, or did not finish")
     lengths: dict[str, int] = {}
     for place in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
         end = place.offset + place.length
         lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
     for name, length in lengths.items():
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing, which {METADATA} names")
+            raise FileNotFoundError(f"{folder / name} is missing, but {METADATA} names it")
         if (size := (folder / name).stat().st_size) < length:
-            raise ValueError(f"{folder / name} has {size:,} bytes of at least {length:,}: it is cut off")
+            raise ValueError(f"{folder / name} has {size:,} bytes, and needs at least {length:,}: it is truncated")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.compiler.bind.units import unit_of
+from shardplan.core.mesh import Axis
 from shardplan.core.tree import parent
 from shardplan.styles import Style
 from shardplan.styles.boundary import Boundary, boundary
@@ -30,13 +31,13 @@ class Facts(StorageFacts):
 
     @cached_property
     def requirements(self) -> tuple[Requirement, ...]:
-        """Every count that tp has to divide."""
+        """Every count that the number of ranks on an axis must divide."""
         return tuple(requirements(self))
 
     @cached_property
     def allowed(self) -> tuple[int, ...]:
         """The tp sizes that the model allows with this plan, ascending, 1 included."""
-        return allowed_sizes(self, self.requirements)
+        return allowed_sizes(self, self.requirements, Axis.TP)
 
     @cached_property
     def tp(self) -> int | None:

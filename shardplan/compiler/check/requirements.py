@@ -14,6 +14,7 @@ from math import gcd
 from typing import Literal
 
 from shardplan.core.layout import V
+from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
 from shardplan.styles.boundary import boundary
@@ -31,7 +32,7 @@ WITHOUT_LIMIT = tuple(2**i for i in range(7))  # what is listed where nothing li
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One count that tp must divide.
+    """One count that the number of ranks on an axis must divide.
 
     Args:
         count: the number itself.
@@ -40,6 +41,7 @@ class Requirement:
         modules: what the rule names: modules, or single parameters.
         rule: the rule that splits or declares.
         from_output: whether the output side of a matrix is split.
+        axis: the axis that it is split over.
     """
 
     count: int
@@ -48,6 +50,7 @@ class Requirement:
     modules: tuple[str, ...]
     rule: Rule
     from_output: bool = False
+    axis: Axis = Axis.TP
 
 
 def requirements(facts: StorageFacts) -> Iterator[Requirement]:
@@ -151,12 +154,12 @@ def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
     return f"{part} {side} features of {named(stored.assigned)}"
 
 
-def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement]) -> tuple[int, ...]:
-    """The tp sizes that divide every requirement and leave no rank without a row of a vocabulary; (1,) where
+def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement], axis: Axis) -> tuple[int, ...]:
+    """The sizes of an axis that divide every requirement on it and leave no rank without a row of a vocabulary; (1,) where
     the plan splits nothing."""
     if not facts.splits:
         return (1,)
-    common = gcd(*(requirement.count for requirement in required))
+    common = gcd(*(requirement.count for requirement in required if requirement.axis is axis))
     sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
     rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)}
     return tuple(

@@ -1,4 +1,4 @@
-"""Giving a reduced model what the live one has beside its class and configuration."""
+"""Carries over to a reduced model what the live one has in addition to its class and configuration."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from .live import FLAGS, HOOKS, IGNORED, NUMBERS, Live, not_noise, pairs, same
 Triple = tuple[str, nn.Module, nn.Module, nn.Module]  # name in the original, live, plain, reduced
 
 
-def carry(live: Live, small: nn.Module, original: Callable[[str], str]) -> nn.Module:
-    """Change a reduced model so that it differs from what its class and configuration build as the live one does.
+def carry(live: Live, target: nn.Module, original: Callable[[str], str]) -> nn.Module:
+    """Give a reduced model the same differences from its class and configuration as the live one has.
 
     Args:
-        small: changed in place.
+        target: the reduced model, changed in place.
         original: the name that a module of the reduced model has in the original.
 
     Raises:
-        NotBound: what it cannot be given.
+        NotBound: a difference that cannot be carried over.
     """
-    return _Carrying(live, small, original).run()
+    return _Carrying(live, target, original).run()
 
 
 class _Carrying:
-    def __init__(self, live: Live, small: nn.Module, original: Callable[[str], str]):
-        self.live, self.small = live, small
-        self.triples = list(_triples(live, small, original))
+    def __init__(self, live: Live, target: nn.Module, original: Callable[[str], str]):
+        self.live, self.target = live, target
+        self.triples = list(_triples(live, target, original))
         self.sizes: dict[int, set[int]] = defaultdict(set)  # of parameters, original -> reduced
         self.numbers: dict[tuple[str, int], set[int]] = defaultdict(set)  # of attributes
         self.counterparts: dict[int, Any] = {}
         self.made: list[tuple[nn.Module, nn.Module]] = []
         plain = {name: one for name, one, _ in pairs(live.plain, live.plain)}
-        for name, reduced, _ in pairs(small, small):
+        for name, reduced, _ in pairs(target, target):
             if original(name) in plain:
                 self._measure(plain[original(name)], reduced)
         for _, own, _, reduced in self.triples:
             self._know(own, reduced)
         self.rebinding = Rebinding(self.counterparts, live.model)
-        reference = next(p for p in small.parameters() if p.is_floating_point())
+        reference = next(p for p in target.parameters() if p.is_floating_point())
         self.device, self.dtype = reference.device, reference.dtype
 
     def _know(self, own: nn.Module, reduced: nn.Module) -> None:
@@ -73,7 +73,7 @@ class _Carrying:
         for name, own, plain, reduced in changed:
             with _At(name or type(own).__name__):
                 self._structure(own, plain, reduced)
-        for name, own, plain, reduced in changed:  # these may use any module of the model
+        for name, own, plain, reduced in changed:  # hooks and forwards may use any module of the model
             with _At(name or type(own).__name__):
                 self._attributes(own, plain, reduced)
         for child, new in self.made:
@@ -81,10 +81,10 @@ class _Carrying:
                 for key in vars(child).keys() - IGNORED - set(FLAGS):
                     self._attribute(key, child, None, new)
         self._all_are_there()
-        return self.small
+        return self.target
 
     def _all_are_there(self) -> None:
-        """What differs where the reduced model has nothing, it must have elsewhere: at a layer of the same kind."""
+        """A difference in a layer that the reduced model left out must also be in a kept layer of the same kind."""
         there = {(NUMBER.sub(".*", name), self.live.differences.get(name)) for name, *_ in self.triples}
         for name, found in self.live.differences.items():
             if (NUMBER.sub(".*", name), found) not in there:
@@ -125,19 +125,21 @@ class _Carrying:
         vars(reduced)[key] = value
 
     def _number(self, key: str, value: int, plain: Any, reduced: Any) -> int:
-        """A number that is no size stays; a size becomes the reduced model's."""
+        """A number that is not a size stays; a size becomes the reduced model's."""
         known = self.numbers.get((key, value)) or self.sizes.get(value, set())
         if type(plain) is int and plain == reduced:
             return value
         if len(known) == 1:
             return next(iter(known))
         if known or type(plain) is int:
-            raise NotBound(f"the attribute {key} is {value}, a size that has no one counterpart in a reduced model")
+            raise NotBound(f"the attribute {key} is {value}, a size without a unique counterpart in a reduced model")
         return value
 
     def _tensor(self, key: str, value: Tensor) -> Tensor:
         if value.is_meta or value.grad_fn is not None or self._shape(key, value) != tuple(value.shape):
-            raise NotBound(f"the attribute {key} is a tensor of shape {tuple(value.shape)}, computed for its sizes")
+            raise NotBound(
+                f"the attribute {key} is a tensor of shape {tuple(value.shape)}, which depends on the model's sizes"
+            )
         new = value.detach().clone().to(self.device)
         return new.to(self.dtype) if new.is_floating_point() else new
 
@@ -154,7 +156,7 @@ class _Carrying:
         for size in tensor.shape:
             known = self.sizes.get(size, {size})
             if len(known) > 1:
-                raise NotBound(f"{key} has the size {size}, which has no one counterpart in a reduced model")
+                raise NotBound(f"{key} has the size {size}, which has no unique counterpart in a reduced model")
             shape.append(next(iter(known)))
         return tuple(shape)
 
@@ -170,7 +172,7 @@ class _Carrying:
             del reduced._parameters[leaf]
 
     def _parameter(self, leaf: str, parameter: nn.Parameter) -> nn.Parameter:
-        """One of the reduced size, about as large in its values; the same for the same."""
+        """A parameter of the reduced size with values of about the same size; the same result for the same parameter."""
         if id(parameter) not in self.counterparts:
             shape = self._shape(leaf, parameter)
             dtype = self.dtype if parameter.is_floating_point() else parameter.dtype
@@ -198,7 +200,7 @@ class _Carrying:
     def _children(self, own: nn.Module, plain: nn.Module | None, reduced: nn.Module) -> None:
         others = plain._modules if plain is not None else {}
         if isinstance(own, nn.ModuleList) and len(own._modules) != len(others):
-            raise NotBound(f"holds {len(own._modules)} modules, and by class and configuration {len(others)}")
+            raise NotBound(f"has {len(own._modules)} modules, but {len(others)} by class and configuration")
         for leaf, child in own._modules.items():
             if child is None:
                 reduced._modules[leaf] = None
@@ -208,7 +210,7 @@ class _Carrying:
             del reduced._modules[leaf]
 
     def _made(self, child: nn.Module) -> nn.Module:
-        """A module that class and configuration do not have, of the reduced model's sizes."""
+        """A module that class and configuration do not build, in the reduced model's sizes."""
         if id(child) in self.counterparts:
             return self.counterparts[id(child)]
         new = type(child).__new__(type(child))
@@ -220,14 +222,14 @@ class _Carrying:
             new._modules[leaf] = None if inner is None else self._made(inner)
         self.made.append((child, new))
         if hasattr(child, "config"):
-            new.config = self.counterparts.get(id(child.config), self.small.config)
+            new.config = self.counterparts.get(id(child.config), self.target.config)
         return new
 
 
-def _triples(live: Live, small: nn.Module, original: Callable[[str], str]) -> Iterator[Triple]:
+def _triples(live: Live, target: nn.Module, original: Callable[[str], str]) -> Iterator[Triple]:
     found = {name: (own, plain) for name, own, plain in pairs(live.model, live.plain)}
-    for name, reduced, _ in list(pairs(small, small)):
-        if (there := original(name)) in found:  # else its parent says that it was taken away
+    for name, reduced, _ in list(pairs(target, target)):
+        if (there := original(name)) in found:  # else its parent reports that it was removed
             yield there, *found[there], reduced
 
 

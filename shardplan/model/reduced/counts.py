@@ -1,4 +1,4 @@
-"""Small numbers that stand to tp, and to each other, as the large ones do."""
+"""Small numbers with the same relation to tp, and to each other, as the original ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import count
 from math import lcm
 
 WIDTHS_OF_HIDDEN = (0.25, 2.0)  # other widths stay between these multiples of the hidden size
-# A tower's go on to four times: as much wider is what four patches make together.
+# Up to four times for a vision tower: four patches joined are that much wider.
 WIDTHS_OF_TOWER = (0.25, 4.0)
 
 
@@ -17,13 +17,13 @@ def same_relation(small: int, large: int, tp: int) -> bool:
 
 
 def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Collection[int] = ()) -> int:
-    """The smallest number from `at_least` on that is to tp as `large` is.
+    """The smallest number from `at_least` on with the same relation to tp as `large`.
 
     Args:
         large: the original.
         tp: the number of ranks.
         at_least: where to begin; ignored where `large` is below tp and this is not.
-        multiple_of: what must divide it, unless nothing below 64 tp multiples of it is to tp as `large` is.
+        multiple_of: what must divide it, unless no number below 64 tp multiples of it has that relation.
         avoid: numbers already taken.
     """
     if large < tp <= at_least:
@@ -64,7 +64,7 @@ def small_head_dims(
     Args:
         values: the head dims.
         parts: (head dim, fraction of it that is rotary): this many dims, rounded down, must stay even.
-        suits: what else the result must fulfil, where some result can.
+        suits: a condition on the result, if some result fulfils it.
     """
     values = sorted({v for v in values if v > 0})
     if not values:
@@ -91,7 +91,7 @@ def small_widths(
         values: intermediate sizes, ranks and the like.
         hidden: the original and the small hidden size.
         tp: the number of ranks.
-        limits: multiples of the hidden size between which they stay.
+        limits: the smallest and the largest multiple of the hidden size.
     """
     large, small = hidden
     lowest, highest = limits

@@ -1,5 +1,5 @@
-"""Further arguments beside text, for parts of a model that text alone does not reach: the states of an encoder, which
-cross-attention reads; token types."""
+"""Arguments in addition to text, for parts of a model that text alone does not reach: encoder states for
+cross-attention, and token types."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidd
 
 
 def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> dict[str, Extra]:
-    """The arguments with which parameters are reached that text alone leaves without a gradient, by name.
+    """The arguments that give a gradient to parameters that text alone does not reach, by name.
 
     Args:
-        model: the reduced model; it is run.
+        model: the reduced model; it is called.
         config: its configuration.
         inputs: text.
     """
@@ -62,7 +62,7 @@ def _outputs(ids: Tensor, seed: int, width: int) -> tuple[Tensor]:
 
 
 def _types(ids: Tensor, seed: int) -> Tensor:
-    """The first part of each row of one type, the rest of another."""
+    """Token types: the first part of each row has one type, the rest another."""
     return (torch.arange(ids.shape[1]) >= ids.shape[1] // 3).long().expand_as(ids).contiguous()
 
 
@@ -72,7 +72,7 @@ def _unreached(model: nn.Module, inputs: Mapping[str, Any]) -> set[str] | None:
         with torch.random.fork_rng(devices=[]):
             loss_of(model(**inputs)).backward()
         return {name for name, p in model.named_parameters() if p.requires_grad and p.grad is None}
-    except Exception:  # of the modelling code: who runs the model next says it
+    except Exception:  # of the modelling code: the next run of the model reports it
         return None
     finally:
         model.zero_grad(set_to_none=True)

@@ -1,5 +1,5 @@
-"""Inputs that are not text: spectrograms, waves and pictures for models whose forward begins with them, and what their
-decoders read."""
+"""Inputs that are not text: spectrograms, waveforms and pictures for models that accept these, and the inputs of their
+decoders."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardplan.model.config_numbers import config_value
 from .images import BATCH
 from .model_inputs import labels_of, text_inputs
 
-SAMPLES = 4  # frames of a wave's features for each token
+SAMPLES = 4  # frames of a waveform's features for each token
 UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
 
 
@@ -35,11 +35,11 @@ class Features:
 
 
 def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
-    """The inputs of a model whose forward takes something else than one text; None for the others."""
-    takes = inspect.signature(model.forward).parameters
-    decodes = "decoder_input_ids" in takes
-    main = next((name for name in MAKERS if name in takes), None) if "input_ids" not in takes else None
-    if main is None and not ("input_ids" in takes and decodes):
+    """The inputs of a model whose forward does not accept text alone; None for other models."""
+    accepted = inspect.signature(model.forward).parameters
+    decodes = "decoder_input_ids" in accepted
+    main = next((name for name in MAKERS if name in accepted), None) if "input_ids" not in accepted else None
+    if main is None and not ("input_ids" in accepted and decodes):
         return None
     labels = labels_of(type(model))
 
@@ -59,7 +59,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
         if decodes:
             made["decoder_input_ids"] = ids
             made |= text
-        elif labels is not None and "labels" in takes and (found := _classes(config, generator)) is not None:
+        elif labels is not None and "labels" in accepted and (found := _classes(config, generator)) is not None:
             made["labels"] = found
         return made
 
@@ -85,7 +85,7 @@ def _spectrogram(config: PreTrainedConfig, seq_len: int, generator: torch.Genera
 
 
 def _wave(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
-    """[BATCH, samples], of which the convolutions make `seq_len` features; a spectrogram [BATCH, frames, bins] where the
+    """[BATCH, samples], from which the convolutions compute `seq_len` features; a spectrogram [BATCH, frames, bins] where the
     configuration has bins."""
     bins, frames = config_value(config, "num_mel_bins"), config_value(config, "max_length")
     if isinstance(bins, int) and isinstance(frames, int):

@@ -1,4 +1,4 @@
-"""What a reduced transformers model is called with: text, images beside it, features in its place, or what the user gives."""
+"""The inputs of a reduced transformers model: text, text with images, other features, or the user's own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Feeding:
     Args:
         kinds: of inputs.
         feed: (kind, seed, padding) -> keyword arguments of `forward`.
-        unseen: why images that the model takes are not among them.
+        unseen: why images that the model accepts are missing.
     """
 
     kinds: tuple[str, ...]
@@ -41,13 +41,13 @@ class Feeding:
 
 
 def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str, inputs: Inputs | None) -> Feeding:
-    """The inputs of a reduced model: the user's, or those that its forward takes.
+    """The inputs of a reduced model: the user's, or those that its forward accepts.
 
     Args:
-        model: the reduced model; it is run to see which images it takes.
+        model: the reduced model; it is called to find which images it accepts.
         config: its configuration.
         seq_len: of text.
-        inputs: the user's function, called with a seed and, where it takes two arguments, the reduced configuration.
+        inputs: the user's function, called with a seed and, where it accepts two arguments, the reduced configuration.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     if inputs is not None:
@@ -73,10 +73,10 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
 
 
 def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
-    """The user's function for a model whose configuration is reduced: its token ids are brought below the size of the
-    reduced vocabulary, by their remainder; negative ones (labels that do not count) stay."""
+    """The user's function for a model whose configuration is reduced: its token ids are taken modulo the size of the
+    reduced vocabulary; negative ones (labels that do not count) stay."""
     rows = config_value(text_config(config), "vocab_size")
-    takes = [
+    accepted = [
         p
         for p in inspect.signature(inputs).parameters.values()
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty
@@ -84,7 +84,7 @@ def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:
     function: Callable[..., Mapping[str, Any]] = inputs
 
     def call(seed: int) -> Mapping[str, Any]:
-        made = function(seed, config) if len(takes) > 1 else function(seed)
+        made = function(seed, config) if len(accepted) > 1 else function(seed)
         if not isinstance(made, Mapping) or not isinstance(rows, int):
             return made
         return {name: _below(value, rows) if name in IDS else value for name, value in made.items()}
@@ -101,7 +101,7 @@ def _below(ids: Any, rows: int) -> Any:
 def _images(
     model: nn.Module, config: PreTrainedConfig, labels: Labels | None, seq_len: int
 ) -> tuple[dict[str, Fitting], str]:
-    """The kinds of images that a small model takes, and why those are left out that it takes in an unknown form."""
+    """The kinds of images that a reduced model accepts, and why other kinds are left out."""
     found: dict[str, Fitting] = {}
     unseen = []
 

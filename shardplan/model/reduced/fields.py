@@ -1,7 +1,7 @@
 """What the fields of model configurations mean, by their names.
 
-One table for all architectures: role -> the names that fields with that role have. `role` reads it; how each
-role is made small is in shrink.py.
+One table for all architectures: role -> the names that fields with that role have. `role` reads it; shrink.py
+reduces each role.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Role = Literal[
     "image_tokens",
 ]
 
-# A pattern matches a whole name. Earlier roles win.
+# A pattern matches a whole name. The first role that matches wins.
 NAMES: dict[Role, str] = {
     "dropout": r".*(dropout|dropout_p|drop_rate|pdrop|layerdrop|drop_path|drop_path_rate|dropout_prob)"
     r"|.*(dropout_rate|jitter_noise|jitter_eps)",
@@ -84,7 +84,7 @@ NAMES: dict[Role, str] = {
     "image_tokens": r"mm_tokens_per_image",
 }
 
-# Ids that stand for something other than text: never drawn as text tokens.
+# Ids with a meaning other than text: never drawn as text tokens.
 SPECIAL = re.compile(r".*(image|boi|eoi|boa|eoa|audio|video|vision|speech).*")
 
 

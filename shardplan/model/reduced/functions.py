@@ -1,4 +1,4 @@
-"""Calls that torch's function modes do not see whole: autograd.Function, torch.vmap, scripted functions."""
+"""Calls that torch's function modes do not see as one call: autograd.Function, torch.vmap, scripted functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[..., Any]
 
 
 class Calls(Protocol):
-    """Who records such calls. Each gets the name, the call, its positional arguments and its keyword arguments."""
+    """Records such calls. Each method gets the name, the call, its positional arguments and its keyword arguments."""
 
     def applied_function(self, name: str, call: Call, args: tuple, kwargs: dict) -> Any: ...
 
@@ -26,15 +26,16 @@ class Calls(Protocol):
 
 @dataclass(slots=True)
 class Body:
-    """The body of an autograd.Function that runs now. It is recorded, and forgotten where it is an operation of its own.
+    """The body of an autograd.Function that runs now. Its operations are recorded, and dropped if the function
+    counts as one operation.
 
     Args:
-        scope: the module whose code calls it, and the number of its call.
+        scope: the calling module, and the number of its call.
         label: the position of the call in that code.
-        start: how many positions there were.
-        given: the values that the function gets.
-        known: how many values there were.
-        opened: it runs modules of the model, or reads values that it was not given: what it does stays recorded.
+        start: the number of positions before it.
+        given: the values passed to the function.
+        known: the number of values before it.
+        opened: it runs modules of the model, or reads values that were not passed to it: its operations stay recorded.
     """
 
     scope: tuple[str, int]
@@ -47,10 +48,10 @@ class Body:
 
 @contextmanager
 def functions_of(recorder: Calls) -> Iterator[None]:
-    """While it lasts, calls of autograd.Function, torch.vmap and scripted functions are handed to the recorder."""
+    """While it lasts, calls of autograd.Function, torch.vmap and scripted functions go to the recorder."""
     # Below Function.apply itself: code often keeps the bound method (`swiglu = SwiGLU.apply`).
     function, mapping = private("FunctionBase"), private("vmap_home")
-    scripted: Any = torch.jit.ScriptFunction  # a method of which is exchanged
+    scripted: Any = torch.jit.ScriptFunction  # one of its methods is replaced
     call, vmap = scripted.__call__, mapping.vmap_impl
 
     def applied(cls: type, *args: Any, **kwargs: Any) -> Any:

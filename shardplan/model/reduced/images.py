@@ -1,4 +1,5 @@
-"""Images and videos for the reduced model: which arrays, by the names of forward's arguments, and how many tokens they take.
+"""Images and videos for the reduced model: which arrays, by the names of forward's arguments, and how many
+tokens they need.
 
 A family whose images have another form is one more entry of RECIPES. How many tokens stand for an image is not computed
 from the configuration: the reduced model's own vision part is run, and its features are counted.
@@ -28,7 +29,7 @@ class Pictures:
 
     Args:
         channels: of a picture.
-        height, width: of a picture that the vision part takes.
+        height, width: of a picture that the vision part accepts.
         patch: the side of a patch.
         frames: pictures that one patch reaches over.
         merge: the side, in patches, of what becomes one token.
@@ -117,7 +118,7 @@ RECIPES = (
     Recipe("video", ("pixel_values_videos", "video_grid_thw"), lambda p: (p.patches(), p.grid)),
     Recipe("video", ("pixel_values_videos",), lambda p: (p.squares(2),)),
 )
-# What forward is told of the tokens, and the numbers for the two kinds.
+# Arguments of forward that mark image tokens, and the numbers for the two kinds.
 TYPES: Mapping[str, Mapping[Kind, int]] = {
     "token_type_ids": {"image": 1, "video": 1},
     "mm_token_type_ids": {"image": 1, "video": 2},
@@ -145,17 +146,18 @@ class Fitting:
 
 
 def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Callable[[Fitting], None]) -> Fitting | str:
-    """The first form of images of a kind that a small model takes; or why none fits, "" where it takes no such images.
+    """The first form of images of a kind that a reduced model accepts; or why none fits; "" where it accepts no images of
+    that kind.
 
     Args:
         model: the reduced model.
-        tries: runs the model on inputs with such images, and raises what it raises.
+        tries: runs the model on inputs with these images, and passes on its exception.
     """
-    takes = inspect.signature(model.forward).parameters
-    recipes = [r for r in RECIPES if r.kind == kind and all(name in takes for name in r.names)]
+    accepted = inspect.signature(model.forward).parameters
+    recipes = [r for r in RECIPES if r.kind == kind and all(name in accepted for name in r.names)]
     token = next((t for n in _token_names(kind) if isinstance(t := getattr(config, n, None), int)), None)
     features = next((f for m in _inside(model) if (f := getattr(m, f"get_{kind}_features", None))), None)
-    if not any(r.kind == kind and r.names[0] in takes for r in RECIPES):
+    if not any(r.kind == kind and r.names[0] in accepted for r in RECIPES):
         return ""
     if vars(config).get("vision_config", config) is None:
         return ""
@@ -165,14 +167,14 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
     for recipe in recipes:
         try:
             count = _count(features, recipe, config, model)
-            types = {name: kinds[kind] for name, kinds in TYPES.items() if name in takes}
+            types = {name: kinds[kind] for name, kinds in TYPES.items() if name in accepted}
             found = Fitting(recipe, token, count, types)
             tries(found)
-        except Exception as error:  # what the modelling code raises on images that it does not take
+        except Exception as error:  # whatever the modelling code raises on images that it does not accept
             why = why or reason(error)
             continue
         return found
-    return why or f"its forward takes no {kind}s of a known form"
+    return why or f"its forward accepts no {kind}s of a known form"
 
 
 def _token_names(kind: Kind) -> tuple[str, ...]:
@@ -186,15 +188,15 @@ def _inside(model: nn.Module) -> Iterator[nn.Module]:
 
 def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfig, model: nn.Module) -> int:
     """How many features each row's images have."""
-    takes = inspect.signature(features).parameters
-    loose = any(p.kind is p.VAR_POSITIONAL for p in takes.values())  # a wrapper around another function
+    accepted = inspect.signature(features).parameters
+    loose = any(p.kind is p.VAR_POSITIONAL for p in accepted.values())  # a wrapper around another function
     dtype = next(model.parameters()).dtype
     arrays = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in _arrays(recipe, config, 0).items()
-        if loose or name in takes
+        if loose or name in accepted
     }
-    needed = {n for n, p in takes.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    needed = {n for n, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     if needed - arrays.keys():
         raise ValueError(f"images need {', '.join(sorted(needed - arrays.keys()))}")
     with torch.no_grad():

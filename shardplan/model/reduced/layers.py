@@ -72,22 +72,22 @@ def candidates(
 
 
 def kinds(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> list[Signature]:
-    """For each layer something that is equal for layers of one kind."""
+    """For each layer a value that is equal for layers of one kind."""
     return [(structure, *_listed(config, count, i)) for i, structure in enumerate(_structures(tree, count))]
 
 
 def layer_lists(tree: ModuleTree, count: int) -> tuple[str, ...]:
-    """The names of the module lists that hold one element per layer."""
+    """The names of the module lists with one element per layer."""
     return tuple(name for name, _ in _lists(tree, count))
 
 
 def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> list[Any]:
-    """What a small layer must have in common with its original: the classes of its modules, and their
+    """What a reduced layer must have in common with its original: the classes of its modules, and their
     parameters' names and dimensions. Numbered parts (experts) count as one.
 
     Args:
         tree: the original's or the reduced model's.
-        names: the module lists that hold the layers.
+        names: the module lists of the layers.
         layers: which elements of them.
     """
     listings = [(name, tree.children[name]) for name in names]
@@ -105,8 +105,8 @@ def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> l
 
 
 def _structures(tree: ModuleTree, count: int) -> list[Signature]:
-    """For each layer all that tells it from others: modules, shapes, and integers that are not mere
-    numbering."""
+    """For each layer everything that distinguishes it: modules, shapes, and integers that do not just
+    number the layers."""
     listings = _lists(tree, count)
     layers = [_layer(tree, listings, i) for i in range(count)]
     values: defaultdict[tuple[str, str], set[Any]] = defaultdict(set)
@@ -158,7 +158,7 @@ def _below(tree: ModuleTree, top: str) -> list[tuple[str, Any]]:
 
 
 def _listed(config: Mapping[str, Any], count: int, index: int) -> list[Any]:
-    """What the configuration's lists say of one layer."""
+    """The entries for one layer in the configuration's lists."""
     entries = []
     for name, value in config.items():
         if not isinstance(value, (list, tuple)) or role(name) == "token":

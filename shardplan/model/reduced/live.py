@@ -1,7 +1,7 @@
-"""What a live model has beside its class and configuration: forwards set on instances, hooks, replaced classes, changed
+"""What a live model has in addition to its class and configuration: forwards set on instances, hooks, replaced classes, changed
 attributes, added modules and parameters.
 
-It is found by holding the model beside one that class and configuration alone build, on the meta device.
+It is found by comparison with a model on the meta device that class and configuration alone build.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardplan.model.rebinding import NotBound
 from .fields import role
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-FLAGS = (  # of hooks, by the same numbers
+FLAGS = (  # of hooks, under the same numbers
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
@@ -38,17 +38,17 @@ IGNORED = frozenset(
 NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 DEEPEST = 5
 
-Difference = tuple[str, Hashable]  # attribute, what is there instead
+Difference = tuple[str, Hashable]  # attribute, its value
 
 
 @dataclass(frozen=True, eq=False)
 class Live:
-    """A model beside what its class and configuration build.
+    """A model, and the one that its class and configuration build.
 
     Args:
         model: the live one.
         plain: the other, on the meta device.
-        differences: by the name of a module what it has otherwise; modules without a difference are left out.
+        differences: module name -> its differences; modules without a difference are left out.
     """
 
     model: nn.Module
@@ -70,7 +70,7 @@ def live_of(model: nn.Module, plain: nn.Module) -> Live | None:
     """The differences; None without any.
 
     Raises:
-        NotBound: one that no reduced model can have.
+        NotBound: a difference that no reduced model can have.
     """
     found: dict[str, tuple[Difference, ...]] = {}
     places: dict[int, str] = {}
@@ -78,7 +78,7 @@ def live_of(model: nn.Module, plain: nn.Module) -> Live | None:
     for name, own, other in pairs(model, plain):
         first = places.setdefault(id(own), name)
         if first != name and id(other) not in twice:
-            raise NotBound(f"{name}: is the same module object as {first}, and stands there once by its class")
+            raise NotBound(f"{name}: is the same module object as {first}, but its class builds two modules")
         _adapted_alone(name, model)
         if differences := tuple(_differences(own, other)):
             found[name] = differences
@@ -111,7 +111,7 @@ def _adapted_alone(name: str, model: nn.Module) -> None:
     for part in name.split(".") if name else ():
         outer = inside(outer).get_submodule(part)
     if inside(outer) is not outer and ("forward" in vars(outer) or any(vars(outer).get(hooks) for hooks in HOOKS)):
-        raise NotBound(f"{name}: has hooks or a forward of its own around its adapter")
+        raise NotBound(f"{name}: has hooks or its own forward around its adapter")
 
 
 def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
@@ -119,7 +119,7 @@ def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
         yield "class", f"{type(own).__module__}.{type(own).__qualname__}"
     configs = [one for one in (getattr(own, "config", None), getattr(plain, "config", None)) if hasattr(one, "to_dict")]
     if len(configs) == 2 and not same_config(*configs):
-        raise NotBound(f"{type(own).__name__} has another configuration than the model's")
+        raise NotBound(f"{type(own).__name__} has a configuration that is not the model's")
     here, there = vars(own), vars(plain)
     for key in (*here, *(key for key in there if key not in here)):
         if key in IGNORED or key in FLAGS or not_noise(own, key) is False:
@@ -136,7 +136,7 @@ def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
 
 
 def not_noise(module: nn.Module, key: str) -> bool:
-    """Whether an attribute is none of dropout, which every reduced model has off."""
+    """Whether an attribute does not belong to dropout, which every reduced model turns off."""
     return not (role(key) == "dropout" or (key == "p" and kind_of(module) == "dropout"))
 
 
@@ -171,7 +171,7 @@ def same(key: str, one: Any, other: Any) -> bool:
 
 
 def signature(value: Any, depth: int = 0) -> Hashable:
-    """Something that is equal for values that do the same."""
+    """A value that is equal for values with the same behaviour."""
     if isinstance(value, (float, complex)):
         return repr(value)
     if isinstance(value, (*NUMBERS, type)) or depth > DEEPEST:

@@ -1,4 +1,4 @@
-"""What the reduced model is called with."""
+"""The inputs of the reduced model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardplan.model.config_numbers import text_config
 from .fields import SPECIAL
 from .images import BATCH, Fitting
 
-IGNORED = -100  # the label that the losses of transformers and torch leave out
+IGNORED = -100  # the label that the losses of transformers and torch ignore
 
 Padding = Literal["left", "right"]
 Labels = Literal["next", "class", "classes"]
@@ -30,8 +30,8 @@ def sequence_length(tp: int) -> int:
 
 
 def labels_of(cls: type[nn.Module]) -> Labels | None:
-    """What the class's loss compares with: the next tokens, a class per row, a class per token; None: it has
-    no loss."""
+    """The labels of the class's loss: the next tokens, a class per row, a class per token; None for a class without
+    a loss."""
     if cls.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return "class"
     if cls.__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
@@ -42,7 +42,7 @@ def labels_of(cls: type[nn.Module]) -> Labels | None:
 def text_inputs(
     config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
 ) -> dict[str, Any]:
-    """Token ids [batch, sequence] that between them use as much of the vocabulary as fits, and labels.
+    """Token ids [batch, sequence] that together use as much of the vocabulary as fits, and labels.
 
     Args:
         config: the reduced model's.

@@ -1,4 +1,4 @@
-"""The reduced model that a user names: whether it stands for the original."""
+"""The reduced model that a user names: whether it represents the original."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
     """The model that the user's function builds on the CPU.
 
     Raises:
-        PlanError: SP526: it raises, gives no module, or one that does not stand for the original.
+        PlanError: SP526: the function raises, returns no module, or returns one that does not represent the original.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -33,18 +33,20 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
     except Exception as error:  # the user's own code
         raise refuse(NOT_REDUCED, f"`reduced` of {name} raised", notes=(reason(error),)) from error
     if not isinstance(model, nn.Module):
-        raise refuse(NOT_REDUCED, f"`reduced` of {name} gave a {type(model).__name__}, not a torch.nn.Module")
+        raise refuse(NOT_REDUCED, f"`reduced` of {name} returned a {type(model).__name__}, not a torch.nn.Module")
     model = unwrapped(model)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
-        raise refuse(NOT_REDUCED, f"`reduced` of {name} gave a model on the meta device", help="build it on the CPU")
+        raise refuse(
+            NOT_REDUCED, f"`reduced` of {name} returned a model on the meta device", help="build it on the CPU"
+        )
     found = tuple(_differences(_facts(original), _facts(tree_of(model))))
     if found:
         more = (f"and {len(found) - MOST} more",) if len(found) > MOST else ()
         raise refuse(
             NOT_REDUCED,
-            f"`reduced` of {name} gave a model of another structure",
+            f"`reduced` of {name} returned a model of another structure",
             notes=(*found[:MOST], *more),
-            help="build it by the same code, with fewer and narrower layers",
+            help="build it with the same code, with fewer and narrower layers",
         )
     return model
 
@@ -73,4 +75,4 @@ def _differences(original: Facts, reduced: Facts) -> Iterator[str]:
             yield f"{shown}: not in the original" if what in ("class", "dimensions") else f"{shown}: {what} is new"
         elif here != there:
             wanted, given = (" and ".join(map(str, sorted(values, key=repr))) for values in (here, there))
-            yield f"{shown}: {what} {given}, in the original {wanted}"
+            yield f"{shown}: {what} is {given}, but {wanted} in the original"

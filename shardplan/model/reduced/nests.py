@@ -1,4 +1,4 @@
-"""Tensors in what modules take and return: nests of tuples, lists, mappings and dataclasses."""
+"""Tensors in the arguments and results of modules: nests of tuples, lists, mappings and dataclasses."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def named_results(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def replaced(value: Any, new: Mapping[int, Tensor]) -> Any:
-    """The same nest with some tensors exchanged, by id."""
+    """The same nest with some tensors replaced, by id."""
     if isinstance(value, Tensor):
         return new.get(id(value), value)
     if type(value) is dict:

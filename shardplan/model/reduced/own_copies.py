@@ -1,4 +1,4 @@
-"""Modules without a transformers configuration: copied as they are, or as the small one that the user names."""
+"""Modules without a transformers configuration: copied whole, or replaced by the reduced model that the user names."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .reduced_codes import NO_INPUTS, NO_REDUCED_MODEL, NOT_CARRIED, TOO_LARGE
 from .weights import randomise
 
 LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
-GIVE_INPUTS = "give `inputs`, a function from a seed to keyword arguments of `forward`"
-MOST_BYTES = 2 * 2**30  # of the weights of a module that is copied whole; the ranks' shards take as much once more
+GIVE_INPUTS = "pass `inputs`, a function from a seed to keyword arguments of `forward`"
+MOST_BYTES = 2 * 2**30  # of the weights of a module that is copied whole; the ranks' shards need as much memory again
 
 
 def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
@@ -30,8 +30,8 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
     dropout. Their functions are bound to the copy.
 
     Raises:
-        PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers whose
-            values nothing tells; SP524 where a function of it cannot be bound to a copy.
+        PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers with
+            unknown values; SP524 where one of its functions cannot be bound to a copy.
     """
     parameters = (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
     size = sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.itemsize) for p in parameters)
@@ -39,8 +39,8 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
         raise refuse(
             TOO_LARGE,
             f"{name} has {size / 2**30:.1f} GiB of weights in {str(dtype).removeprefix('torch.')}, more than the "
-            f"{MOST_BYTES / 2**30:g} GiB that are copied",
-            help="give `reduced` (`--reduced module:callable`): a function without arguments that builds a reduced model of "
+            f"{MOST_BYTES / 2**30:g} GiB that can be copied",
+            help="pass `reduced` (`--reduced module:callable`): a function without arguments that builds a reduced model of "
             "the same classes",
         )
     try:
@@ -53,17 +53,17 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
 
 
 def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[], nn.Module]:
-    """What builds copies of a module, which is changed: random weights, training mode, no dropout.
+    """Changes a module, and returns a function that builds copies of it: random weights, training mode, no dropout.
 
     Raises:
-        NotBound: a function of it cannot be bound to a copy.
+        NotBound: one of its functions cannot be bound to a copy.
     """
     randomise(original, seed)
     for module in original.modules():
         if kind_of(module) == "dropout":
             vars(module)["p"] = 0.0
     in_dtype(original, dtype).train()
-    copied(original)  # what cannot be copied is said here, once
+    copied(original)  # raises for what cannot be copied, once
     return lambda: copied(original)
 
 
@@ -72,7 +72,7 @@ def not_carried(name: str, error: NotBound) -> PlanError:
     return refuse(
         NOT_CARRIED,
         f"{name} was changed in a way that its reduced model cannot have: {error}",
-        help="change the model after apply_plan, or give `reduced`: a function that builds a small model with the same "
+        help="change the model after apply_plan, or pass `reduced`: a function that builds a reduced model with the same "
         "changes",
     )
 
@@ -94,7 +94,7 @@ def checked(inputs: Inputs, name: str) -> Inputs:
         if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
             raise refuse(
                 NO_INPUTS,
-                f"`inputs` of {name} gave a {type(made).__name__}",
+                f"`inputs` of {name} returned a {type(made).__name__}",
                 help="return a dict: argument of `forward` -> value",
             )
         return made
@@ -111,7 +111,7 @@ def inputs_of(module: nn.Module, name: str, seq_len: int) -> Inputs:
     embedding = next((m for m in module.modules() if isinstance(m, nn.Embedding)), None)
     argument = next(iter(inspect.signature(module.forward).parameters), None)
     if embedding is None or argument is None:
-        raise refuse(NO_INPUTS, f"nothing says what to call {name} with", help=GIVE_INPUTS)
+        raise refuse(NO_INPUTS, f"the inputs of {name} are not known", help=GIVE_INPUTS)
 
     def inputs(seed: int) -> dict[str, Any]:
         generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ def inputs_of(module: nn.Module, name: str, seq_len: int) -> Inputs:
 
 
 def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> PlanError:
-    """What to raise where token ids are not what a module takes."""
+    """What to raise where a module does not accept token ids."""
     return refuse(
         NO_INPUTS,
         f"{name} cannot be called with token ids as {', '.join(inputs)}",
@@ -148,7 +148,7 @@ def _on_cpu(model: FoundModel | nn.Module, name: str) -> nn.Module:
     if unset:
         raise refuse(
             NO_REDUCED_MODEL,
-            f"{name} is on the meta device and nothing tells the values of its buffers",
+            f"{name} is on the meta device, so the values of its buffers are not known",
             notes=tuple(unset),
             help="build it on the CPU, or name the callable that builds it (`module:callable`)",
         )

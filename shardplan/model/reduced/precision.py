@@ -1,7 +1,8 @@
 """Reduced models are run in one precision, whatever their code asks for.
 
 A model of one's own may cast to bfloat16 itself, for weights that are bfloat16. Its reduced model has float32 (or float64)
-weights, so that roundoff is told from a wrong layout: what its forward asks for in half precision is made in theirs.
+weights, so that roundoff is not mistaken for a wrong layout: where its forward requests half precision, it gets the
+weights' dtype.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CASTS = frozenset((Tensor.half, Tensor.bfloat16))
 
 
 class _Whole(TorchFunctionMode):
-    """What asks for half precision gets another dtype."""
+    """Replaces half precision by another dtype in every call."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -48,7 +49,7 @@ class _WithoutHalf:
 
 
 def without_half(model: nn.Module) -> nn.Module:
-    """Make a model's forward give its parameters' dtype to what asks for bfloat16 or float16."""
+    """Make a model's forward use its parameters' dtype wherever it requests bfloat16 or float16."""
     model.forward = _WithoutHalf(model, model.forward)
     return model
 

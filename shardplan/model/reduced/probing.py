@@ -1,4 +1,4 @@
-"""Whether an operand has a part in an operation's result: the operation is run again with the operand changed."""
+"""Whether an operand contributes to an operation's result: the operation is run again with the operand changed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-FACTOR = 1e4  # what a value hides behind in a tolerance is far above it once it is multiplied by this
+FACTOR = 1e4  # a value that a tolerance hides is far above it after multiplication by this
 
 Run = Callable[[Sequence[Tensor]], Sequence[Tensor]]  # the operation, from its operands to its results
 

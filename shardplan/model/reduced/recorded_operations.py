@@ -20,7 +20,7 @@ from .nests import replaced, tensors_in
 from .probing import parts_of
 from .trace import Event, Place, Trace
 
-# Tensors whose content is whatever was in memory.
+# Functions whose result is uninitialised memory.
 UNFILLED = frozenset(("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"))
 # Questions about a tensor; nothing that they return is a value of the model.
 QUIET = frozenset(
@@ -39,8 +39,8 @@ class OperationRecorder(TorchFunctionMode):
 
     Args:
         model: the model that runs.
-        atoms: modules that are one event; what they do inside, and what is inside them, is not recorded.
-        probes: operation -> the operands of which `Trace.parts` is to say whether they have a part in its result.
+        atoms: modules that are one event; their operations and the modules inside them are not recorded.
+        probes: operation -> the operands for which `Trace.parts` reports whether they contribute to its result.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class OperationRecorder(TorchFunctionMode):
             for n, m in model.named_modules()
         }
         self._numbers: dict[int, tuple[int, int]] = {}  # id of a tensor -> (version, value)
-        self._alive: list[Tensor] = []  # a number is good as long as no other tensor can get the same id
+        self._alive: list[Tensor] = []  # a number is valid while no other tensor can get the same id
         self._writes: dict[int, list[int]] = {}  # id of a base -> values that were written into it
         self._scopes: list[tuple[str, int]] = [("", 0)]
         self._calls: Counter[str] = Counter()
@@ -76,10 +76,10 @@ class OperationRecorder(TorchFunctionMode):
         """Whether a forward of a module runs now."""
         return any(name == module for name, _ in self._scopes)
 
-    # What a subclass changes.
+    # Methods for subclasses.
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:
-        """Called before each operation that is recorded; may raise what the model's code is to raise there."""
+        """Called before each operation that is recorded; may raise an exception for the model's code."""
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """What an operation chose by floating-point values (indices, a mask), or cannot know alone, to be changed in place."""
@@ -184,7 +184,7 @@ class OperationRecorder(TorchFunctionMode):
         results = [*tensors_in(result)] or written
         if name in UNFILLED:
             for t in results:
-                t.zero_()  # what was in memory would be equal on all ranks, or not, by chance
+                t.zero_()  # uninitialised memory would differ between ranks by chance
         if not results:
             return
         for t in written:
@@ -201,7 +201,7 @@ class OperationRecorder(TorchFunctionMode):
         self._add(Event("op", name, place, inputs, outputs, source=model_line(), writes=bool(written)))
 
     def _probe(self, func: Callable[..., Any], args: tuple, kwargs: dict, operands: list[Tensor]) -> None:
-        """Run the operation that comes next on changed operands, where it is to be told which of them have a part."""
+        """Run the next operation on changed operands, if it must be known which of them contribute."""
         place = (*self._scopes[-1], self._position())
         if place not in self.probes:
             return
@@ -291,7 +291,7 @@ class OperationRecorder(TorchFunctionMode):
             self._add(Event("op", name, place, inputs, outputs, source=model_line()))
 
     def _forget(self, events: int, values: int, alive: int, numbers: dict[int, tuple[int, int]]) -> None:
-        """What was recorded since."""
+        """Drop what was recorded since."""
         trace = self.trace
         for event in trace.events[events:]:
             del trace.at[event.place]

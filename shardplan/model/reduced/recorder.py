@@ -1,4 +1,4 @@
-"""Recording a forward run: its operations, and what modules are given and return, by hooks on every module."""
+"""Recording a forward run: its operations, and the arguments and results of every module, by hooks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Recorder(OperationRecorder):
         """The shape of the first argument of the module whose forward runs now."""
         return self.trace.values[self._entered[-1][0]].shape
 
-    # What a subclass changes.
+    # Methods for subclasses.
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
         """New values for some of a module's arguments, by name."""
@@ -101,8 +101,8 @@ class Recorder(OperationRecorder):
 
     def _atom(self, module: nn.Module, entered: tuple[int, ...], args: tuple, kwargs: dict, output: Any) -> None:
         place = (*self._scopes[-1], "atom")
-        held = dict(module.named_parameters(remove_duplicate=False))
-        parameters = {p: held[p] for p in self.parameter_inputs(place[0]) if p in held}
+        by_name = dict(module.named_parameters(remove_duplicate=False))
+        parameters = {p: by_name[p] for p in self.parameter_inputs(place[0]) if p in by_name}
         inputs = (*entered, *(self.number(p) for p in parameters.values()))
         self._note_captured(inputs)
         if place in self.probes:
@@ -136,7 +136,7 @@ class Recorder(OperationRecorder):
         for name, module in self.model.named_modules():
             if any(above in self.atoms for above in ancestors(name)):
                 continue
-            # Behind the module's own hooks, as the moves of an applied plan are.
+            # After the module's own hooks, like the moves of an applied plan.
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave, with_kwargs=True))
         try:
@@ -175,5 +175,5 @@ def record(model: nn.Module, inputs: Mapping[str, Any], atoms: Iterable[str] = (
     recorder.run(inputs)
     if recorder.trace.crash is not None:
         model(**inputs)
-        raise AssertionError(f"raises only when it is recorded: {recorder.trace.crash.message}")
+        raise AssertionError(f"the model raises only when it is recorded: {recorder.trace.crash.message}")
     return recorder.trace

@@ -66,24 +66,24 @@ def _adapted(wrapper: Any) -> Iterator[tuple[str, Adapted]]:
         yield name, Adapted(rank, wrapper.scaling[name], variant)
 
 
-def small_rank(adapters: Adapters, rank: int) -> int:
-    """A small rank: those of the original stay in their order, and equal where they are."""
+def reduced_rank(adapters: Adapters, rank: int) -> int:
+    """A small rank: the ranks keep their order, and equal ranks stay equal."""
     ranks = sorted({one.rank for layer in adapters.layers.values() for one in layer.values()})
     return min(rank, SMALLEST + ranks.index(rank))
 
 
 def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) -> nn.Module:
-    """Put small adapters into a small model, and freeze what is frozen in the original.
+    """Put small adapters into a reduced model, and freeze what is frozen in the original.
 
     Args:
         model: changed in place.
         original: the name that a module or parameter of the reduced model has in the original.
 
     Raises:
-        ValueError: they come out as others than the original's.
+        ValueError: peft creates other adapters than the original's.
         Exception: whatever peft raises.
     """
-    # The original has adapters of peft, so it is there.
+    # The original has adapters of peft, so peft is installed.
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTuner
 
@@ -92,18 +92,18 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
     wrapped: PeftModel | None = None
     with torch.random.fork_rng(devices=[]):
         for adapter, config in adapters.configs.items():
-            small = _config(config, adapter, wanted, adapters)
+            reduced = _config(config, adapter, wanted, adapters)
             if wrapped is None:
-                wrapped = PeftModel(model, small, adapter_name=adapter, autocast_adapter_dtype=False)
+                wrapped = PeftModel(model, reduced, adapter_name=adapter, autocast_adapter_dtype=False)
             else:
-                wrapped.add_adapter(adapter, small, autocast_adapter_dtype=False)
+                wrapped.add_adapter(adapter, reduced, autocast_adapter_dtype=False)
     assert wrapped is not None
     assert isinstance(wrapped.base_model, BaseTuner)
     wrapped.base_model.set_adapter(list(adapters.active))
     result = unwrapped(wrapped)
     made = {name: {a: one.variant for a, one in _adapted(wrapper)} for name, wrapper in adapters_in(result)}
     if made != {name: {a: one.variant for a, one in layer.items()} for name, layer in wanted.items()}:
-        raise ValueError("peft gives the reduced model other adapters than the original has")
+        raise ValueError("peft puts adapters into the reduced model that differ from the original's")
     for name, parameter in result.named_parameters():
         parameter.requires_grad_(adapters.trained[original(name)])
     return result
@@ -112,14 +112,14 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
 def _config(config: Any, adapter: str, wanted: Mapping[str, Mapping[str, Adapted]], adapters: Adapters) -> Any:
     """peft's configuration of one adapter for exactly these layers, random where the original begins with zeros."""
     own = {name: layer[adapter] for name, layer in wanted.items() if adapter in layer}
-    ranks = {name: small_rank(adapters, one.rank) for name, one in own.items()}
+    ranks = {name: reduced_rank(adapters, one.rank) for name, one in own.items()}
     root = (lambda rank: sqrt(rank)) if config.use_rslora else (lambda rank: rank)
-    small = copy.deepcopy(config)
-    small.target_modules = set(own)
-    small.exclude_modules = small.layers_to_transform = small.layers_pattern = None
-    small.rank_pattern = ranks
-    small.alpha_pattern = {name: own[name].scaling * root(rank) for name, rank in ranks.items()}
-    small.lora_dropout = 0.0
-    small.init_lora_weights = False
-    small.inference_mode = False
-    return small
+    reduced = copy.deepcopy(config)
+    reduced.target_modules = set(own)
+    reduced.exclude_modules = reduced.layers_to_transform = reduced.layers_pattern = None
+    reduced.rank_pattern = ranks
+    reduced.alpha_pattern = {name: own[name].scaling * root(rank) for name, rank in ranks.items()}
+    reduced.lora_dropout = 0.0
+    reduced.init_lora_weights = False
+    reduced.inference_mode = False
+    return reduced

@@ -22,7 +22,7 @@ from .named_reduced import named_by_user
 from .own_copies import checked, inputs_of, module_maker, not_callable
 from .precision import cast, without_half
 from .reduced_codes import NOT_RUNNING
-from .reduced_transformers import live, maker, original_of, small_of
+from .reduced_transformers import live, maker, original_of, reduced_config_of
 from .routed_experts import reaching
 from .weights import without_noise
 
@@ -35,12 +35,12 @@ class ReducedModel:
         name: the original's.
         tp: the number of ranks that it was made for.
         seq_len: the length of its inputs; tp divides it.
-        config: the small configuration, or None for a module without one.
-        kinds: the kinds of inputs that it takes: "text", "image" and "video", one of `features.py`, or "own".
+        config: the reduced configuration, or None for a module without one.
+        kinds: the kinds of inputs that it accepts: "text", "image" and "video", one of `features.py`, or "own".
         layers: which of the original's layers it has.
         maker: builds a model with the reduced model's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
-        unseen: why images that the model takes are not among its inputs.
+        unseen: why images that the model accepts are not among its inputs.
     """
 
     name: str
@@ -82,12 +82,12 @@ class ReducedModel:
             padding: also give an `attention_mask` that pads the second row on that side.
 
         Raises:
-            ValueError: the reduced model takes no inputs of that kind.
+            ValueError: the reduced model accepts no inputs of that kind.
         """
         kind = self.kinds[0] if kind is None else kind
         if kind not in self.kinds:
             raise ValueError(
-                f"the reduced model of {self.name} takes inputs of kind {', '.join(self.kinds)}, not {kind!r}"
+                f"the reduced model of {self.name} accepts inputs of kind {', '.join(self.kinds)}, not {kind!r}"
             )
         return self.feeder(kind, seed, padding)
 
@@ -150,17 +150,17 @@ def make_reduced_model(
         named = named_by_user(reduced, tree, name, seed)
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
-    small, kept, adapted = small_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
-    build = maker(cls, small, adapted, seed, {"dtype": dtype, **options})
+    reduced_config, kept, adapted = reduced_config_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
+    build = maker(cls, reduced_config, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(build()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
-    fed = feeding(build(), small, seq_len, name, inputs)
+    fed = feeding(build(), reduced_config, seq_len, name, inputs)
 
     def make(weights: int) -> Callable[[], nn.Module]:
-        return maker(cls, small, adapted, weights, {"dtype": dtype, **options})
+        return maker(cls, reduced_config, adapted, weights, {"dtype": dtype, **options})
 
-    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), small)
-    return ReducedModel(name, tp, seq_len, small, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), reduced_config)
+    return ReducedModel(name, tp, seq_len, reduced_config, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
 
 
 def _of_named(
@@ -172,7 +172,7 @@ def _of_named(
     inputs: Inputs | None,
     options: Mapping[str, str],
 ) -> ReducedModel:
-    """The reduced model of a transformers model for which the user names the small one."""
+    """The reduced model of a transformers model, named by the user."""
     assert isinstance(model, PreTrainedModel), "its root is of the original's class"
     if "attn_implementation" in options:
         model.set_attn_implementation(options["attn_implementation"])

@@ -27,7 +27,7 @@ from .model_inputs import labels_of, sequence_length
 from .own_copies import LARGEST, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
 from .reduced_codes import NO_REDUCED_MODEL
-from .shrink import small_config
+from .shrink import reduced_config
 from .weights import fill_zero_buffers, randomise
 
 Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a reduced model
@@ -59,8 +59,8 @@ def maker(
 def original_of(
     model: FoundModel | nn.Module,
 ) -> tuple[str, nn.Module, PreTrainedConfig | None, type[PreTrainedModel] | None, ModuleTree, Adapters | None]:
-    """Name, module, configuration, class, picture and adapters of the original; no configuration where it is no transformers
-    model."""
+    """Name, module, configuration, class, tree and adapters of the original; the configuration is None for a module that is
+    not a transformers model."""
     if isinstance(model, FoundModel):
         name, module, tree = model.name, model.meta if model.meta is not None else model.build("meta"), model.tree
     else:
@@ -75,7 +75,7 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
     """What the model has beside its class and configuration.
 
     Raises:
-        PlanError: SP520: they build no model; SP524: what no reduced model can have.
+        PlanError: SP520: they build no model; SP524: no reduced model can have the change.
     """
     try:
         return live_of(module, _construct(cls, config, "meta", 0))
@@ -87,7 +87,7 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
         ) from error
 
 
-def small_of(
+def reduced_config_of(
     config: PreTrainedConfig,
     cls: type[PreTrainedModel],
     tree: ModuleTree,
@@ -98,8 +98,8 @@ def small_of(
     tp: int,
     tied: bool | None,
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
-    """The small configuration, the layers that it keeps (the fewest whose modules come out as the original's), and what
-    puts the adapters, and what else the live model has, into its model."""
+    """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
+    that adds the adapters and the live model's changes to its model."""
     text = text_config(config)
     count = config_value(text, "num_hidden_layers")
     count = count if isinstance(count, int) and count > 0 else 1
@@ -108,16 +108,16 @@ def small_of(
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
     for kept in candidates(tree, count, vars(text), others):
         try:
-            small = small_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
-            if labels_of(cls) == "class" and text_config(small).pad_token_id is None:
-                text_config(small).pad_token_id = 0  # such heads look for the last token that is no padding
+            reduced = reduced_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
+            if labels_of(cls) == "class" and text_config(reduced).pad_token_id is None:
+                text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding
             adapted = _adapting(adapters, live, lists, kept)
-            plain = _construct(cls, small, "meta", 0)
+            plain = _construct(cls, reduced, "meta", 0)
             with torch.device("meta"):
                 made = tree_of(adapted(plain))
         except NotBound as error:
             raise not_carried(name, error) from error
-        except Exception as error:  # what the configuration and the modelling code raise on numbers they do not like
+        except Exception as error:  # the configuration and the modelling code may raise anything on unsuitable numbers
             failures.append(reason(error))
             continue
         size = sum(parameter.numel for _, parameter in made.parameters.values())
@@ -125,13 +125,13 @@ def small_of(
             failures.append(f"the reduced model would have {size:,} parameters, more than {LARGEST:,}")
             continue
         if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
-            return small, kept, adapted
-        failures.append(f"the reduced model's layers are not those of layers {', '.join(map(str, kept.layers))}")
+            return reduced, kept, adapted
+        failures.append(f"the reduced model's layers do not match layers {', '.join(map(str, kept.layers))}")
     raise refuse(
         NO_REDUCED_MODEL,
         f"no reduced model of {name} can be made for tp={tp}",
         notes=tuple(dict.fromkeys(failures)),
-        help="name a small configuration of the architecture, or a `module:callable` that builds one",
+        help="name a small configuration of the architecture, or a `module:callable` that builds a small model",
     )
 
 

@@ -1,4 +1,4 @@
-"""Weights with which every expert of the reduced model gets tokens: what no token reaches would not be proven."""
+"""Weights with which every expert of the reduced model gets tokens: an expert without a token would not be proven."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> 
     try:
         with torch.random.fork_rng(devices=[]):
             loss_of(model(**inputs)).backward()
-    except Exception:  # of the modelling code; who runs the model next says it
+    except Exception:  # of the modelling code; the next run of the model reports it
         return 0
     stacks = [p for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts and p.requires_grad]
     return sum(p.shape[0] if p.grad is None else int((p.grad.flatten(1).abs().amax(1) == 0).sum()) for p in stacks)

@@ -1,4 +1,4 @@
-"""From a configuration to a small one of the same architecture."""
+"""From a configuration to a reduced one of the same architecture."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ PATCH = 4  # pixels
 SIDE = 4  # patches
 STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
 # Widths of a model beside the text model that are the text model's.
-HANDED_ON = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
+OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
 
 
-def small_config(
+def reduced_config(
     config: PreTrainedConfig, *, tp: int, seq_len: int, kept: Kept, tied: bool | None = None
 ) -> PreTrainedConfig:
     """A configuration of the same class with small numbers.
@@ -64,8 +64,8 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
         inner = tower_scale(value, config, scale) if value is not text and _is_model(value, scale) else scale
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
         if inner is not scale and scale.hidden is not None:
-            handed_on = (n for n, v in vars(value).items() if HANDED_ON.fullmatch(n) and v == scale.hidden)
-            data[name] |= {n: scale.widths[scale.hidden] for n in handed_on if vars(value)[n] != inner.hidden}
+            widths_of_output = (n for n, v in vars(value).items() if OUTPUT_WIDTHS.fullmatch(n) and v == scale.hidden)
+            data[name] |= {n: scale.widths[scale.hidden] for n in widths_of_output if vars(value)[n] != inner.hidden}
     nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     for name in data.keys() - nested:
         if name == "per_layer_config":

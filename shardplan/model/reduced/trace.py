@@ -79,7 +79,7 @@ class Trace:
             operands has one.
         rounding: of each value, the rounding of the operations that it comes from where these are in half precision (2^-8
             in bfloat16), relative to the value; else 0.
-        parts: operation -> operand -> whether the operand has a part in the result, of those that were asked for.
+        parts: operation -> operand -> whether the operand contributes to the result, for those that were requested.
         parameters: value -> full name, of those that are parameters.
         at: place -> event.
     """
@@ -93,7 +93,7 @@ class Trace:
     at: dict[Place, Event] = field(default_factory=dict)
 
     def argument(self, module: str, call: int, name: str) -> Tensor | None:
-        """What arrived as an argument of a module."""
+        """The value of a module's argument."""
         event = self.at.get((module, call, "in"))
         if event is None or name not in event.names:
             return None

@@ -1,4 +1,4 @@
-"""Weights that leave nothing unproven: no parameter at zero or one, matrices of about unit gain."""
+"""Weights that hide no error: no parameter at zero or one, matrices of about unit gain."""
 
 from __future__ import annotations
 

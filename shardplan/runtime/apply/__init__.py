@@ -1,4 +1,4 @@
-"""Applying a program to a model: the phases in order, each held to the names-unchanged contract."""
+"""Applying a program to a model: the phases in order. No phase may change a name."""
 
 from .applied import Applied, applied, without_sequence_parallel
 from .build_mesh import build_mesh

@@ -1,4 +1,4 @@
-"""Whether all ranks are about to do the same."""
+"""Checks that all ranks are about to do the same."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from shardplan.compiler.lower.program import Program
 def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Callable[[str], None]]:
     """Compare over the mesh what each rank is about to do, before anything else is communicated.
 
-    The context yields a function to be told that, as text. Where a rank raises instead, the others learn it here
-    rather than wait for it later.
+    The context yields a function that accepts a text for it. If a rank raises, the others raise here too, instead of
+    waiting for it later.
 
     Raises:
-        RuntimeError: ranks say different things, or some failed and others did not.
+        RuntimeError: the texts differ between ranks, or only some ranks failed.
     """
-    said: list[str] = []
+    reported: list[str] = []
     try:
-        yield said.append
+        yield reported.append
     except Exception as error:
-        _all_say(f"failed: {error}", mesh)
+        _all_equal(f"failed: {error}", mesh)
         raise
-    if not _all_say("".join(said), mesh):
+    if not _all_equal("".join(reported), mesh):
         raise RuntimeError(
-            "ranks compiled different programs, or it failed on some of them (another plan, model or version there); "
+            "the ranks compiled different programs, or compiling failed on some ranks (another plan, model or version); "
             "compare compile_plan(...).describe() between the ranks"
         )
 
@@ -47,8 +47,8 @@ def intention(program: Program) -> str:
     return "\n".join([program.describe(), *parameters, *options])
 
 
-def _all_say(text: str, mesh: DeviceMesh) -> bool:
-    """Whether every rank of the mesh says the same."""
+def _all_equal(text: str, mesh: DeviceMesh) -> bool:
+    """Whether every rank of the mesh has the same text."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     low = torch.tensor([number, -number], dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):
@@ -65,7 +65,7 @@ def _fingerprint(x: Tensor) -> float:
 def check_inputs_once(model: nn.Module, mesh: DeviceMesh) -> None:
     """At the model's first call, compare the integer and boolean inputs (ids, masks) over the tp axis.
 
-    The hook raises RuntimeError, naming the arguments and the tp ranks that were fed another batch than rank 0.
+    The hook raises RuntimeError, naming the arguments and the tp ranks whose batch differs from rank 0's.
     """
 
     def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -83,8 +83,8 @@ def check_inputs_once(model: nn.Module, mesh: DeviceMesh) -> None:
         if wrong:
             listed = "; ".join(f"{name} on tp ranks {others}" for name, others in wrong.items())
             raise RuntimeError(
-                f"tensor parallel ranks must be fed the same batch, but these differ from tp rank 0: {listed}. "
-                "Give the sampler the data-parallel rank and size, not the world's"
+                f"tensor-parallel ranks need the same batch, but these inputs differ from tp rank 0: {listed}. "
+                "Pass the sampler the data-parallel rank and size, not those of the world"
             )
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True)

@@ -1,4 +1,4 @@
-"""What was done to a model, and what can be asked of it afterwards."""
+"""The record of an applied plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Applied:
         model: what `apply_plan` returned.
         shared: the switches of the tensor-parallel styles; None where tp is 1.
         mesh: what the plan was applied on.
-        fused: what asynchronous tensor parallelism came to; None without it.
+        fused: the result of asynchronous tensor parallelism; None without it.
         proof: how the plan is known to be right, in words, or why it is not proven.
     """
 
@@ -74,33 +74,34 @@ class Applied:
 
     @property
     def async_collectives(self) -> Mapping[str, Counter[str]]:
-        """What asynchronous tensor parallelism came to in the graphs that were compiled until now: the operators of
+        """The result of asynchronous tensor parallelism in the graphs compiled so far: the operators of
         collectives "fused" with products, and the collectives "left" as they are.
 
         Raises:
-            ValueError: the plan does not ask for it, or no step was run yet.
+            ValueError: the plan does not use it, or no step has run yet.
         """
         if self.fused is None:
             raise ValueError("the plan has no `compile: {async_tensor_parallel: true}`")
         if not self.fused.graphs:
-            raise ValueError("nothing was compiled yet: run a step first")
+            raise ValueError("nothing is compiled yet: run a step first")
         return {"fused": self.fused.fused, "left": self.fused.left}
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Check that the optimizer holds this model's parameters: one made before `apply_plan` holds dead tensors.
+        """Check that the optimizer holds this model's parameters: one made before `apply_plan` updates
+        tensors that the model no longer has.
 
         Raises:
-            ValueError: names how many of its tensors are no parameter of the model.
+            ValueError: some of its tensors are not parameters of the model; says how many.
         """
         reshard(self.model)
         alive = {id(p) for p in self.model.parameters()}
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        dead = [p for p in held if id(p) not in alive]
+        tensors = [p for group in optimizer.param_groups for p in group["params"]]
+        dead = [p for p in tensors if id(p) not in alive]
         if dead:
             raise ValueError(
-                f"{len(dead)} of the optimizer's {len(held)} tensors are not parameters of the model (shapes "
+                f"{len(dead)} of the optimizer's {len(tensors)} tensors are not parameters of the model (shapes "
                 f"{', '.join(str(tuple(p.shape)) for p in dead[:3])}{', ...' if len(dead) > 3 else ''}): "
-                "apply_plan replaces parameters, so make the optimizer after it"
+                "apply_plan replaces parameters, so create the optimizer after it"
             )
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -117,8 +118,8 @@ class Applied:
         return FUNCTIONS[section.backend].optimizer(optimizer)
 
     def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
-        """Make the optimizer's state_dict speak the original order of packed rows, as the model's does, so that a
-        checkpoint can be read at another tp; and its load_state_dict take whole tensors and those of other meshes.
+        """Make the optimizer's state_dict use the original order of packed rows, as the model's does, so that a
+        checkpoint can be read at another tp; and its load_state_dict accept whole tensors and those of other meshes.
 
         Raises:
             ValueError: the optimizer holds tensors that are not parameters of the model.
@@ -140,7 +141,7 @@ def remember(record: Applied, model: nn.Module) -> None:
 
 
 def mark_unusable(model: nn.Module, step: str) -> None:
-    """Say that a step failed half-way."""
+    """Record that a step failed half-way."""
     unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = step
 
 
@@ -152,7 +153,7 @@ def applied(model: nn.Module) -> Applied:
     """
     record = model.__dict__.get(_KEY)
     if isinstance(record, str):
-        raise ValueError(f"this model is unusable: applying a plan failed in the step {record!r}; build it anew")
+        raise ValueError(f"this model is unusable: applying a plan failed in the step {record!r}; build it again")
     if record is None:
         raise ValueError("no plan was applied to this model")
     return record

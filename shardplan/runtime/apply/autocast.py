@@ -19,7 +19,7 @@ def read_dtype(dtype: torch.dtype | str | None, section: DataParallel | None) ->
     """The dtype that is asked for.
 
     Raises:
-        ValueError: none that autocast computes in, or another one than `mixed_precision.param` of the section.
+        ValueError: autocast does not support it, or it differs from `mixed_precision.param` of the section.
     """
     if dtype is None:
         return None
@@ -27,7 +27,7 @@ def read_dtype(dtype: torch.dtype | str | None, section: DataParallel | None) ->
     param = section.mixed_precision.param if section is not None and section.mixed_precision else None
     if param is not None and getattr(torch, param) is not found:
         raise ValueError(
-            f"autocast_dtype is {found}, but the plan's mixed_precision computes in {param}: say one of them"
+            f"autocast_dtype is {found}, but the plan's mixed_precision computes in {param}: specify one of them"
         )
     return found
 

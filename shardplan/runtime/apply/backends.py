@@ -27,7 +27,7 @@ class Functions:
     """The functions of a backend.
 
     Args:
-        model: (model, data-parallel mesh, section, names) -> what the caller gets: the model, or a wrapper around it.
+        model: (model, data-parallel mesh, section, names) -> what `apply_plan` returns: the model, or a wrapper around it.
         optimizer: makes an optimizer work with the wrapper; it returns the same object.
     """
 

@@ -1,4 +1,4 @@
-"""Making a mesh from sizes, of which one may be left open."""
+"""Making a mesh from sizes, of which one may be inferred."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardplan.core.mesh import APPLIED, UNSUPPORTED, Axis
 
-ALWAYS = (Axis.DP_SHARD, Axis.TP)  # what a script asks a mesh for
+ALWAYS = (Axis.DP_SHARD, Axis.TP)  # axes that scripts read from a mesh
 
 
 def build_mesh(
@@ -34,7 +34,7 @@ def build_mesh(
         device_type: "cuda" or "cpu"; None follows the process group's backend.
 
     Raises:
-        ValueError: no process group; several open sizes; the sizes do not multiply to the world size.
+        ValueError: no process group; several sizes to infer; the sizes do not multiply to the world size.
     """
     if not dist.is_initialized():
         raise ValueError(
@@ -56,14 +56,16 @@ def _inferred(given: dict[Axis, int | None], world: int) -> dict[Axis, int]:
     for axis, size in given.items():
         if not (size is None or (isinstance(size, int) and not isinstance(size, bool))):
             raise TypeError(f"the size of {axis} must be a whole number or None, not {size!r}")
-    said = {axis: size for axis, size in given.items() if size is not None and size > 0}
-    free = [axis for axis in given if axis not in said]
+    declared = {axis: size for axis, size in given.items() if size is not None and size > 0}
+    free = [axis for axis in given if axis not in declared]
     if len(free) > 1:
-        raise ValueError(f"the sizes of {' and '.join(free)} are open: at most one can be inferred from the world size")
-    known = prod(said.values())
-    text = " x ".join(f"{axis} {size}" for axis, size in said.items())
+        raise ValueError(
+            f"the sizes of {' and '.join(free)} are not given: only one can be inferred from the world size"
+        )
+    known = prod(declared.values())
+    text = " x ".join(f"{axis} {size}" for axis, size in declared.items())
     if free and world % known:
         raise ValueError(f"{free[0]} cannot be inferred: {text} = {known} does not divide the world size {world}")
     if not free and known != world:
-        raise ValueError(f"{text} = {known}, but the world size is {world}: leave one size open (None) to infer it")
-    return {axis: said.get(axis, world // known) for axis in given}
+        raise ValueError(f"{text} = {known}, but the world size is {world}: pass None for one size to infer it")
+    return {axis: declared.get(axis, world // known) for axis in given}

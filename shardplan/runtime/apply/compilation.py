@@ -39,7 +39,7 @@ def compile_modules(model: nn.Module, names: Iterable[str], section: Compile, tp
         tp: the one-dimensional tp mesh, if there is one.
 
     Returns:
-        What that comes to, once the modules have run; None without it.
+        What was fused, known once the modules have run; None without asynchronous tensor parallelism.
 
     Raises:
         ValueError: asynchronous tensor parallelism on devices without it.
@@ -67,7 +67,7 @@ def _warn_once(fused: Fused) -> Callable[..., None]:
         if fused.graphs and not fused.fused and not warned:
             warned = True
             warnings.warn(
-                "async_tensor_parallel: inductor fused no collective with a product in the compiled modules, which run as "
+                "async_tensor_parallel: inductor fused no collective with a product, so the compiled modules run as "
                 "without it (applied(model).async_collectives)",
                 stacklevel=2,
             )

@@ -1,4 +1,4 @@
-"""The data-parallel wrapping pass with DistributedDataParallel: whole models, averaged gradients."""
+"""The data-parallel wrapping pass with DistributedDataParallel: whole models and averaged gradients."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from .wrapped import Wrapped
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
-    """Shard the units, inner ones first, then the root, which keeps what no unit holds. Returns the same model.
+    """Shard the units, inner ones first, then the root, which keeps what belongs to no unit. Returns the same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
@@ -36,7 +36,7 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
         mesh: [dp_replicate,] dp_shard.
     """
     options = _options(model, mesh, section, wrapped)
-    # Units hand on what they compute in: a value in the model's output dtype would meet parameters of another one.
+    # Units return their compute dtype: a value in the model's output dtype would meet parameters of another dtype.
     options["mp_policy"] = replace(_policy(section.mixed_precision), output_dtype=None)
     last = wrapped.units[-1:]
     for name in sorted((*wrapped.units, *wrapped.parts), key=lambda unit: -unit.count(".")):
@@ -57,7 +57,7 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
 
 
 def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set[nn.Parameter]:
-    """The parameters that FSDP2 does not hold, on the mesh's device, where it would put the others."""
+    """The parameters that FSDP2 does not manage, on the mesh's device, where it would put the others."""
     parameters = {model.get_parameter(name) for name in names}
     for parameter in parameters:
         if not parameter.is_meta and parameter.device.type != mesh.device_type:
@@ -102,7 +102,7 @@ def _unit(model: nn.Module, name: str) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch) -> None:
-    """Say how many units are gathered ahead; each comes with the parts inside it."""
+    """Set how many units are gathered ahead; each is gathered with the parts inside it."""
     groups = [
         [_unit(model, name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
         for unit in wrapped.units

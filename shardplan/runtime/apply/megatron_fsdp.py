@@ -13,7 +13,7 @@ from shardplan.core.sections import DataParallel, MegatronFSDP
 
 from .wrapped import Wrapped
 
-# Our words for arguments that the package calls otherwise, or has in its policy of dtypes.
+# Our names for arguments that have other names in the package, or belong to its policy of dtypes.
 RENAMED = {"check_for_nan_in_grad": "report_nan_in_param_grad"}
 DTYPES = ("grad_reduce_in_fp32", "preserve_fp32_weights")
 

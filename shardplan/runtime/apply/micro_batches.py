@@ -1,4 +1,4 @@
-"""Gradient accumulation: gradients meet over the data-parallel ranks once, at the last micro-batch."""
+"""Gradient accumulation: gradients are reduced over the data-parallel ranks once, at the last micro-batch."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from .wrapped import Wrapped
 
 @dataclass
 class Work:
-    """What the phases act on."""
+    """The state that the phases change."""
 
     model: nn.Module  # as the caller has it
     inner: nn.Module  # the model that the program is for: the same, or what peft wraps
@@ -111,7 +111,7 @@ def _data_parallel(work: Work) -> bool:
     joint = work.mesh.joint(mesh) if backend.joint_group else None
     names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get(Axis.TP), joint)
     work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
-    assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} says otherwise"
+    assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} is wrong"
     return True
 
 
@@ -148,12 +148,12 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
 
 
 def refuse_used(model: nn.Module) -> None:
-    """Raise ValueError for a model that holds DTensors or that a plan was applied to; it stays untouched."""
+    """Raise ValueError for a model with DTensors or with an applied plan; it stays untouched."""
     if was_touched(model):
-        raise ValueError("a plan was applied to this model before; build it anew")
+        raise ValueError("a plan was applied to this model before; build it again")
     placed = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
     if placed:
-        raise ValueError(f"the model already holds DTensors ({placed[0]} and {len(placed) - 1} more): it is sharded")
+        raise ValueError(f"the model already has DTensors ({placed[0]} and {len(placed) - 1} more): it is sharded")
 
 
 def apply_program(

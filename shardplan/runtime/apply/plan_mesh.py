@@ -81,7 +81,7 @@ class PlanMesh:
         return self.mesh[name].get_group()
 
     def check_sections(self, resolved: ResolvedPlan) -> None:
-        """Raise ValueError where the mesh has data-parallel ranks, and the plan says nothing about them, or its backend
+        """Raise ValueError where the mesh has data-parallel ranks, but the plan has no section for them, or its backend
         would not wrap the model over all of them: an axis or a device is missing."""
         ranks = self.data_parallel_ranks
         if ranks > 1 and resolved.data_parallel is None:
@@ -102,11 +102,11 @@ class PlanMesh:
         if mesh is None and backend.hybrid and Axis.DP_REPLICATE in self.names:
             raise ValueError(
                 f"the mesh has the axis {self.names[Axis.DP_REPLICATE]!r} but no dp_shard axis: hybrid sharding with "
-                f"{backend.name} needs both (a dp_shard axis of size 1 will do)"
+                f"{backend.name} needs both (a dp_shard axis of size 1 is enough)"
             )
         if mesh is None or mesh.size() != ranks:
             raise ValueError(
-                f"the mesh has {ranks} data-parallel ranks, and the backend {backend.name} would wrap the model over "
+                f"the mesh has {ranks} data-parallel ranks, but the backend {backend.name} would wrap the model over "
                 f"{mesh.size() if mesh is not None else 'none'} of them: it works with {', '.join(sorted(backend.splits))}"
             )
 
@@ -116,11 +116,11 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
 
     Args:
         mesh: a DeviceMesh with dim names; `tp` and any of dp_replicate, dp_shard, cp, or their other spellings.
-        axes: our axis name -> the mesh's, where they are none of the spellings that we know.
+        axes: our axis name -> the mesh's, for names that are not among the known spellings.
 
     Raises:
-        TypeError: no DeviceMesh.
-        ValueError: an axis without a name, with a name that we do not know, two axes of one meaning, or axes in an
+        TypeError: it is not a DeviceMesh.
+        ValueError: an axis without a name, with an unknown name, two axes with one meaning, or axes in an
             order that torch's mesh slices cannot express.
     """
     if not isinstance(mesh, DeviceMesh):
@@ -137,7 +137,7 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
     for name in mesh.mesh_dim_names:
         meant = given.get(name) or canonical_axis(name)
         if meant is None:
-            raise ValueError(f"unknown mesh axis {name!r}: say which axis it is with axes={{'tp': {name!r}}}")
+            raise ValueError(f"unknown mesh axis {name!r}: name the axis with axes={{'tp': {name!r}}}")
         canonical[name] = meant
     twice = duplicate_axes(canonical.values())
     if twice:
@@ -153,6 +153,6 @@ def _check_order(canonical: Mapping[str, Axis]) -> None:
     expected = [given[axis] for axis in APPLIED if axis in given]
     if list(given.values()) != expected:
         raise ValueError(
-            f"the mesh's axes are in the order {tuple(given.values())}, and must be in the order {tuple(expected)}: "
-            "pass them to init_device_mesh so"
+            f"the mesh's axes are in the order {tuple(given.values())}, but must be in the order {tuple(expected)}: "
+            "pass them to init_device_mesh in that order"
         )

@@ -13,27 +13,27 @@ from torch.distributed.fsdp import FSDPModule
 # Methods that would change or write parameters as if they were whole -> what to do instead.
 INSTEAD = {
     "resize_token_embeddings": "resize the embeddings before apply_plan",
-    "set_input_embeddings": "exchange the embeddings before apply_plan",
-    "set_output_embeddings": "exchange the output head before apply_plan",
+    "set_input_embeddings": "replace the embeddings before apply_plan",
+    "set_output_embeddings": "replace the output head before apply_plan",
     "save_pretrained": "call shardplan.save_checkpoint(model, folder), or pass a whole state_dict=",
 }
 
 
 def refuse_attention_maps(model: nn.Module) -> None:
-    """Make the model raise ValueError for `output_attentions=True`: each rank has its own heads' maps only."""
+    """Make the model raise ValueError for `output_attentions=True`: each rank has the maps of its own heads only."""
 
     def refuse(module: nn.Module, args: tuple, kwargs: dict) -> None:
         if kwargs.get("output_attentions") or getattr(getattr(module, "config", None), "output_attentions", False):
             raise ValueError(
-                "output_attentions=True: under tensor parallelism every rank computes its own heads only, and their "
-                "maps are not gathered; ask the unsharded model for them"
+                "output_attentions=True: under tensor parallelism every rank computes its own heads only, and the "
+                "attention maps are not gathered; get them from the unsharded model"
             )
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)
 
 
 def refuse_changes(model: nn.Module) -> None:
-    """Make methods of the model that take its parameters for whole tensors raise RuntimeError, with what to call instead."""
+    """Make methods of the model that need whole parameters raise RuntimeError; the message names the alternative."""
     for name, instead in INSTEAD.items():
         if hasattr(model, name):
             setattr(model, name, partial(_refuse, getattr(model, name), name, instead))
@@ -54,7 +54,7 @@ def _same_size(
     return pad_to_multiple_of is None and new_num_tokens in (None, rows)
 
 
-# Which calls of these methods are as right as ever.
+# Calls of these methods that remain correct.
 HARMLESS: dict[str, Callable[..., bool]] = {
     "resize_token_embeddings": _same_size,
     "set_input_embeddings": lambda model, value: value is model.get_input_embeddings(),

@@ -26,13 +26,13 @@ class Packing:
 
 
 class _Split(Protocol):
-    """A placement that splits a dim: a Shard, or the strided one of FSDP2, which has no class in common with it."""
+    """A placement that splits a dim: a Shard, or FSDP2's strided one. The two have no common class."""
 
     dim: int
 
 
 def splits(placement: Placement) -> TypeGuard[_Split]:
-    """Whether a parameter's placement splits it: it is no partial sum."""
+    """Whether a parameter's placement splits it: it is not a partial sum."""
     return not placement.is_replicate()
 
 

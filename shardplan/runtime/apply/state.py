@@ -30,7 +30,7 @@ def to_original(value: DTensor, packed: Packing, tp: int) -> DTensor:
 
 
 def to_stored(value: Tensor, stored: DTensor, packed: Packing | None) -> Tensor:
-    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank) as `stored` is stored."""
+    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank), placed as `stored` is."""
     if value.shape != stored.shape:
         return value  # torch's own message about the sizes names the parameter
     if packed is None and _fits(value, stored):
@@ -76,7 +76,7 @@ def _save_hook(leaf: str, packed: Packing, tp: int) -> Any:
 
 
 def load_any_layout(model: nn.Module, packed: Mapping[str, Packing]) -> None:
-    """Make load_state_dict take whole tensors, and DTensors of other meshes (a collective on theirs)."""
+    """Make load_state_dict accept whole tensors, and DTensors of other meshes (a collective on theirs)."""
     for name, module in model.named_modules():
         own = {leaf: packed.get(f"{name}.{leaf}" if name else leaf) for leaf in module._parameters}
         if own:
@@ -94,13 +94,13 @@ def _load_hook(own: Mapping[str, Packing | None]) -> Any:
 
 
 def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, packed: Mapping[str, Packing], tp: int) -> None:
-    """Make the optimizer's state_dict and load_state_dict speak the original order of rows too, and take what the
-    model's do. Once is enough."""
+    """Make the optimizer's state_dict and load_state_dict use the original order of rows too, and accept what the
+    model's do. Further calls change nothing."""
     if optimizer.__dict__.setdefault(_PORTABLE, False):
         return
     optimizer.__dict__[_PORTABLE] = True
     packings = {id(p): packed[name] for name, p in model.named_parameters() if name in packed}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
 
     def save_one(value: Tensor, parameter: Tensor, packed: Packing | None) -> Tensor:
         if packed is None:
@@ -111,7 +111,7 @@ def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, packed: Mapping
     def change(state_dict: dict, convert: Callable[[Tensor, Any, Packing | None], Tensor]) -> dict:
         # torch.distributed.checkpoint numbers parameters by name, an optimizer itself by position.
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        parameters = dict(zip(keys, held, strict=False))  # torch's own message tells that the numbers differ
+        parameters = dict(zip(keys, optimized, strict=False))  # torch's own message reports different numbers
 
         def one(key: Any, value: Any) -> Any:
             parameter = parameters.get(key)

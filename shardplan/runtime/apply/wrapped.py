@@ -1,4 +1,4 @@
-"""What a data-parallel backend is told about the model, besides the plan's section."""
+"""The names that a data-parallel backend needs, besides the plan's section."""
 
 from __future__ import annotations
 

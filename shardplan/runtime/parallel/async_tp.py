@@ -13,7 +13,7 @@ _GraphPass: Any = private("CustomGraphPass")
 
 
 class Fused(_GraphPass):
-    """Notes what became of a compiled graph's collectives; it is called when inductor has fused what it will.
+    """Records what inductor fused of a compiled graph's collectives; inductor calls it after fusing.
 
     Attributes:
         graphs: how many graphs were compiled.

@@ -68,7 +68,7 @@ class Enter:
         if not isinstance(value, Tensor):
             raise ValueError(
                 f"{program.name}: style {program.style} moves the argument {name!r}, "
-                f"which is {'missing' if value is None else type(value).__name__} in this call"
+                f"but it is {'missing' if value is None else type(value).__name__} in this call"
             )
         if position < len(args):
             return (*args[:position], moved(value), *args[position + 1 :]), kwargs
@@ -76,7 +76,7 @@ class Enter:
 
 
 class Leave:
-    """Forward hook: moves the output, adds the bias that was withheld."""
+    """Forward hook: moves the output, adds the withheld bias."""
 
     def __init__(self, programs: Programs, shared: Shared, mesh: DeviceMesh):
         self.programs, self.shared, self.mesh = programs, shared, mesh

@@ -1,4 +1,4 @@
-"""Causal attention over a sequence of which every rank of an axis holds one chunk."""
+"""Causal attention over a sequence, with one chunk on every rank of an axis."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class ContextAttention:
         self.ran = True
         if (reason := misfit(query, key, attn_mask, is_causal)) is not None:
             raise ValueError(
-                f"context parallelism met {reason}: give no attention_mask, use_cache=False, and at least two tokens for "
-                "each rank"
+                f"context parallelism does not support {reason}: pass no attention_mask, use_cache=False, and at least two "
+                "tokens for each rank"
             )
         chunk, rank = query.shape[SEQUENCE], self.mesh.get_local_rank()
         end = (rank + 1) * chunk  # what comes after is not read

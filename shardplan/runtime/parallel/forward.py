@@ -1,4 +1,4 @@
-"""Wrapping a module's forward without changing a name: the module's class is exchanged for a subclass.
+"""Wrapping a module's forward without changing a name: the module's class is replaced by a subclass.
 
 Hooks stay outside what is wrapped, so a collective in a hook is not run again by activation checkpointing. A forward that
 was set on the instance (by a patching tool) is what runs inside.
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-# around(forward, module, args, kwargs) -> output; `forward` is what it stands around.
+# around(forward, module, args, kwargs) -> output; `forward` is the wrapped function.
 Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 _AROUND = "_shardplan_around"

@@ -19,7 +19,7 @@ from .tensor_moves import move
 
 def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply a change to the output; where it is no tensor, to the first tensor in it (tuples, lists, mappings and
-    dataclasses, in order), which is the one that the layout check takes for the module's result.
+    dataclasses, in order), which the layout check treats as the module's result.
 
     Raises:
         ValueError: there is no tensor in it.
@@ -30,7 +30,7 @@ def on_first(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return (change(output[0]), *output[1:])
     found, changed = _on_first(output, change)
     if not found:
-        raise ValueError(f"a module returned {type(output).__name__} without a tensor, and its rule moves its result")
+        raise ValueError(f"a module returned {type(output).__name__} without a tensor, but its rule moves its result")
     return changed
 
 
@@ -76,7 +76,7 @@ def as_dtensor(x: Tensor, size: int, mesh: DeviceMesh) -> DTensor:
 
 def gather_hidden_states(output: Any, length: int, seq_dim: int, mesh: DeviceMesh) -> None:
     """Make a model output's `hidden_states` what the unsharded model returns: gather the sequence shards of the inner
-    layers. Their gradients arrive complete.
+    layers. Their gradients are already complete.
 
     Args:
         output: a transformers ModelOutput; changed in place. What has no `hidden_states` is left alone.

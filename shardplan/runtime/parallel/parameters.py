@@ -43,9 +43,9 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
 class LocalParameters:
     """Around a module's forward: its DTensor parameters are local tensors, its withheld ones None or zeros.
 
-    They are exchanged in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the
+    They are replaced in `_parameters`, not set as attributes, so that getattr (FSDP2, weight tying) finds the
     Parameter, and put back on exceptions too (the early stop of activation checkpointing passes through here). Those of an
-    adapted layer are exchanged together, as the adapter's code reads what the layer holds.
+    adapted layer are replaced together, because the adapter's code reads the layer's parameters.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What of a DeviceMesh has no public name yet."""
+"""Functions of a DeviceMesh without a public name."""
 
 from __future__ import annotations
 

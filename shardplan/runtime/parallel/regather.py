@@ -1,4 +1,4 @@
-"""Gathering again in backward: what autograd would keep of a gathered value is kept as this rank's shard."""
+"""Gathering again in backward: autograd keeps this rank's shard instead of the gathered value."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shardplan.torchlib.private import private
 from .collectives import all_gather
 
 _top_hooks = private("top_saved_tensors_hooks")
-_AGAIN = "_shardplan_again"  # on a gathered value: how to have it again
+_AGAIN = "_shardplan_again"  # on a gathered value: gathers it again
 
 
 class Again:
-    """A gathered value that can be had again.
+    """A gathered value that can be gathered again.
 
     Args:
         shard: this rank's.
@@ -33,7 +33,7 @@ class Again:
         self.storage = whole.untyped_storage()._cdata
         self.version = whole._version
         self.uses = 0  # views of the value that autograd keeps
-        self.left = 0  # of them to be handed out before the value is let go
+        self.left = 0  # of them to be returned before the value is freed
         self.value: Tensor | None = None
 
     def is_in(self, x: Tensor) -> bool:
@@ -41,7 +41,7 @@ class Again:
         return type(x) is not nn.Parameter and x.untyped_storage()._cdata == self.storage
 
     def view(self, kept: View) -> Tensor:
-        """A view of the value, which is gathered for the first that is asked for and let go with the last."""
+        """A view of the value, which is gathered for the first view and freed after the last."""
         if self.value is None:
             self.value, self.left = all_gather(self.shard, self.mesh, self.dim, self.size), self.uses
         found = self.value.as_strided(kept.shape, kept.stride, kept.offset)
@@ -73,7 +73,7 @@ class Regather:
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         found = [getattr(x, _AGAIN) for x in (*args, *kwargs.values()) if hasattr(x, _AGAIN)]
-        # What stands around it and decides what is kept (a checkpoint, offloading) does so here too.
+        # Outer hooks that decide what is kept (a checkpoint, offloading) apply here too.
         if torch.compiler.is_compiling() or not found or not torch.is_grad_enabled() or _top_hooks(False) is not None:
             return forward(*args, **kwargs)
 
@@ -92,7 +92,5 @@ class Regather:
         values = (x for x in (*args, *kwargs.values()) if hasattr(x, _AGAIN))
         for again, value in zip(found, values, strict=True):
             if value._version != again.version:
-                raise RuntimeError(
-                    "a module changes the value that is gathered for it in place: leave `regather` out there"
-                )
+                raise RuntimeError("a module changes its gathered input in place: remove `regather` from its rule")
         return result

@@ -31,12 +31,12 @@ class Regime:
 
 
 class PartialEmbedding:
-    """Knows, within one forward of the module that holds both ends, whether the value that reaches the
+    """Knows, within one forward of the module around both ends, whether the value that reaches the
     `split_seq_input` rule is a partial sum from the plan's embeddings.
 
-    An embedding hands its partial sum on only where the block input will see it: inside that forward. A whole table's vectors
-    join the partial sum only once the split tables gave theirs (with `inputs_embeds` these did not run: the value is
-    complete, and so must be what is added to it). Models run their tables in any order.
+    An embedding returns its partial sum only where the block input will see it: inside that forward. A whole table's vectors
+    join the partial sum only after the split tables have run (with `inputs_embeds` these do not run: the value is
+    complete, so everything added to it must be complete too). Models run their tables in any order.
 
     Args:
         split: the names of the embeddings whose rows are split.
@@ -62,7 +62,7 @@ class PartialEmbedding:
         self.pending.clear()
 
     def keeps_partial(self, source: str) -> bool:
-        """Called by an embedding with its name: whether to hand on its partial sum as it is."""
+        """Called by an embedding with its name: whether to return its partial sum without a reduction."""
         joins = source in self.split or self.pending.issuperset(self.split)
         if not self.running or self.complete or not joins:
             self.complete = True
@@ -71,13 +71,13 @@ class PartialEmbedding:
         return True
 
     def take(self, x: Tensor) -> bool:
-        """Called by the block input with the value that arrives: whether it is a partial sum.
+        """Called by the block input with its value: whether it is a partial sum.
 
-        A checkpoint around the block input runs it again in backward, after the forward that knew; so the answer stays with
-        the tensor, which such a checkpoint hands in again.
+        A checkpoint around the block input runs it again in backward, after that forward has ended; so the answer is stored
+        on the tensor, which such a checkpoint passes in again.
 
         Raises:
-            RuntimeError: it hands in a copy.
+            RuntimeError: the checkpoint passes in a copy.
         """
         if not self.running and _current_graph_task_id() != -1:
             if not hasattr(x, _PARTIAL):

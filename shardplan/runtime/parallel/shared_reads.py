@@ -1,9 +1,9 @@
-"""Values that several modules of a block read: the first moves one, and the others take what it moved.
+"""Values that several modules of a block read: the first moves one, and the others reuse the result.
 
-Each of q, k and v moves its argument from I to R: it hands the tensor on, and reduces its gradient over the ranks. Where they read
-the same tensor, one move is enough for all, for summing over ranks is linear: their gradients meet before one reduction
-(Megatron-LM's operator f stands once in front of a block, arXiv 1909.08053). Which of them read the same tensor is asked of
-the tensors themselves when the model runs, so that it holds on every batch, whatever branch is taken.
+Each of q, k and v moves its argument from I to R: it returns the tensor, and reduces its gradient over the ranks. Where they read
+the same tensor, one move is enough, because summing over ranks is linear: their gradients are added before one reduction
+(Megatron-LM has operator f once in front of a block, arXiv 1909.08053). Tensors are compared by identity when the model
+runs, so the sharing is correct on every batch, whichever branch runs.
 """
 
 from __future__ import annotations

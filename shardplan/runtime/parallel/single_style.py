@@ -1,4 +1,4 @@
-"""A style of ours without a plan around it, for torch's `parallelize_module`."""
+"""One of shardplan's styles without a plan, for torch's `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardplan.model.build_tree import tree_of
 
 
 class OwnStyle(ParallelStyle):
-    """One of our styles on one module, for a plan of torch's.
+    """One of shardplan's styles on one module, for torch's own plans.
 
     Args:
         style: its name.

@@ -36,8 +36,8 @@ class Split:
     def locate(self, ids: Tensor, columns: int) -> tuple[Tensor, Tensor]:
         """(the column of each token id, 0 where it is another rank's; whether it is another rank's)."""
         column = ids - self.first
-        cross_module_reads = (column < 0) | (column >= columns)
-        return column.masked_fill(cross_module_reads, 0), cross_module_reads
+        on_other_rank = (column < 0) | (column >= columns)
+        return column.masked_fill(on_other_rank, 0), on_other_rank
 
 
 def is_split(logits: Tensor) -> TypeGuard[DTensor]:
@@ -75,7 +75,7 @@ def read_logits(logits: Tensor, group: Group | None = None, vocab_size: int | No
         size = logits.shape[-1]
         if vocab_size not in (None, size):
             raise ValueError(
-                f"the logits have {size} columns and vocab_size is {vocab_size}: for this rank's slice of split logits "
+                f"the logits have {size} columns, but vocab_size is {vocab_size}: for this rank's slice of split logits, "
                 "pass group= too"
             )
         if not is_split(logits):
@@ -83,11 +83,11 @@ def read_logits(logits: Tensor, group: Group | None = None, vocab_size: int | No
         mesh = logits.device_mesh
         return logits.to_local(), Split(size, mesh.get_local_rank() * ceil_chunk(size, mesh.size()), mesh)
     if isinstance(logits, DTensor):
-        raise TypeError("logits are a DTensor, which knows its group: leave group= out")
+        raise TypeError("logits are a DTensor and have a group: remove group=")
     if isinstance(group, DeviceMesh) and group.ndim != 1:
         raise ValueError(f"group must have one dimension, not {group.ndim}: pass mesh['tp']")
     if vocab_size is None:
-        raise ValueError("vocab_size is needed beside group: the slices of the ranks may differ in size")
+        raise ValueError("group= needs vocab_size=: the slices of the ranks may differ in size")
     rank = group.get_local_rank() if isinstance(group, DeviceMesh) else dist.get_rank(group)
     chunk = ceil_chunk(vocab_size, group.size())
     columns = min(chunk, max(0, vocab_size - rank * chunk))

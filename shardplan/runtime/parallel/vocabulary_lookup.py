@@ -26,14 +26,14 @@ class VocabularyLookup:
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Tensor:
         ids = args[0] if args else kwargs["input"]
         local = ids - self.mesh.get_local_rank() * self.chunk
-        cross_module_reads = (local < 0) | (local >= self.chunk)
+        on_other_rank = (local < 0) | (local >= self.chunk)
         padding_idx = module.__dict__["padding_idx"]
         try:
             module.__dict__["padding_idx"] = None
-            vectors = forward(local.masked_fill(cross_module_reads, 0))
+            vectors = forward(local.masked_fill(on_other_rank, 0))
         finally:
             module.__dict__["padding_idx"] = padding_idx
-        vectors = vectors.masked_fill(cross_module_reads.unsqueeze(-1), 0)
+        vectors = vectors.masked_fill(on_other_rank.unsqueeze(-1), 0)
         if padding_idx is not None:
             vectors = torch.where((ids == padding_idx).unsqueeze(-1), vectors.detach(), vectors)
         return vectors

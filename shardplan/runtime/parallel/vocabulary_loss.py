@@ -23,10 +23,12 @@ def vocabulary_parallel_nll(logits: DTensor, target: Tensor, ignore_index: int =
         [..., tokens], a plain tensor, equal on all ranks.
 
     Raises:
-        TypeError: the logits are no DTensor split over the vocabulary. `log_probabilities` takes whole ones too.
+        TypeError: the logits are no DTensor split over the vocabulary. `log_probabilities` accepts whole ones too.
     """
     if not is_split(logits):
-        raise TypeError("logits must be a DTensor split over the vocabulary (Shard(-1)); log_probabilities takes any")
+        raise TypeError(
+            "logits must be a DTensor split over the vocabulary (Shard(-1)); log_probabilities accepts whole ones too"
+        )
     return -log_probabilities(logits, target, ignore_index=ignore_index)
 
 

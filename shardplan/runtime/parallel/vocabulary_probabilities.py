@@ -107,10 +107,10 @@ def log_probabilities_of_piece(x: Tensor, maximum: Tensor, log_total: Tensor, te
     return accumulated(x, temperature).sub_(maximum).sub_(log_total)
 
 
-def _chosen(x: Tensor, maximum: Tensor, column: Tensor, cross_module_reads: Tensor, temperature: float) -> Tensor:
+def _chosen(x: Tensor, maximum: Tensor, column: Tensor, on_other_rank: Tensor, temperature: float) -> Tensor:
     if x.shape[-1] == 0:
         return maximum.new_zeros(column.shape)
-    return (accumulated(x.gather(-1, column), temperature) - maximum).masked_fill(cross_module_reads, 0.0)
+    return (accumulated(x.gather(-1, column), temperature) - maximum).masked_fill(on_other_rank, 0.0)
 
 
 _chosen_per_rank = private("run_per_rank")(_chosen)
@@ -121,7 +121,7 @@ def _gradient(
     maximum: Tensor,
     log_total: Tensor,
     column: Tensor,
-    cross_module_reads: Tensor,
+    on_other_rank: Tensor,
     gradient: Tensor,
     temperature: float,
     chunk: int,
@@ -129,7 +129,7 @@ def _gradient(
     result = torch.empty_like(x)
     if x.shape[-1] == 0:
         return result
-    own = gradient.masked_fill(cross_module_reads, 0.0)
+    own = gradient.masked_fill(on_other_rank, 0.0)
     total = -gradient.sum(-1, keepdim=True)
     for out, piece, m, t, c, g, s in pieces(chunk, result, x, maximum, log_total, column, own, total):
         probabilities = log_probabilities_of_piece(piece, m, t, temperature).exp_()
@@ -145,15 +145,15 @@ class _LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, target: Tensor, split: Split, temperature: float, chunk: int) -> Tensor:
-        column, cross_module_reads = split.locate(target, x.shape[-1])
+        column, on_other_rank = split.locate(target, x.shape[-1])
         known = normalizers(
             x,
             split,
             temperature,
             chunk,
-            others=lambda maximum: _chosen_per_rank(x, maximum, column, cross_module_reads, temperature),
+            others=lambda maximum: _chosen_per_rank(x, maximum, column, on_other_rank, temperature),
         )
-        ctx.save_for_backward(x, known.maximum, known.log_total, column, cross_module_reads)
+        ctx.save_for_backward(x, known.maximum, known.log_total, column, on_other_rank)
         ctx.options = (temperature, chunk)
         assert known.others is not None  # they were asked for
         return known.others - known.log_total

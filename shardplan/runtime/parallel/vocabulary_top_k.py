@@ -42,9 +42,9 @@ def _merge(x: Tensor, k: int, first: int, group: Group) -> tuple[Tensor, Tensor]
     return values[..., :k].contiguous(), ids.gather(-1, order[..., :k])
 
 
-def _scatter(x: Tensor, column: Tensor, cross_module_reads: Tensor, gradient: Tensor) -> Tensor:
+def _scatter(x: Tensor, column: Tensor, on_other_rank: Tensor, gradient: Tensor) -> Tensor:
     result = torch.zeros_like(x)
-    return result.scatter_add_(-1, column, gradient.masked_fill(cross_module_reads, 0.0)) if x.shape[-1] else result
+    return result.scatter_add_(-1, column, gradient.masked_fill(on_other_rank, 0.0)) if x.shape[-1] else result
 
 
 _scatter_per_rank = private("run_per_rank")(_scatter)

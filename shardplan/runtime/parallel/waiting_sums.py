@@ -18,13 +18,13 @@ _current_graph_task_id = private("current_graph_task_id")
 class Waiting:
     """The partial sums that wait for one module's, in one call of the block around them.
 
-    A partial sum that is made outside of a call of the block (somebody calls its module alone) waits for nothing: it is
+    A partial sum outside a call of the block (its module is called alone) does not wait: it is
     reduced by itself.
 
     Args:
         modules: whose they are, the last being the one at which all are reduced. The names are for messages alone: compiled
             layers share what does not depend on a name.
-        rule: the words of the plan that say so, for messages.
+        rule: the plan's rule, for messages.
     """
 
     def __init__(self, modules: tuple[str, ...], rule: str = ""):
@@ -62,8 +62,8 @@ class Waiting:
         if not self.running:
             if _current_graph_task_id() != -1:
                 raise RuntimeError(
-                    f"a checkpoint around {self.modules[-1]} alone needs the sum of {self._names} again, which the block "
-                    f"around them makes: checkpoint the block, or {self._remedy}"
+                    f"a checkpoint around {self.modules[-1]} alone needs the sum of {self._names} again, but only the block "
+                    f"around them computes it: checkpoint the block, or {self._remedy}"
                 )
             return x
         self._check_gradients()
@@ -76,10 +76,11 @@ class Waiting:
         self.running, self.with_grad = True, torch.is_grad_enabled()
 
     def check_empty(self) -> None:
-        """Raises RuntimeError where something waits in vain."""
+        """Raises RuntimeError if a partial sum is left over."""
         if self.sums:
             raise RuntimeError(
-                f"{self.modules[-1]} did not run after {self._others}, whose partial sums wait for its own: {self._remedy}"
+                f"{self.modules[-1]} did not run after {self._others}, but their partial sums are reduced with its own: "
+                f"{self._remedy}"
             )
 
     def end(self) -> None:
@@ -89,8 +90,8 @@ class Waiting:
     def _check_gradients(self) -> None:
         if torch.is_grad_enabled() != self.with_grad:
             raise RuntimeError(
-                f"a part of {self._names} runs with gradients switched off, and the block around it does not (or the other "
-                "way round): the gradient of what waits would be lost. A checkpoint inside the block needs "
+                f"some of {self._names} run without gradients, but the block around them records gradients (or the other "
+                "way round): the gradient of a partial sum would be lost. A checkpoint inside the block needs "
                 f"use_reentrant=False; else {self._remedy}"
             )
 

@@ -29,7 +29,7 @@ def context_parallel(
     num_items_in_batch: Tensor | float | None = None,
     **others: Any,
 ) -> Iterator[dict[str, Any]]:
-    """What to call the model with on this rank, for a batch that all ranks of the cp axis have whole. Run forward and
+    """This rank's inputs of the model, for a batch that all ranks of the cp axis have whole. Run forward and
     backward inside the context.
 
         with context_parallel(model, input_ids=ids, labels=ids) as inputs:
@@ -38,7 +38,7 @@ def context_parallel(
 
     Each rank has the logits of its own chunk, and `cp` times its share of the mean loss: the mean of the losses over the
     cp axis is the loss of the whole batch, as the mean of the gradients, which FSDP2 takes, is its gradient. Labels are
-    shifted before they are cut, so that the last token of a chunk is asked for the first of the next one.
+    shifted before they are cut, so that the last token of a chunk predicts the first of the next one.
 
     Args:
         model: what `apply_plan` returned, on a mesh with a cp axis; without one the inputs are passed on.
@@ -76,7 +76,7 @@ def context_parallel(
 def _refuse(given: dict[str, Tensor], mask: Tensor | None, others: dict[str, Any], numbers: Any) -> None:
     tensors = [name for name, value in others.items() if isinstance(value, Tensor)]
     if tensors:
-        raise TypeError(f"{tensors[0]}: context_parallel does not know which dimension of it is the sequence")
+        raise TypeError(f"{tensors[0]}: context_parallel does not know its sequence dimension")
     if "input_ids" not in given and "inputs_embeds" not in given:
         raise TypeError("context_parallel needs input_ids or inputs_embeds")
     if mask is not None and not bool((mask == 1).all()):

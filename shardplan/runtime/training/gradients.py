@@ -54,8 +54,8 @@ class _Axes:
                 continue
             if mesh.get_coordinate() is None:
                 raise ValueError(
-                    f"a parameter is on {mesh}, which this rank is not part of: pass the parameters that this rank has "
-                    "a part of"
+                    f"a parameter is on {mesh}, but this rank is not part of that mesh: pass only parameters of which this rank "
+                    "has a part"
                 )
             self.of_mesh[mesh] = {}
             for dim in range(mesh.ndim):
@@ -176,7 +176,7 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
     few numbers for each axis, and one of the partial sums, in float32, where there are any.
 
     Args:
-        parameters: a model, a parameter, or several. Those without a gradient count nothing, but tell the axes: pass
+        parameters: a model, a parameter, or several. Those without a gradient add nothing, but define the axes: pass
             the same on all ranks.
         norm_type: above 0, `inf` or `-inf` (the smallest element).
         error_if_nonfinite: raise if the norm is NaN or infinite; on all ranks.
@@ -207,16 +207,16 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
     }
     for key, group in axes.groups.items():
         members = [mesh for mesh, keys in axes.of_mesh.items() if key in keys]
-        together = torch.stack([totals[mesh] for mesh in members])
-        dist.all_reduce(together, norm.reduction, group=group)
-        totals |= zip(members, together, strict=True)
+        stacked = torch.stack([totals[mesh] for mesh in members])
+        dist.all_reduce(stacked, norm.reduction, group=group)
+        totals |= zip(members, stacked, strict=True)
     plain = norm.of([g.local for g in gradients if g.mesh is None], device)
     total = norm.root(norm.add(torch.stack([plain, *(part.to(device) for part in totals.values())])))
     total = total.to(wide) if gradients else torch.zeros((), device=device)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
-            f"the total norm of the gradients is {total.item()}, so they cannot be clipped; with "
-            "error_if_nonfinite=False they are left as they are"
+            f"the total norm of the gradients is {total.item()}, so they cannot be clipped; "
+            "error_if_nonfinite=False leaves them unchanged"
         )
     return total
 
@@ -243,7 +243,7 @@ def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm
     norm = float(total_norm)
     if not math.isfinite(norm):
         warnings.warn(
-            f"the total norm of the gradients is {norm}: they are not clipped but left as they are; skip this step",
+            f"the total norm of the gradients is {norm}: they are left unclipped; skip this step",
             RuntimeWarning,
             stacklevel=3,
         )

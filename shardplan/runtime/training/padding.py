@@ -1,4 +1,4 @@
-"""Batches whose length tp divides, as sequence parallelism wants them."""
+"""Padding batches to a length that tp divides, as sequence parallelism needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pad_to_multiple(
         batch: keyword arguments of the model: input_ids, labels, attention_mask, position_ids, token_type_ids [batch,
             sequence], inputs_embeds [batch, sequence, hidden]; other values stay as they are. A batch without an
             attention_mask gets none: causal attention does not look behind the end.
-        multiple: what shall divide the length: the size of the tp axis.
+        multiple: must divide the length: the size of the tp axis.
         pad_token_id: fills input_ids.
         fill: argument -> value, for further arguments of [batch, sequence, ...], or instead of the usual ones.
 
@@ -40,8 +40,8 @@ def pad_to_multiple(
     known = {name: value for name, value in batch.items() if name in fills and isinstance(value, Tensor)}
     lengths = {name: value.shape[1] for name, value in known.items() if value.dim() >= 2}
     if len(set(lengths.values())) != 1:
-        said = ", ".join(f"{name} {length}" for name, length in lengths.items())
-        raise ValueError(f"the sequences have no one length: {said or 'there are none'}")
+        listed = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ValueError(f"the sequences need one common length: {listed or 'there are none'}")
     more = -next(iter(lengths.values())) % multiple
     if not more:
         return dict(batch)
