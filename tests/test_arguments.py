@@ -9,7 +9,7 @@ import torch
 
 import shardplan
 from shardplan import Model, TrainingStep
-from shardplan.api.keywords import MeshOptions, ModelOptions, said, sizes_of
+from shardplan.api.keywords import MeshOptions, ModelOptions, sizes_of, split_options
 from shardplan.core.dtypes import dtype_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.cost.step_options import StepOptions
@@ -74,7 +74,7 @@ def test_options_are_the_fields_of_the_records() -> None:
         names = [name for name in inspect.signature(record).parameters if name != first]
         assert sorted(options.__annotations__) == sorted(names)
     assert set(MeshOptions.__annotations__) <= set(inspect.signature(MeshSizes).parameters)
-    assert said("f", {"tp": 2, "settings": {}}, ModelOptions, MeshOptions) == [{"settings": {}}, {"tp": 2}]
+    assert split_options("f", {"tp": 2, "settings": {}}, ModelOptions, MeshOptions) == [{"settings": {}}, {"tp": 2}]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "torch.bfloat16", torch.bfloat16])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
 from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyPlan, AnyReduced, Model
 
-from .keywords import AnyMesh, ModelOptions, model_of, said, sizes_of
+from .keywords import AnyMesh, ModelOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,7 @@ def compile_plan(
         PlanError: all that `validate` can tell before its last stage.
         TypeError, ValueError: a wrong argument.
     """
-    of_model, changes = said("compile_plan", options, ModelOptions, Changes)
+    of_model, changes = split_options("compile_plan", options, ModelOptions, Changes)
     compiled = compile_variant(
         model_of(model, of_model),
         sizes_of(mesh, {}),
@@ -136,7 +136,7 @@ def apply_plan(
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
 
-    of_model, changes = said("apply_plan", options, LiveModelOptions, Changes)
+    of_model, changes = split_options("apply_plan", options, LiveModelOptions, Changes)
     refuse_used(model)
     plan_mesh, named = read_mesh(mesh, axes), Model(model, **of_model)
     with same_on_all_ranks(mesh) as say:
@@ -153,9 +153,9 @@ def apply_plan(
     elif compiled.small is not None:
         _, read = compiled.given.both
         asked = Question(compiled.small, named, read, changes.get("logits", "plan"), allow_unproven)
-        found, how = prove_on_first_rank(asked, program.resolved.overlays, mesh)
+        found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
         raise_errors(found, compiled.given.sources, strict=strict)
-        warnings, proof = (*warnings, *found), f"proven {how}, on a reduced model"
+        warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"
     result = apply_program(
         model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings, proof=proof
     )

@@ -14,7 +14,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, variant_name
 from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
 
-from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, said, sizes_of
+from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits
@@ -77,7 +77,7 @@ def validate(
             (`compiler.early.NoCheckpoint`).
         TypeError: something that is no model or no plan; the same said twice.
     """
-    of_model, of_mesh = said("validate", options, ModelOptions, MeshOptions)
+    of_model, of_mesh = split_options("validate", options, ModelOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
     report = look_early(named, plan, sizes, sequence_parallel, quick=quick)
     if report.ok and not quick:
@@ -152,7 +152,7 @@ def coverage(
     from shardplan.core.coverage import Coverage, covered
     from shardplan.report.errors import raise_errors
 
-    (of_model,) = said("coverage", options, ModelOptions)
+    (of_model,) = split_options("coverage", options, ModelOptions)
     given = look_up(model_of(model, of_model), plan)
     raise_errors(given.findings, given.sources)
     found, read = given.both
@@ -194,7 +194,7 @@ def verify(
     from shardplan.proof.prove import prove
     from shardplan.report.errors import raise_errors
 
-    of_model, of_mesh = said("verify", options, ModelOptions, MeshOptions)
+    of_model, of_mesh = split_options("verify", options, ModelOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
     if sizes.tp is None:
         raise TypeError("verify needs a size of tp")

@@ -14,7 +14,7 @@ from shardplan.core.sources import SourceMap
 from shardplan.cost.step_options import StepOptions, modelled, step_of
 
 from .apply import program_or_raise
-from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, said, sizes_of
+from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
     from shardplan.core.estimates import Device, Estimate, Sweep, TrainingStep
@@ -60,7 +60,9 @@ def estimate(
         PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
         ValueError: a wrong size, word or device; cp, or a data-parallel backend other than fsdp2; a process group exists.
     """
-    of_model, of_mesh, of_step, changes = said("estimate", options, ModelOptions, MeshOptions, StepOptions, Changes)
+    of_model, of_mesh, of_step, changes = split_options(
+        "estimate", options, ModelOptions, MeshOptions, StepOptions, Changes
+    )
     meshes = [modelled(sizes_of(mesh, of_mesh))]
     (made,) = _estimates(model_of(model, of_model), plan, meshes, step_of(step, of_step), device, changes, progress)
     if isinstance(made, PlanError):
@@ -93,7 +95,7 @@ def sweep(
     from shardplan.cost.mesh_candidates import in_order, meshes_of
 
     meshes = meshes_of(gpus)
-    of_model, of_step, changes = said("sweep", options, ModelOptions, StepOptions, Changes)
+    of_model, of_step, changes = split_options("sweep", options, ModelOptions, StepOptions, Changes)
     made = _estimates(model_of(model, of_model), plan, meshes, step_of(step, of_step), device, changes, progress)
     errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
     if len(errors) == len(meshes):

@@ -32,7 +32,7 @@ class MeshOptions(TypedDict, total=False):
     cp: int
 
 
-def said(function: str, options: Mapping[str, Any], *kinds: type) -> list[Any]:
+def split_options(function: str, options: Mapping[str, Any], *kinds: type) -> list[Any]:
     """The keyword arguments of a function by the TypedDict that has them.
 
     Raises:

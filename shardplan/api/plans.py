@@ -16,7 +16,7 @@ from shardplan.core.report import Report, ordered
 from shardplan.core.sources import SourceMap
 
 from .check import validate
-from .keywords import ModelOptions, model_of, said
+from .keywords import ModelOptions, model_of, split_options
 
 if TYPE_CHECKING:
     from shardplan.authoring.convert.foreign_sources import Form
@@ -82,7 +82,7 @@ def init_plan(
 
     if tp < 2:
         raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
-    (of_model,) = said("init_plan", options, ModelOptions)
+    (of_model,) = split_options("init_plan", options, ModelOptions)
     named = model_of(model, of_model)
     found, about_model = find_model(named)
     raise_errors(about_model, SourceMap())
@@ -168,7 +168,7 @@ def convert_plan(
         raise ValueError("give a source or an import path, one of both")
     if form is not None and form not in FORMS:
         raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
-    (of_model,) = said("convert_plan", options, ModelOptions)
+    (of_model,) = split_options("convert_plan", options, ModelOptions)
     named = None if model is None else model_of(model, of_model)
     found, about_model = (None, ()) if named is None else find_model(named)
     if named is not None and found is None:

@@ -27,8 +27,8 @@ def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
 
     What the model's own code prints goes to stderr: stdout is the report's.
     """
-    said = vars(args)
-    options = {name: said[name] for name in OPTIONS if name in said}
+    values = vars(args)
+    options = {name: values[name] for name in OPTIONS if name in values}
     progress(f"reading {args.model}")
     try:
         with redirect_stdout(sys.stderr):

@@ -230,11 +230,11 @@ class MegatronFSDPConfig(Config):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         self.check()
-        said = {name: value for name, value in self.to_dict().items() if name in options(MegatronFSDP)}
-        said["check_for_nan_in_grad"] = self.report_nan_in_param_grad
+        values = {name: value for name, value in self.to_dict().items() if name in options(MegatronFSDP)}
+        values["check_for_nan_in_grad"] = self.report_nan_in_param_grad
         if self.init_fsdp_with_meta_device:
-            said["init_model_with_meta_device"] = True
-        section = {"backend": self.backend, "megatron_fsdp": said}
+            values["init_model_with_meta_device"] = True
+        section = {"backend": self.backend, "megatron_fsdp": values}
         if self.megatron_fsdp_unit_modules is not None:
             section["units"] = units_of_classes(model, self.megatron_fsdp_unit_modules)
         return {
@@ -300,11 +300,11 @@ class DDPConfig(Config):
 
     def arguments(self, model: nn.Module) -> dict[str, Any]:
         self.check()
-        said = {name: value for name in options(DDP) if (value := getattr(self, name)) is not None}
+        values = {name: value for name in options(DDP) if (value := getattr(self, name)) is not None}
         if self.bucket_cap_mb is not None:
-            said["bucket_cap_mb"] = int(self.bucket_cap_mb)
+            values["bucket_cap_mb"] = int(self.bucket_cap_mb)
         return {
-            "data_parallel": {"backend": self.backend, "ddp": said},
+            "data_parallel": {"backend": self.backend, "ddp": values},
             "activation_checkpointing": _checkpointing(self.activation_checkpointing),
             "autocast_dtype": self.autocast_dtype,
         }

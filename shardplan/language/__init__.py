@@ -4,12 +4,12 @@ from typing import Any
 
 from .foreign import from_hf_tp_plan
 from .form import UNKNOWN_FIELD, VERSION, WRONG_VALUE
-from .lint import CANNOT_BOTH_HOLD, NO_EFFECT, NOTHING_SAID, lint_plan
+from .lint import CONTRADICTION, EMPTY_PART, NO_EFFECT, lint_plan
 from .parents import CIRCLE, NO_PARENT, OUTSIDE
 from .parse_findings import TOO_LARGE
 from .parsing import Parsed, parse_plan, parse_text
 from .plan_files import CANNOT_READ, builtin_plans
-from .read_rules import NONE_WITHOUT_PARENT, NOT_TAKEN, UNKNOWN_STYLE, WRONG_EXPRESSION, WRONG_GLOB
+from .read_rules import NONE_WITHOUT_PARENT, UNKNOWN_STYLE, WRONG_EXPRESSION, WRONG_GLOB, WRONG_OPTION
 from .syntax import DUPLICATE_KEY, SYNTAX
 
 CODES = (
@@ -19,7 +19,7 @@ CODES = (
     UNKNOWN_FIELD,
     WRONG_VALUE,
     UNKNOWN_STYLE,
-    NOT_TAKEN,
+    WRONG_OPTION,
     NO_PARENT,
     CIRCLE,
     OUTSIDE,
@@ -28,9 +28,9 @@ CODES = (
     WRONG_EXPRESSION,
     VERSION,
     NONE_WITHOUT_PARENT,
-    CANNOT_BOTH_HOLD,
+    CONTRADICTION,
     NO_EFFECT,
-    NOTHING_SAID,
+    EMPTY_PART,
 )
 
 

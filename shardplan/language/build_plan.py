@@ -63,8 +63,8 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     assert written is not None, pattern  # a rule without a style is passed over
     style = canonical_style(written)
     assert style is not None, written
-    said = () if isinstance(entry, str) else entry.model_fields_set
-    options = {name: getattr(entry, name) for name in said}
+    named = () if isinstance(entry, str) else entry.model_fields_set
+    options = {name: getattr(entry, name) for name in named}
     options.pop("style", None)
     options.pop("sum_outputs", None)
     if isinstance(options.get("packed"), list):
@@ -77,10 +77,10 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     return Rule(pattern, style, location, **options)
 
 
-def read_section(section: type[Section], said: Strict, path: Path, file: str) -> Section:
+def read_section(section: type[Section], model: Strict, path: Path, file: str) -> Section:
     """A section from what a document says of it."""
-    names = [name for name in options(section) if name in said.model_fields_set]
-    values = {name: _value(getattr(said, name), (*path, name), file) for name in names}
+    names = [name for name in options(section) if name in model.model_fields_set]
+    values = {name: _value(getattr(model, name), (*path, name), file) for name in names}
     given = {name: Location(file, (*path, name)) for name in names}
     return section(**values, location=Location(file, path), given=given)
 

@@ -20,7 +20,7 @@ from .inherit import effective_sections
 from .parse_findings import Findings, quoted
 from .parsing import Parsed, parse_plan
 
-CANNOT_BOTH_HOLD = Code(
+CONTRADICTION = Code(
     code="SP116",
     title="two rules that cannot both hold",
     text="""
@@ -59,7 +59,7 @@ NO_EFFECT = Code(
       model.layers.*.self_attn.{q,k,v}_proj: colwise
     """,
 )
-NOTHING_SAID = Code(
+EMPTY_PART = Code(
     code="SP118",
     title="a part of the plan that says nothing",
     text="""
@@ -138,7 +138,7 @@ def _report_pair(earlier: Rule, later: Rule, text: str, findings: Findings) -> N
     if earlier.style == later.style:
         difference = f"the style `{later.style}` with different options"
     findings.add(
-        CANNOT_BOTH_HOLD,
+        CONTRADICTION,
         f"two rules give {quoted(text)} {difference}",
         later.location.path,
         "key",
@@ -175,4 +175,4 @@ def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> 
 
 
 def _warn_nothing(message: str, path: tuple[str, ...], help: str, findings: Findings) -> None:
-    findings.add(NOTHING_SAID, message, path, "key", help=help, severity=Severity.WARNING)
+    findings.add(EMPTY_PART, message, path, "key", help=help, severity=Severity.WARNING)

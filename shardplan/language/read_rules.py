@@ -38,7 +38,7 @@ UNKNOWN_STYLE = Code(
       model.layers.*.mlp.up_proj: colwise
     """,
 )
-NOT_TAKEN = Code(
+WRONG_OPTION = Code(
     code="SP107",
     title="an option that the style does not take",
     text="""
@@ -150,8 +150,12 @@ def _rules(root: Node) -> Iterator[_Rule]:
                 case Scalar(str(style)):
                     yield _Rule(path, style, path, None)
                 case MapNode() as options:
-                    said = options.get("style")
-                    text = said.value if isinstance(said, Scalar) and isinstance(said.value, str) else None
+                    style_node = options.get("style")
+                    text = (
+                        style_node.value
+                        if isinstance(style_node, Scalar) and isinstance(style_node.value, str)
+                        else None
+                    )
                     yield _Rule(path, text, (*path, "style"), options)
 
 
@@ -176,7 +180,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
         path = (*rule.path, entry.key)
         if not takes(style, entry.key):
             message = f"the style `{rule.style}` takes no option `{entry.key}`"
-            findings.add(NOT_TAKEN, message, path, "key", help=_who_takes(entry.key))
+            findings.add(WRONG_OPTION, message, path, "key", help=_who_takes(entry.key))
         elif entry.key == "output" and isinstance(entry.value, Scalar):
             _check_output(rule.style, style, entry.value.value, path, findings)
 
@@ -187,7 +191,7 @@ def _check_output(written: str, style: str, value: object, path: Path, findings:
     if value not in able and others:
         only = " and ".join(f"`{one}`" for one in able)
         message = f"the style `{written}` has no `output: {value}`, only {only}"
-        findings.add(NOT_TAKEN, message, path, help=f"`output: {value}` goes with {', '.join(others)}")
+        findings.add(WRONG_OPTION, message, path, help=f"`output: {value}` goes with {', '.join(others)}")
 
 
 def _who_takes(option: str) -> str:

@@ -67,7 +67,7 @@ def option_rules() -> list[dict[str, Any]]:
         ({"required": ["output"], "properties": {"output": {"const": value}}}, takers("output", value))
         for value in get_args(Output)
     ]
-    return [{"if": said, "then": {"properties": {"style": {"enum": list(names)}}}} for said, names in rules]
+    return [{"if": condition, "then": {"properties": {"style": {"enum": list(names)}}}} for condition, names in rules]
 
 
 def none_rule() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from shardplan.model import FoundModel, hf_tp_plan
 from . import deepspeed
 from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM
 from .cuts import with_cuts
-from .entries import Entry, Meaning, NotSaid, finding
+from .entries import Entry, Meaning, NotConvertible, finding
 from .foreign_names import meaning_of_name
 from .foreign_places import Places, glob_of_key
 from .foreign_rules import Rules, overlay, rules_of
@@ -70,8 +70,8 @@ def convert(
     if read.data is None or any(d.is_error for d in read.diagnostics):
         return Conversion(None, None, read.diagnostics, read.sources)
     try:
-        rules, told, notes = _rules(read, form, found)
-    except NotSaid as error:
+        rules, plan_form, notes = _rules(read, form, found)
+    except NotConvertible as error:
         findings = (*read.diagnostics, error.finding(Location(read.name)))
         return Conversion(None, None, findings, read.sources)
     findings = (*read.diagnostics, *rules.findings)
@@ -83,7 +83,7 @@ def convert(
     model = (found.tree.model_type or found.tree.class_names[0]) if found is not None else None
     heading = Heading(
         name=name or model or _stem(read.name),
-        description=f"Converted from {OF[told]}.",
+        description=f"Converted from {OF[plan_form]}.",
         models=(model,) if model else (),
         notes=notes,
     )
@@ -114,24 +114,24 @@ def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[R
     """
     places = Places(found.tree) if found is not None else None
     config = deepspeed.find_config(read.data)
-    told = _form(read, form, is_deepspeed=config is not None)
+    plan_form = _form(read, form, is_deepspeed=config is not None)
     if config is not None:
-        return _deepspeed(read, *config, places), told, ()
-    meaning_of = _meanings(told)
+        return _deepspeed(read, *config, places), plan_form, ()
+    meaning_of = _meanings(plan_form)
     findings: list[Diagnostic] = []
-    entries = _entries(read, read.data, meaning_of, told, places, findings)
+    entries = _entries(read, read.data, meaning_of, plan_form, places, findings)
     rules = rules_of(entries if found is None else with_cuts(entries, found, findings))
     rules.findings[:0] = findings
     if read.sequence_parallel is None:
         derived = any(rules.whole.get(p) != options for p, options in rules.sliced.items())
-        return rules, told, (DERIVED,) if derived else ()
+        return rules, plan_form, (DERIVED,) if derived else ()
     findings = []
-    entries = _entries(read, read.sequence_parallel, meaning_of, told, places, findings)
+    entries = _entries(read, read.sequence_parallel, meaning_of, plan_form, places, findings)
     second = rules_of(entries if found is None else with_cuts(entries, found, findings))
     left_out = {pattern: {"style": "replicate"} for pattern in rules.whole if pattern not in second.sliced}
     known = {(d.code, d.message) for d in rules.findings}
     more = [d for d in (*findings, *second.findings) if (d.code, d.message) not in known]
-    return Rules(rules.whole, {**second.sliced, **left_out}, [*rules.findings, *more]), told, ()
+    return Rules(rules.whole, {**second.sliced, **left_out}, [*rules.findings, *more]), plan_form, ()
 
 
 def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
@@ -139,22 +139,24 @@ def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
     data = read.data
     if is_deepspeed:
         if form not in (None, "deepspeed"):
-            raise NotSaid(NO_FORM, f"this is {OF['deepspeed']}, not {OF[form]}")
+            raise NotConvertible(NO_FORM, f"this is {OF['deepspeed']}, not {OF[form]}")
         return "deepspeed"
     if form == "deepspeed":
-        raise NotSaid(
+        raise NotConvertible(
             NO_FORM, "there is no `partition_config` with `layer_specs` in it", help="docs/converting.md shows one"
         )
     if not isinstance(data, Mapping) or not data:
-        raise NotSaid(NO_FORM, "a mapping from names to styles is wanted", help="docs/converting.md shows each form")
+        raise NotConvertible(
+            NO_FORM, "a mapping from names to styles is wanted", help="docs/converting.md shows each form"
+        )
     names = all(isinstance(style, str) for style in data.values())
     any_name = any(isinstance(style, str) for style in data.values())
     if form == "torch" and names:
-        raise NotSaid(NO_FORM, "torch's styles are objects, and these are names", help="say --from transformers")
+        raise NotConvertible(NO_FORM, "torch's styles are objects, and these are names", help="say --from transformers")
     if form == "transformers" and not any_name:
-        raise NotSaid(NO_FORM, "transformers' styles are names, and none of these is")
+        raise NotConvertible(NO_FORM, "transformers' styles are names, and none of these is")
     if form is None and not any_name and not any(_is_style(style) for style in data.values()):
-        raise NotSaid(
+        raise NotConvertible(
             NO_FORM,
             "the values are neither names of styles nor styles",
             help="a mapping from names to styles is wanted; docs/converting.md shows each form",
@@ -183,19 +185,19 @@ def _entries(
     findings: list[Diagnostic],
 ) -> list[Entry]:
     """What a mapping says, with what cannot be said among the findings."""
-    said: list[tuple[str, Meaning, Location]] = []
+    meanings: list[tuple[str, Meaning, Location]] = []
     for key, style in data.items():
         at = Location(read.name, (str(key),))
         try:
-            said.append((glob_of_key(key), meaning_of(style), at))
-        except NotSaid as error:
+            meanings.append((glob_of_key(key), meaning_of(style), at))
+        except NotConvertible as error:
             findings.append(error.finding(at))
     if places is None:
-        return [Entry(glob, meaning, at) for glob, meaning, at in said]
+        return [Entry(glob, meaning, at) for glob, meaning, at in meanings]
     # A class's own plan is written without the name of the base model.
-    prefix = places.below([g for g, *_ in said if not places.of((g,))]) if form == "transformers" else None
+    prefix = places.below([g for g, *_ in meanings if not places.of((g,))]) if form == "transformers" else None
     entries = []
-    for glob, meaning, at in said:
+    for glob, meaning, at in meanings:
         names = places.of((glob,))
         if not names and prefix is not None:
             glob = f"{prefix}.{glob}"
@@ -213,7 +215,7 @@ def _deepspeed(
 ) -> Rules:
     """The first spec that matches a weight holds for it."""
     if with_preset:
-        raise NotSaid(
+        raise NotConvertible(
             NO_FORM,
             "DeepSpeed adds the specs of `preset_model` to these, and they are not in the file",
             help="say `use_default_specs: false`, and write down the specs that are needed",

@@ -10,7 +10,7 @@ from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.language.parse_findings import quoted
 
 from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM, NO_GLOB, NO_LAYOUTS, NO_STYLE
-from .entries import Meaning, NotSaid, finding
+from .entries import Meaning, NotConvertible, finding
 from .regexes import NoGlob, globs_of
 
 FIELDS = {"patterns", "partition_type", "shape", "partition_dim", "model_types", "gather_output"}
@@ -55,7 +55,7 @@ def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool]
     if isinstance(section.get("layer_specs"), (list, tuple)):
         return section, path, False
     if path or "preset_model" in section or "autotp_size" in section:
-        raise NotSaid(
+        raise NotConvertible(
             NO_FORM,
             "this config has no `partition_config`: what is split is in DeepSpeed's own tables, not in it",
             help="`shardplan convert hf --model MODEL` converts transformers' plan, which DeepSpeed prefers too",
@@ -73,7 +73,7 @@ def specs(
         at = Location(file, (*path, "layer_specs", i), "value")
         try:
             found += _spec(spec, at, findings, model_type, has_model=has_model)
-        except NotSaid as error:
+        except NotConvertible as error:
             findings.append(error.finding(at))
     return found, findings
 
@@ -82,12 +82,12 @@ def _spec(
     spec: Any, at: Location, findings: list[Diagnostic], model_type: str | None, *, has_model: bool
 ) -> Iterator[Spec]:
     if not isinstance(spec, Mapping) or not isinstance(spec.get("patterns"), (list, tuple)):
-        raise NotSaid(NO_FORM, "a layer spec is a mapping with a list of `patterns`")
+        raise NotConvertible(NO_FORM, "a layer spec is a mapping with a list of `patterns`")
     unknown = sorted(set(spec) - FIELDS)
     if unknown:
-        raise NotSaid(NO_FORM, f"a layer spec has no field {quoted(str(unknown[0]))}")
+        raise NotConvertible(NO_FORM, f"a layer spec has no field {quoted(str(unknown[0]))}")
     if spec.get("model_types") and not has_model:
-        raise NotSaid(NEEDS_MODEL, "the spec is for some model types only", help="name the model: --model")
+        raise NotConvertible(NEEDS_MODEL, "the spec is for some model types only", help="name the model: --model")
     if spec.get("model_types") and str(model_type).lower() not in [str(t).lower() for t in spec["model_types"]]:
         findings.append(finding(LEFT_OUT, f"the spec is not for the model type {model_type}", at, warning=True))
         return
@@ -114,30 +114,32 @@ def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
     """Raises NotSaid (SP541, SP542)."""
     split = str(spec.get("partition_type", "column")).lower()
     if split not in TYPES:
-        raise NotSaid(NO_STYLE, f"there is no partition type {quoted(split)}", help=f"they are {', '.join(TYPES)}")
+        raise NotConvertible(
+            NO_STYLE, f"there is no partition type {quoted(split)}", help=f"they are {', '.join(TYPES)}"
+        )
     if split == "skip":
         return None
     kind, dim = ("colwise", 0) if split == "column" else ("rowwise", 1)
-    said = f"partition_type {split}"
+    label = f"partition_type {split}"
     partition_dim = spec.get("partition_dim")
     if partition_dim is not None and partition_dim != dim:
-        raise NotSaid(
-            NO_LAYOUTS, f"{said} with partition_dim {partition_dim}: of a weight [out, in] it splits dim {dim}"
+        raise NotConvertible(
+            NO_LAYOUTS, f"{label} with partition_dim {partition_dim}: of a weight [out, in] it splits dim {dim}"
         )
     gathered = bool(spec.get("gather_output", False))
     if gathered and kind == "rowwise":
-        raise NotSaid(NO_LAYOUTS, f"{said} with gather_output: what is summed up is whole")
+        raise NotConvertible(NO_LAYOUTS, f"{label} with gather_output: what is summed up is whole")
     source, destination = ("whole", "whole" if gathered else "features") if kind == "colwise" else ("features", "whole")
     shape = spec.get("shape")
     if shape is None:
-        return Meaning(kind, said, source, destination)  # type: ignore[arg-type]
-    parts = _parts(shape, dim, said)
+        return Meaning(kind, label, source, destination)  # type: ignore[arg-type]
+    parts = _parts(shape, dim, label)
     if gathered:
-        raise NotSaid(NO_LAYOUTS, f"{said} of several parts with gather_output")
-    return Meaning("style", said, options={"style": f"packed_{kind}", "packed": parts})
+        raise NotConvertible(NO_LAYOUTS, f"{label} of several parts with gather_output")
+    return Meaning("style", label, options={"style": f"packed_{kind}", "packed": parts})
 
 
-def _parts(shape: Any, dim: int, said: str) -> int | list[int]:
+def _parts(shape: Any, dim: int, label: str) -> int | list[int]:
     """The parts of a packed dimension: their number, or their sizes."""
     if isinstance(shape, (list, tuple)) and len(shape) == 2 and shape[1 - dim] == -1:
         match shape[dim]:
@@ -145,8 +147,8 @@ def _parts(shape: Any, dim: int, said: str) -> int | list[int]:
                 return number
             case list() | tuple() as sizes if sizes and all(type(size) is int and size > 0 for size in sizes):
                 return list(sizes)
-    raise NotSaid(
+    raise NotConvertible(
         NO_LAYOUTS,
-        f"{said} with the shape {shape}: only the split dim of a matrix can have parts, the other is -1",
+        f"{label} with the shape {shape}: only the split dim of a matrix can have parts, the other is -1",
         help="experts in one weight are split by `packed_colwise`, `rowwise` and `moe_tp_experts`",
     )

@@ -22,7 +22,7 @@ class Meaning:
     Args:
         kind: it splits by output or by input features, runs on slices of the sequence, moves an input or an output; is a
             style of ours already; or has nothing to say here.
-        said: as the source has it, for messages.
+        label: as the source has it, for messages.
         takes, hands: what arrives and what is handed on.
         dtensor: whether it is handed on as a DTensor, which carries its layout along.
         seq_dim: the dim of `sequence`.
@@ -35,7 +35,7 @@ class Meaning:
     """
 
     kind: Kind
-    said: str
+    label: str
     source: Spread | None = None
     destination: Spread | None = None
     dtensor: bool = False
@@ -76,7 +76,7 @@ class Entry:
         return ".".join(parts[: indices[0] + 1]) if indices else None
 
 
-class NotSaid(Exception):
+class NotConvertible(Exception):
     """An entry that no plan of ours says.
 
     Args:

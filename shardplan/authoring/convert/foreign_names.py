@@ -7,7 +7,7 @@ from shardplan.language.parse_findings import quoted
 from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
 
 from .convert_codes import NO_STYLE
-from .entries import Meaning, NotSaid, Spread
+from .entries import Meaning, NotConvertible, Spread
 
 # The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, takes, hands).
 TORCH: dict[str, tuple[str, Spread, Spread]] = {
@@ -35,18 +35,22 @@ def meaning_of_name(name: object) -> Meaning:
         NotSaid: SP541.
     """
     if not isinstance(name, str):
-        raise NotSaid(NO_STYLE, "a style is a name here, not a list, a mapping or a number", help="write its name")
-    said = quoted(name)
+        raise NotConvertible(
+            NO_STYLE, "a style is a name here, not a list, a mapping or a number", help="write its name"
+        )
+    label = quoted(name)
     if name in REFUSED:
-        raise NotSaid(NO_STYLE, f"{said} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`")
+        raise NotConvertible(
+            NO_STYLE, f"{label} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`"
+        )
     if name in TORCH:
         kind, source, destination = TORCH[name]
-        return Meaning(kind, said, source, destination, unsure=name == "rowwise_rep")  # type: ignore[arg-type]
+        return Meaning(kind, label, source, destination, unsure=name == "rowwise_rep")  # type: ignore[arg-type]
     if name == "sequence_parallel":
-        return Meaning("sequence", said, "sequence", "sequence", dtensor=True)
+        return Meaning("sequence", label, "sequence", "sequence", dtensor=True)
     style = canonical_style(name)
     if style is None or style == NONE:
         near = closest(name, (*STYLES, *ALIASES), cutoff=0.75)
         help = f"did you mean `{near}`?" if near else "docs/language.md has the table of styles"
-        raise NotSaid(NO_STYLE, f"there is no style {said}", help=help)
-    return Meaning("style", said, options={"style": style})
+        raise NotConvertible(NO_STYLE, f"there is no style {label}", help=help)
+    return Meaning("style", label, options={"style": style})

@@ -13,7 +13,7 @@ from shardplan.language.globs import GlobError, parse_glob
 from shardplan.language.parse_findings import quoted
 
 from .convert_codes import NO_GLOB
-from .entries import Entry, NotSaid
+from .entries import Entry, NotConvertible
 
 
 def glob_of_key(key: object) -> str:
@@ -23,16 +23,18 @@ def glob_of_key(key: object) -> str:
         NotSaid: SP543.
     """
     if not isinstance(key, str):
-        raise NotSaid(NO_GLOB, "a key is text", help="write the name of a module")
+        raise NotConvertible(NO_GLOB, "a key is text", help="write the name of a module")
     if not key:
-        raise NotSaid(NO_GLOB, "the empty key means the model itself, for which a plan has no rule")
+        raise NotConvertible(NO_GLOB, "the empty key means the model itself, for which a plan has no rule")
     if any(character in key for character in "{},"):
-        raise NotSaid(NO_GLOB, f"{quoted(key)}: `{{`, `}}` and `,` are plain characters there, and alternatives here")
+        raise NotConvertible(
+            NO_GLOB, f"{quoted(key)}: `{{`, `}}` and `,` are plain characters there, and alternatives here"
+        )
     glob = re.sub(r"\*+", "*", key)
     try:
         parse_glob(glob)
     except GlobError as error:
-        raise NotSaid(NO_GLOB, f"{quoted(key)} is no glob: {error.reason}") from None
+        raise NotConvertible(NO_GLOB, f"{quoted(key)} is no glob: {error.reason}") from None
     return glob
 
 

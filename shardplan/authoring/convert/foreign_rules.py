@@ -11,7 +11,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.styles import STYLES
 
 from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, TWO
-from .entries import DEFAULT_SEQ_DIM, Entry, NotSaid, Spread, finding
+from .entries import DEFAULT_SEQ_DIM, Entry, NotConvertible, Spread, finding
 
 Options = dict[str, Any]
 Pair = tuple[str | None, str | None]  # the styles with the sequence whole, and with slices of it
@@ -61,31 +61,31 @@ class Rules:
 def rules_of(entries: Iterable[Entry]) -> Rules:
     """The rules for all entries, in their order."""
     rules = Rules()
-    said: list[Entry] = []
+    kept: list[Entry] = []
     for entry in entries:
         if entry.meaning.kind == "nothing":
-            message = f"`{entry.pattern}` is left out ({entry.meaning.said}): {entry.meaning.why}"
+            message = f"`{entry.pattern}` is left out ({entry.meaning.label}): {entry.meaning.why}"
             rules.findings.append(finding(LEFT_OUT, message, entry.at, warning=True))
             continue
         try:
             whole, sliced = _options(entry)
-        except NotSaid as error:
+        except NotConvertible as error:
             rules.findings.append(error.finding(entry.at))
             continue
         if entry.pattern in rules.whole.keys() | rules.sliced.keys():
             if (rules.whole.get(entry.pattern), rules.sliced.get(entry.pattern)) != (whole, sliced):
-                message = f"`{entry.pattern}` has two entries: here it is {entry.meaning.said}"
+                message = f"`{entry.pattern}` has two entries: here it is {entry.meaning.label}"
                 rules.findings.append(finding(TWO, message, entry.at, help="let one entry match each module"))
             continue
-        said.append(entry)
+        kept.append(entry)
         if whole is not None:
             rules.whole[entry.pattern] = whole
         if sliced is not None:
             rules.sliced[entry.pattern] = sliced
-    if any(entry.meaning.uses_sequence for entry in said):
-        _heads(said, rules)
-        _readers(said, rules)
-        _entrance(said, rules)
+    if any(entry.meaning.uses_sequence for entry in kept):
+        _heads(kept, rules)
+        _readers(kept, rules)
+        _entrance(kept, rules)
     return rules
 
 
@@ -108,15 +108,15 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
     meaning, kinds = entry.meaning, entry.kinds
     if kinds is not None and "embedding" in kinds and len(kinds) > 1:
         message = (
-            f"`{entry.pattern}` matches embeddings and other modules, for which {meaning.said} means different things"
+            f"`{entry.pattern}` matches embeddings and other modules, for which {meaning.label} means different things"
         )
-        raise NotSaid(NO_LAYOUTS, message, help="write an entry for each")
+        raise NotConvertible(NO_LAYOUTS, message, help="write an entry for each")
     if kinds is not None and not kinds.isdisjoint(("norm", "dropout", "list")):
-        raise NotSaid(NO_LAYOUTS, f"{meaning.said} splits a matrix, and `{entry.pattern}` has none")
+        raise NotConvertible(NO_LAYOUTS, f"{meaning.label} splits a matrix, and `{entry.pattern}` has none")
     if kinds is None and meaning.unsure:
-        raise NotSaid(
+        raise NotConvertible(
             NEEDS_MODEL,
-            f"`{entry.pattern}`, {meaning.said}: whether it is an embedding or a linear layer only the model tells",
+            f"`{entry.pattern}`, {meaning.label}: whether it is an embedding or a linear layer only the model tells",
             help="name the model: --model",
         )
     key = (meaning.kind, meaning.source, meaning.destination)
@@ -136,18 +136,18 @@ def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | 
     if pair is None:
         meaning = entry.meaning
         what = f"{meaning.source} arrives and {meaning.destination} is handed on"
-        raise NotSaid(
+        raise NotConvertible(
             NO_LAYOUTS,
-            f"no style of ours means what `{entry.pattern}` says: {meaning.said}",
+            f"no style of ours means what `{entry.pattern}` says: {meaning.label}",
             help=f"{what}: docs/language.md has the styles with what each takes and hands on",
         )
     whole, sliced = pair
-    if _hands_split_logits(entry):
+    if _outputs_split_logits(entry):
         whole, sliced = "colwise_vocab", sliced if entry.meaning.source == "sequence" else "colwise_vocab"
     return {"style": whole} if whole else None, _with_dim(entry, {"style": sliced}) if sliced else None
 
 
-def _hands_split_logits(entry: Entry) -> bool:
+def _outputs_split_logits(entry: Entry) -> bool:
     """Whether it is in no layer and hands on a DTensor that is split over its last dim: an output head."""
     meaning = entry.meaning
     return meaning.kind == "colwise" and meaning.destination == "features" and meaning.dtensor and entry.layer is None
@@ -158,7 +158,7 @@ def _block_input(entry: Entry) -> tuple[Options | None, Options | None]:
     whole, sliced = _styled(entry, INPUT.get((meaning.source, meaning.destination)))
     assert sliced is not None  # INPUT has a style with slices for each
     if meaning.position > 0:
-        raise NotSaid(
+        raise NotConvertible(
             NO_LAYOUTS,
             f"`{entry.pattern}` moves the argument number {meaning.position + 1}: a rule names its argument",
             help="name it in `input_kwarg_layouts`",
@@ -198,8 +198,8 @@ def _heads(entries: list[Entry], rules: Rules) -> None:
             rules.sliced[head.pattern] = dict(rules.whole[head.pattern])
             if implied:
                 _say_implied(rules, head, f"`{norms[0].pattern}`")
-        elif _hands_split_logits(head):
-            raised = NotSaid(
+        elif _outputs_split_logits(head):
+            raised = NotConvertible(
                 NO_LAYOUTS,
                 f"`{head.pattern}` takes slices of the sequence and hands on split logits",
                 help="gather the sequence at the norm in front of it, one `SequenceParallel` outside of the layers",
@@ -251,7 +251,7 @@ def _entrance(entries: list[Entry], rules: Rules) -> None:
         return
     layers = {e.layer for e in entries if e.layer is not None and e.meaning.uses_sequence}
     if len(layers) != 1 or not next(iter(layers)).endswith(".*"):
-        raised = NotSaid(
+        raised = NotConvertible(
             NO_LAYOUTS,
             f"`{sources[0].pattern}` hands on slices of the sequence, and which module takes them first cannot be told",
             help="say it of the first layer: `PrepareModuleInput(Replicate() -> Shard(1))`",

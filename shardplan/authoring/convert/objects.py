@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from shardplan.runtime.parallel.single_style import OwnStyle
 
 from .convert_codes import NO_LAYOUTS, NO_STYLE
-from .entries import Meaning, NotSaid, Spread
+from .entries import Meaning, NotConvertible, Spread
 from .foreign_names import meaning_of_name
 
 
@@ -32,18 +32,18 @@ def meaning_of_style(style: object) -> Meaning:
     """
     if isinstance(style, str):
         return meaning_of_name(style)
-    said = type(style).__name__
+    label = type(style).__name__
     if not isinstance(style, ParallelStyle):
-        raise NotSaid(
-            NO_STYLE, f"an object of class {said} is no style", help="a style is a ParallelStyle of torch, or a name"
+        raise NotConvertible(
+            NO_STYLE, f"an object of class {label} is no style", help="a style is a ParallelStyle of torch, or a name"
         )
     if type(style) in TORCH:
         return TORCH[type(style)](style)
-    known = KNOWN.get(said)
+    known = KNOWN.get(label)
     if known is None or not isinstance(style, known[0]):
-        raise NotSaid(
+        raise NotConvertible(
             NO_STYLE,
-            f"{said} is a class of its own: its layouts do not tell what its code does",
+            f"{label} is a class of its own: its layouts do not tell what its code does",
             help="write torch's class in its place, or a rule for these modules by hand",
         )
     return known[1](style)
@@ -51,17 +51,17 @@ def meaning_of_style(style: object) -> Meaning:
 
 def _matrix(kind: Literal["colwise", "rowwise"]) -> Callable[[Any], Meaning]:
     def read(style: ColwiseParallel | RowwiseParallel) -> Meaning:
-        (arrives,), (left,) = style.input_layouts, style.output_layouts
-        said = f"{type(style).__name__}({_word(arrives)} -> {_word(left)})"
-        source, in_dim = _spread(arrives, said)
-        destination, out_dim = _spread(left, said)
+        (incoming,), (outgoing,) = style.input_layouts, style.output_layouts
+        label = f"{type(style).__name__}({_word(incoming)} -> {_word(outgoing)})"
+        source, in_dim = _spread(incoming, label)
+        destination, out_dim = _spread(outgoing, label)
         return Meaning(
             kind,
-            said,
+            label,
             source,
             destination,
             dtensor=not style.use_local_output,
-            seq_dim=_one({in_dim, out_dim}, said),
+            seq_dim=_one({in_dim, out_dim}, label),
             unsure=kind == "rowwise" and (source, destination) == ("whole", "whole"),
         )
 
@@ -69,12 +69,14 @@ def _matrix(kind: Literal["colwise", "rowwise"]) -> Callable[[Any], Meaning]:
 
 
 def _sequence(style: SequenceParallel) -> Meaning:
-    said = type(style).__name__
+    label = type(style).__name__
     (sharding,) = style.sequence_sharding
-    spread, dim = _spread(sharding, said)
+    spread, dim = _spread(sharding, label)
     if spread != "sequence":
-        raise NotSaid(NO_LAYOUTS, f"{said}({_word(sharding)}): a norm runs on slices of the sequence, dim 0 or 1")
-    return Meaning("sequence", said, "sequence", "sequence", not style.use_local_output, _one({dim}, said))
+        raise NotConvertible(
+            NO_LAYOUTS, f"{label}({_word(sharding)}): a norm runs on slices of the sequence, dim 0 or 1"
+        )
+    return Meaning("sequence", label, "sequence", "sequence", not style.use_local_output, _one({dim}, label))
 
 
 def _gathered(style: SequenceParallel) -> Meaning:
@@ -91,7 +93,7 @@ def _head_norm(style: SequenceParallel) -> Meaning:
 
 
 def _input(style: PrepareModuleInput) -> Meaning:
-    said = type(style).__name__
+    label = type(style).__name__
     pairs: list[tuple[str | int, Any, Any]] = []
     if style.input_layouts is not None and style.desired_input_layouts is not None:  # torch takes them together
         pairs += [
@@ -101,10 +103,10 @@ def _input(style: PrepareModuleInput) -> Meaning:
         pairs.append((name, layout, style.desired_input_kwarg_layouts.get(name)))
     moved = [(key, a, b) for key, a, b in pairs if a is not None and b is not None and a != b]
     if not moved:
-        return Meaning("nothing", said, why="it moves nothing, and values need no DTensor here")
+        return Meaning("nothing", label, why="it moves nothing, and values need no DTensor here")
     if len(moved) > 1:
-        raise NotSaid(NO_LAYOUTS, f"{said} moves {len(moved)} arguments, a rule moves one")
-    (key, a, b), text = moved[0], f"{said}({_word(moved[0][1])} -> {_word(moved[0][2])})"
+        raise NotConvertible(NO_LAYOUTS, f"{label} moves {len(moved)} arguments, a rule moves one")
+    (key, a, b), text = moved[0], f"{label}({_word(moved[0][1])} -> {_word(moved[0][2])})"
     (source, in_dim), (destination, out_dim) = _spread(a, text), _spread(b, text)
     return Meaning(
         "input",
@@ -119,15 +121,15 @@ def _input(style: PrepareModuleInput) -> Meaning:
 
 
 def _output(style: PrepareModuleOutput) -> Meaning:
-    said = type(style).__name__
+    label = type(style).__name__
     pairs = zip(style.output_layouts, style.desired_output_layouts, strict=True)
     moved = [(i, a, b) for i, (a, b) in enumerate(pairs) if a is not None and a != b]
     if not moved:
-        return Meaning("nothing", said, why="it moves nothing, and values need no DTensor here")
+        return Meaning("nothing", label, why="it moves nothing, and values need no DTensor here")
     if len(moved) > 1 or moved[0][0] > 0:
-        raise NotSaid(NO_LAYOUTS, f"{said} moves more than the first output, a rule moves that one")
+        raise NotConvertible(NO_LAYOUTS, f"{label} moves more than the first output, a rule moves that one")
     _, a, b = moved[0]
-    text = f"{said}({_word(a)} -> {_word(b)})"
+    text = f"{label}({_word(a)} -> {_word(b)})"
     (source, in_dim), (destination, out_dim) = _spread(a, text), _spread(b, text)
     dim = _one({in_dim, out_dim}, text)
     return Meaning("output", text, source, destination, dtensor=not style.use_local_output, seq_dim=dim)
@@ -141,14 +143,14 @@ def _both(style: PrepareModuleInputOutput) -> Meaning:
         return leaves
     return replace(
         enters,
-        said=f"{enters.said}, {leaves.said}",
+        label=f"{enters.label}, {leaves.label}",
         output=(leaves.source, leaves.destination),
         dtensor=leaves.dtensor,
-        seq_dim=_one({enters.seq_dim, leaves.seq_dim}, enters.said),
+        seq_dim=_one({enters.seq_dim, leaves.seq_dim}, enters.label),
     )
 
 
-def _spread(placement: object, said: str) -> tuple[Spread, int | None]:
+def _spread(placement: object, label: str) -> tuple[Spread, int | None]:
     """How a value is spread, and the dim of the sequence.
 
     Raises:
@@ -163,17 +165,17 @@ def _spread(placement: object, said: str) -> tuple[Spread, int | None]:
             return "sequence", dim
         case Partial(reduce_op="sum"):
             return "partial", None
-    raise NotSaid(
+    raise NotConvertible(
         NO_LAYOUTS,
-        f"{said}: {_word(placement)} is no layout of a value here",
+        f"{label}: {_word(placement)} is no layout of a value here",
         help="values are whole, partial sums, or split in the last dim (Shard(-1)) or the sequence (Shard(0), Shard(1))",
     )
 
 
-def _one(dims: set[int | None], said: str) -> int:
+def _one(dims: set[int | None], label: str) -> int:
     found = {dim for dim in dims if dim is not None}
     if len(found) > 1:
-        raise NotSaid(NO_LAYOUTS, f"{said}: two different dims of the sequence")
+        raise NotConvertible(NO_LAYOUTS, f"{label}: two different dims of the sequence")
     return next(iter(found), 1)
 
 

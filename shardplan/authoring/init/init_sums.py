@@ -20,7 +20,7 @@ def with_sums(board: Board, draft: Draft) -> Draft:
     changed = {pattern: sliced.get(pattern, {"sum_outputs": []}) for pattern in {**whole, **sliced}}
     sums = {
         "tensor_parallel": whole,
-        "sequence_parallel": {pattern: said for pattern, said in changed.items() if said != whole.get(pattern)},
+        "sequence_parallel": {pattern: sums for pattern, sums in changed.items() if sums != whole.get(pattern)},
     }
     more = replace(draft, sums={section: rules for section, rules in sums.items() if rules})
     overlays = (False, True) if draft.sequence_parallel else (False,)

@@ -160,9 +160,13 @@ class Solver:
             return
         lengths = cut(self.flow, self._product(column))
         if lengths:
-            said = packed(lengths, self.board.tree, self.tree, self._out_features(column))
-            if said is not None:
-                yield {"style": "packed_colwise"} if said == 2 else {"style": "packed_colwise", "packed": said}
+            parts_option = packed(lengths, self.board.tree, self.tree, self._out_features(column))
+            if parts_option is not None:
+                yield (
+                    {"style": "packed_colwise"}
+                    if parts_option == 2
+                    else {"style": "packed_colwise", "packed": parts_option}
+                )
         yield {"style": "colwise"}
 
     def _out_features(self, pattern: str) -> int:

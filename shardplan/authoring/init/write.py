@@ -45,12 +45,12 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Se
     lines = ['version: "1"', f"name: {_scalar(heading.name)}", f"description: {_scalar(heading.description)}"]
     lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
     lines += ["", *(f"# {line}" for line in heading.notes)]
-    said: set[str] = set()
+    written: set[str] = set()
     for section, rules in draft.sections.items():
         if rules:
             parameters = frozenset(map(tree.pattern, tree.parameters)) if tree is not None else frozenset()
             ordered = in_order(rules, tree) if tree is not None else rules
-            lines += [f"{section}:", *_rules(folded(ordered, parameters), said), ""]
+            lines += [f"{section}:", *_rules(folded(ordered, parameters), written), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
         lines += ["  reshard_after_forward: all_but_last", ""]
@@ -133,11 +133,11 @@ def braced(words: Sequence[str]) -> str:
     return f"{head}{{{','.join(inner)}}}{tail}"
 
 
-def _rules(rules: Rules, said: set[str]) -> Iterator[str]:
+def _rules(rules: Rules, written: set[str]) -> Iterator[str]:
     for pattern, options in rules.items():
         why = [_comment(options), DIVIDED if "divide" in options else ""]
-        yield from (f"  # {line}" for line in why if line and line not in said)
-        said.update(why)
+        yield from (f"  # {line}" for line in why if line and line not in written)
+        written.update(why)
         yield from _entry(pattern, options)
 
 

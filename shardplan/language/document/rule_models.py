@@ -32,7 +32,7 @@ Attributes = Annotated[
 ]
 
 ALONE = ("sum_outputs", "optional")  # what a rule without a style may say
-SAYS_SOMETHING: JsonDict = {
+NOT_EMPTY: JsonDict = {
     "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
 }
 
@@ -40,7 +40,7 @@ SAYS_SOMETHING: JsonDict = {
 class RuleOptions(Strict):
     """A style together with options, or `sum_outputs` alone."""
 
-    model_config = ConfigDict(json_schema_extra={"allOf": [SAYS_SOMETHING, *option_rules()]})
+    model_config = ConfigDict(json_schema_extra={"allOf": [NOT_EMPTY, *option_rules()]})
 
     style: Given[StyleName] = Field(
         default=None, description="What to do with the modules or parameters.", examples=["colwise"]
@@ -123,7 +123,7 @@ class RuleOptions(Strict):
     )
 
     @model_validator(mode="after")
-    def _says_something(self) -> RuleOptions:
+    def _not_empty(self) -> RuleOptions:
         if self.style is None and (self.sum_outputs is None or not self.model_fields_set <= set(ALONE)):
             raise PydanticCustomError("without_style", "no style")
         return self

@@ -44,8 +44,8 @@ def with_sections(name: str, text: str | None, base: type[_M], section: type[Sec
     """
     types = _types(section)
     members: dict[str, Any] = {
-        field: (_type(types[field], said), _field(types[field], said, default_of(section, field)))
-        for field, said in options(section).items()
+        field: (_type(types[field], option), _field(types[field], option, default_of(section, field)))
+        for field, option in options(section).items()
     }
     return create_model(name, __base__=base, __doc__=text, **members)
 
@@ -69,16 +69,16 @@ def _is_section(hint: Any) -> TypeGuard[type[Section]]:
     return isinstance(hint, type) and issubclass(hint, Section)
 
 
-def _field(hint: Any, said: Option, default: Any) -> Any:
+def _field(hint: Any, option: Option, default: Any) -> Any:
     records = " ".join(f"`{name}`: {summary}." for name, summary in RECORDS.get(hint, {}).items())
     return Field(
         default=list(default) if isinstance(default, tuple) else default,
-        description=said.text or records,
-        examples=list(said.examples),
+        description=option.text or records,
+        examples=list(option.examples),
     )
 
 
-def _type(hint: Any, said: Option) -> Any:
+def _type(hint: Any, option: Option) -> Any:
     """What pydantic reads for a type of a field."""
     if hint == Glob:
         return GlobText
@@ -87,26 +87,26 @@ def _type(hint: Any, said: Option) -> Any:
     if hint in RECORDS:
         return Literal[tuple(RECORDS[hint])]
     if hint is int:
-        return Annotated[int, Field(ge=said.least, le=said.most)]
+        return Annotated[int, Field(ge=option.least, le=option.most)]
     if hint is str:
-        return Annotated[str, Field(min_length=said.least, max_length=said.most)]
+        return Annotated[str, Field(min_length=option.least, max_length=option.most)]
     if _is_section(hint):
         return model_of(hint)
     if get_origin(hint) is tuple:
-        return GenericAlias(list, (_type(get_args(hint)[0], said),))
+        return GenericAlias(list, (_type(get_args(hint)[0], option),))
     if _is_union(hint):
         members = get_args(hint)
-        words = dict(_words(one, said) for one in members)
-        return Annotated[Union[tuple(_type(one, said) for one in members)], Either(words)]  # noqa: UP007  of a tuple
+        words = dict(_words(one, option) for one in members)
+        return Annotated[Union[tuple(_type(one, option) for one in members)], Either(words)]  # noqa: UP007  of a tuple
     return hint
 
 
-def _words(hint: Any, said: Option) -> tuple[type, str]:
+def _words(hint: Any, option: Option) -> tuple[type, str]:
     """Of a member of a union: the Python type of its values, and its words in a message."""
     if hint is bool:
         return bool, "true, false"
     if hint is int:
-        return int, said.number
+        return int, option.number
     assert get_origin(hint) is Literal, hint
     return str, ", ".join(f"`{word}`" for word in get_args(hint))
 
