@@ -32,7 +32,7 @@ def test_a_model_is_named_in_one_record_or_by_keywords() -> None:
 
 
 def test_a_model_and_its_options_beside_it_are_a_wrong_call() -> None:
-    with pytest.raises(TypeError, match="settings: say it in the Model"):
+    with pytest.raises(TypeError, match="settings: set it in the Model"):
         quick(Model("llama"), settings=SMALL)
 
 
@@ -42,9 +42,9 @@ def test_a_mesh_is_sizes_by_axis_in_any_spelling_or_keywords() -> None:
     assert sizes_of(expected, {}) is expected
     small = Model("llama", settings=SMALL)
     assert quick(small, {"tp": 2}) == quick(small, tp=2) == quick(small, MeshSizes(tp=2))
-    with pytest.raises(TypeError, match="tp: say the sizes in the mesh or beside it"):
+    with pytest.raises(TypeError, match="tp: give the sizes in the mesh or as keyword arguments"):
         quick(small, {"dp_shard": 2}, tp=2)
-    with pytest.raises(TypeError, match="verify needs a size of tp"):
+    with pytest.raises(TypeError, match="verify needs a tp size"):
         shardplan.verify(small, "llama")
 
 

@@ -87,7 +87,7 @@ def test_no_overlay_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     """OPT flattens batch and sequence in front of its MLP, so that the slices of ranks are no slice of the whole."""
     file = tmp_path / "plan.yaml"
     code, out, _ = run(capsys, "opt", "--sequence-parallel", "-o", str(file))
-    assert code == 1 and out.startswith("error[SP531]: no sequence-parallel overlay is found for opt")
+    assert code == 1 and out.startswith("error[SP531]: no sequence-parallel overlay was found for opt")
     assert not file.exists()
     assert run(capsys, "opt", "-o", str(file))[0] == 0
 

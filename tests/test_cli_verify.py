@@ -75,7 +75,7 @@ def test_show_needs_no_size(capsys):
     assert main(["show", QWEN, "auto"]) == 0
     printed = capsys.readouterr()
     assert "shown at tp 2, the smallest size that splits the model" in printed.err
-    assert "\ntp 2: " in printed.out and "V(d): split along dim d" in printed.out
+    assert "\ntp 2: " in printed.out and "V(d): split in dim d" in printed.out
 
 
 def test_show_as_json_is_what_the_schema_says(capsys):

@@ -167,7 +167,7 @@ WRONG = {
     "no multiple": (FSDP2Manager, {"dp_size": 8, "dp_replicate_size": 3}, "dp_size 8 is no multiple"),
     "another world": (FSDP2Manager, {"world_size": 4}, "world_size is 4, but the process group has 8 ranks"),
     "a misspelt name": (FSDP2Manager, {"tp_sise": 2}, "FSDP2Manager has no 'tp_sise': did you mean 'tp_size'?"),
-    "two plans": (FSDP2Manager, {"use_hf_tp_plan": True, "tp_plan": "llama"}, "say one of them"),
+    "two plans": (FSDP2Manager, {"use_hf_tp_plan": True, "tp_plan": "llama"}, "give one of them"),
     "async": (FSDP2Manager, {"enable_async_tensor_parallel": True}, "needs sequence_parallel=True"),
 }
 

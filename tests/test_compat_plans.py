@@ -84,7 +84,7 @@ def test_no_plan_and_plans_that_torch_cannot_apply() -> None:
 
 
 def test_such_a_plan_is_converted_again() -> None:
-    """Its own class is known, and the head that hands on a DTensor."""
+    """Its own class is known, and the head that outputs a DTensor."""
     model = find_model("qwen3", overrides={"num_hidden_layers": 1}).build()
     made = convert_plan(get_hf_tp_shard_plan(model), model=model)
     assert made.ok and "lm_head: colwise_vocab" in str(made.text)

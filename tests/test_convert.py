@@ -590,9 +590,9 @@ def test_forms_that_do_not_fit() -> None:
 
 
 def test_wrong_calls() -> None:
-    with pytest.raises(ValueError, match="one of both"):
+    with pytest.raises(ValueError, match="give either"):
         convert_plan()
-    with pytest.raises(ValueError, match="one of both"):
+    with pytest.raises(ValueError, match="give either"):
         convert_plan({"a": "colwise"}, import_path="a:b")
     with pytest.raises(ValueError, match="there is no form 'vllm'"):
         convert_plan({"a": "colwise"}, form="vllm")  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_rules_and_words_without_effect(tmp_path: Path) -> None:
     replaced = (
         "  a.{b,c}: colwise\n  a.b: {style: rowwise, override: true}\n  a.{c,d}: {style: rowwise, override: true}\n"
     )
-    assert findings(replaced, tmp_path) == [("SP117", "later rules override `a.{b,c}` for all that it stands for", 1)]
+    assert findings(replaced, tmp_path) == [("SP117", "later rules override `a.{b,c}` for everything that it matches", 1)]
 
 
 def test_sections_do_not_meet(tmp_path: Path) -> None:
@@ -74,14 +74,14 @@ def said(text: str, tmp_path: Path) -> list[str]:
 
 
 def test_parts_that_say_nothing(tmp_path: Path) -> None:
-    nothing = "the plan holds no rules and no data_parallel section"
+    nothing = "the plan has no rules and no data_parallel section"
     assert said('version: "1"\n', tmp_path) == [nothing]
     assert said('version: "1"\nextends: llama\n', tmp_path) == []
     assert said('version: "1"\ndata_parallel: {backend: ddp}\n', tmp_path) == []
     assert said('version: "1"\nextends: llama\nsequence_parallel: {}\n', tmp_path) == [
-        "`sequence_parallel` holds no rules"
+        "`sequence_parallel` has no rules"
     ]
-    assert said('version: "1"\nextends: llama\ndata_parallel: {}\n', tmp_path) == ["`data_parallel` says nothing"]
+    assert said('version: "1"\nextends: llama\ndata_parallel: {}\n', tmp_path) == ["`data_parallel` is empty"]
     empty = 'version: "1"\nextends: llama\ncompile: {backend: eager}\nactivation_checkpointing: {modules: []}\n'
     assert said(empty, tmp_path) == ["`activation_checkpointing` names no modules"], "compile takes the units"
     empty = empty.replace("extends: llama", "tensor_parallel: {a: colwise}")

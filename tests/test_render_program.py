@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardplan import compile_plan, load_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.report.program_text import Held, Row, byte_text, fold, module_rows, program_text
+from shardplan.report.program_text import ShownParameter, Row, byte_text, fold, module_rows, program_text
 from shardplan.report.width import display_width
 
 CONFIG = LlamaConfig(
@@ -70,7 +70,7 @@ def test_no_line_is_wider_than_asked_for_and_nothing_is_cut(options):
 
 def test_rows_that_differ_are_not_folded():
     def row(name: str, local: int) -> Row:
-        return Row(name, ("colwise",), (), (Held("weight", "Shard(0)", local, local, local),), ())
+        return Row(name, ("colwise",), (), (ShownParameter("weight", "Shard(0)", local, local, local),), ())
 
     folded = fold([row("layers.0.q", 4), row("layers.1.q", 4), row("layers.2.q", 8)])
     assert [(r.name, r.parameters[0].local) for r in folded] == [("layers.0-1.q", 8), ("layers.2.q", 8)]

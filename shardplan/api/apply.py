@@ -24,7 +24,7 @@ class CompileOptions(ModelOptions, Changes, total=False):
 
 
 class LiveModelOptions(TypedDict, total=False):
-    """What is said of a module that is there."""
+    """Options of a live module."""
 
     inputs: AnyInputs | None
     reduced: AnyReduced | None
@@ -62,7 +62,7 @@ def compile_plan(
         allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
 
     Raises:
-        PlanError: all that `validate` can tell before its last stage.
+        PlanError: all findings of `validate` before its last stage.
         TypeError, ValueError: a wrong argument.
     """
     of_model, changes = split_options("compile_plan", options, ModelOptions, Changes)
@@ -124,7 +124,7 @@ def apply_plan(
             which makes the device wait; in this process, with a warning, and an error for packed inputs.
 
     Raises:
-        PlanError: all that `validate` can tell; the model is untouched.
+        PlanError: all findings of `validate`; the model is untouched.
         ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
         RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
     """

@@ -43,14 +43,14 @@ def validate(
     """Check a plan against a model, without touching it; every finding at once. The last stage proves it: two training steps
     of the reduced model on simulated ranks, against the same steps unsharded.
 
-    What can be told without torch is told first: errors in the plan itself, and for a checkpoint's folder what its names and
+    What needs no torch is checked first: errors in the plan itself, and for a checkpoint's folder what its names and
     sizes alone decide. Where there are such errors, torch is not imported and the model not built (`Report.stages`).
 
     Args:
         model: a module on any device, a transformers configuration, a word as on the command line (a folder or config.json, a
             cached hub id, a model type, `module:callable`), or a `Model` of one of these.
         plan: as for `load_plan`, or "auto" (the built-in plan for the model) or "hf" (the model's own tp_plan).
-        mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; in place of it the keywords `tp`, `dp_shard`,
+        mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; instead of it the keywords `tp`, `dp_shard`,
             `dp_replicate`, `cp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
             that the model allows.
         sequence_parallel: check the plan with, or without, its overlay; None checks both.
@@ -59,12 +59,12 @@ def validate(
         layouts: check the layouts of activations and gradients too, where the structure is right; without it, and so
             without the proof, the check is done sooner and says less.
         proof: prove the plan numerically, where the layouts are right; without it the report says "not proven".
-        quick: stop behind what the files of a checkpoint's folder tell, for which neither torch nor the model's code is
+        quick: check only the files of a checkpoint's folder, for which neither torch nor the model's code is
             needed. What they do not decide for certain is a warning that says so.
         allow_unproven: what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a
             warning; else it is an error.
-        progress: is told what is being done.
-        inputs: what to call the reduced model with: a function from a seed to keyword arguments of its `forward`, or
+        progress: called with what is being done.
+        inputs: inputs of the reduced model: a function from a seed to keyword arguments of its `forward`, or
             `module:callable`. For a transformers model it may take the reduced configuration as a second argument. Without
             it they are made from the configuration, and a module of your own is called with token ids.
         reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`: for a
@@ -75,7 +75,7 @@ def validate(
     Raises:
         ValueError: a mesh size that is not a positive integer; `quick` for what is no checkpoint's folder
             (`compiler.early.NoCheckpoint`).
-        TypeError: something that is no model or no plan; the same said twice.
+        TypeError: something that is not a model or not a plan; the same option given twice.
     """
     of_model, of_mesh = split_options("validate", options, ModelOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
@@ -184,7 +184,7 @@ def verify(
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
             above 1.
         allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
-        progress: is told what is being done.
+        progress: called with what is being done.
 
     Raises:
         PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
@@ -197,7 +197,7 @@ def verify(
     of_model, of_mesh = split_options("verify", options, ModelOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
     if sizes.tp is None:
-        raise TypeError("verify needs a size of tp")
+        raise TypeError("verify needs a tp size")
     if sizes.world_size > sizes.tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
     given = look_up(named, plan)

@@ -43,18 +43,18 @@ def estimate(
 
     Args:
         model, plan: as for `validate`.
-        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`; in place of it the keywords `tp`, `dp_shard`, `dp_replicate`.
-        step: what one step is; in place of it the keywords of its fields:
+        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`; instead of it the keywords `tp`, `dp_shard`, `dp_replicate`.
+        step: what one step is; instead of it the keywords of its fields:
         seq_len: tokens of a sequence.
-        micro_batch: sequences that a data-parallel rank takes at once.
-        precision: in what parameters, gradients and optimizer state are stored: "bf16", "bfloat16", torch.bfloat16; likewise
+        micro_batch: sequences in one forward of a data-parallel rank.
+        precision: the dtype of stored parameters, gradients and optimizer state: "bf16", "bfloat16", torch.bfloat16; likewise
             fp16 and fp32. What is computed in follows from it and from the plan's mixed_precision.
         optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
         sequence_parallel, logits, data_parallel, activation_checkpointing, regather: as for `apply_plan`.
         inputs, reduced, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
             whatever `seq_len` and `micro_batch` are.
-        progress: is told what is being done.
+        progress: called with what is being done.
 
     Raises:
         PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).

@@ -1,4 +1,4 @@
-"""The keyword arguments that several functions take: what a model and a mesh are given by."""
+"""The keyword arguments of several functions that describe a model and a mesh."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def split_options(function: str, options: Mapping[str, Any], *kinds: type) -> li
     """The keyword arguments of a function by the TypedDict that has them.
 
     Raises:
-        TypeError: a name that none of these has.
+        TypeError: an unknown name.
     """
     known = {name for kind in kinds for name in kind.__annotations__}
     for name in options:
@@ -49,12 +49,12 @@ def model_of(model: AnyModel, options: ModelOptions) -> Model:
     """What a function was called with, as one record.
 
     Raises:
-        TypeError: a `Model`, and options that belong into it.
+        TypeError: a `Model`, and options that belong to it.
     """
     if not isinstance(model, Model):
         return Model(model, **options)
     if given := [name for name, value in options.items() if value]:
-        raise TypeError(f"{', '.join(given)}: say it in the Model that is given, not beside it")
+        raise TypeError(f"{', '.join(given)}: set it in the Model, not as a keyword argument")
     return model
 
 
@@ -62,13 +62,13 @@ def sizes_of(mesh: AnyMesh | None, options: MeshOptions) -> MeshSizes:
     """The sizes that a function was called with: of a mesh, a mapping from axes, or by keywords.
 
     Raises:
-        ValueError: an axis that is none, two names of one axis, a size that is no positive integer.
+        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer.
         TypeError: both a mesh and sizes.
     """
     if mesh is None:
         return MeshSizes(**options)
     if options:
-        raise TypeError(f"{', '.join(options)}: say the sizes in the mesh or beside it, not both")
+        raise TypeError(f"{', '.join(options)}: give the sizes in the mesh or as keyword arguments, not both")
     if isinstance(mesh, MeshSizes):
         return mesh
     if isinstance(mesh, Mapping):

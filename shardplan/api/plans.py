@@ -63,11 +63,11 @@ def init_plan(
 
     Args:
         model: as for `validate`.
-        tp: the size for which rules are tried and the plan is proven; `validate` tells which others the model allows.
+        tp: the size for which rules are tried and the plan is proven; `validate` reports which others the model allows.
         sequence_parallel: with a sequence-parallel section.
         name: of the plan; None is the model's type.
         inputs, reduced, settings, trust_remote_code: as for `validate`.
-        progress: is told what is being done.
+        progress: called with what is being done.
 
     Raises:
         PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
@@ -99,7 +99,7 @@ def init_plan(
     small = ModelLayouts(found, tp)
     layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, small)
     raise_errors(layouts.all_findings, parsed.sources)
-    asked = Question(small, named, parsed.plan, allow_unproven=True)  # what no run reaches is said, and stays whole
+    asked = Question(small, named, parsed.plan, allow_unproven=True)  # what no run reaches is reported, and stays whole
     proof, about_proof = prove_stage(asked, wanted, progress)
     assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
     found_late = layouts.with_findings(about_proof).all_findings
@@ -115,7 +115,7 @@ class ConvertedPlan:
     Args:
         text: the plan file, YAML; None where an entry of the source has no counterpart.
         document: the same as data.
-        report: what cannot be said, is left out or was added, and with a model what `validate` says of the plan.
+        report: what cannot be converted, was left out or was added; with a model, also the findings of `validate`.
     """
 
     text: str | None
@@ -139,18 +139,18 @@ def convert_plan(
     shown_as: str = "<converted>",
     **options: Unpack[ModelOptions],
 ) -> ConvertedPlan:
-    """Write a plan that says what a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed says.
+    """Convert a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed.
 
-    Nothing is guessed: an entry that no rule of ours means is an error, and no plan is written then.
+    Nothing is guessed: an entry without a counterpart is an error, and no plan is written.
 
     Args:
         source: a JSON or YAML file; a dictionary from names to style names or `ParallelStyle` objects, or a DeepSpeed
             config; or "hf", the plan that transformers has for the model.
         model: as for `validate`: names and kinds of modules are looked up in it, and the plan is validated. Some entries
             cannot be understood without it (SP544).
-        form: "transformers", "automodel", "torch" or "deepspeed"; None: told by the source's form.
+        form: "transformers", "automodel", "torch" or "deepspeed"; None: found from the source's form.
         import_path: in place of a source, `module:name` of a dictionary of styles or of a function that returns one. The
-            module is imported and its code run, which nothing else does.
+            module is imported and its code runs; nothing else runs foreign code.
         name: of the plan; None: the model's type, or the source's name.
         tp: a size to validate at; None: as for `validate`.
         inputs, reduced, settings, trust_remote_code: as for `validate`.
@@ -165,7 +165,7 @@ def convert_plan(
     from shardplan.language.parsing import parse_text
 
     if (source is None) == (import_path is None):
-        raise ValueError("give a source or an import path, one of both")
+        raise ValueError("give either a source or an import path")
     if form is not None and form not in FORMS:
         raise ValueError(f"there is no form {form!r}: the forms are {', '.join(FORMS)}")
     (of_model,) = split_options("convert_plan", options, ModelOptions)

@@ -34,7 +34,7 @@ def size(text: str) -> int:
 def several(text: str) -> int:
     """An integer above 1. Raises ArgumentTypeError."""
     if size(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} splits nothing: 2 or more ranks are needed")
+        raise argparse.ArgumentTypeError(f"{text!r} splits nothing: give 2 or more ranks")
     return int(text)
 
 
@@ -90,7 +90,7 @@ def build_parser() -> Parser:
             allow_abbrev=False,
         )
         add_arguments(command)
-        _debug(command, default=argparse.SUPPRESS)  # said before or after the command
+        _debug(command, default=argparse.SUPPRESS)  # accepted before or after the command
     return parser
 
 
@@ -105,12 +105,12 @@ def _validate(parser: Parser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="stop behind what the names and sizes in a checkpoint's folder tell, without torch and the model's code",
+        help="check only names and sizes in a checkpoint's folder, without torch and the model's code",
     )
-    text = "leave out the numeric proof, for editors; the report says so"
+    text = "skip the numeric proof, for editors; the report says so"
     parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
     _allow_unproven(parser)
-    parser.add_argument("--verbose", action="store_true", help="also what follows from the findings")
+    parser.add_argument("--verbose", action="store_true", help="also print findings that follow from others")
     _findings_output(parser)
 
 
@@ -122,7 +122,7 @@ def _init(parser: Parser) -> None:
     parser.add_argument(
         "--tp", type=several, default=2, metavar="N", help="the size for which rules are tried and proven (2)"
     )
-    parser.add_argument("--sequence-parallel", action="store_true", help="with a sequence_parallel section")
+    parser.add_argument("--sequence-parallel", action="store_true", help="also write a sequence_parallel section")
     _model_options(parser)
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
@@ -137,20 +137,20 @@ def _convert(parser: Parser) -> None:
         "--from",
         dest="form",
         choices=("transformers", "automodel", "torch", "deepspeed"),
-        help="whose plan it is; without it, told by its form",
+        help="the project that the plan comes from; without it, found from the plan's form",
     )
     parser.add_argument(
         "--import",
         dest="import_path",
         metavar="MODULE:NAME",
-        help="in place of SOURCE: import a dictionary of styles, or a function that returns one; runs the module's code",
+        help="instead of SOURCE: import a dictionary of styles, or a function that returns one; runs the module's code",
     )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument(
         "--name", metavar="NAME", help="the plan's name; without it the model's type or the file's name"
     )
-    parser.add_argument("--tp", type=size, metavar="N", help="a size to validate the plan at")
+    parser.add_argument("--tp", type=size, metavar="N", help="the tp size to validate the plan at")
     _model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON; the plan goes to FILE alone")
 
@@ -160,7 +160,7 @@ def _verify(parser: Parser) -> None:
     _mesh(parser, tp_required=True)
     _dp_shard(parser)
     parser.add_argument(
-        "--processes", action="store_true", help="real gloo processes instead of a simulation in one process"
+        "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )
     _model_options(parser)
     _allow_unproven(parser)
@@ -171,12 +171,12 @@ def _verify(parser: Parser) -> None:
 def _estimate(parser: Parser) -> None:
     _model_and_plan(parser)
     parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of dp_replicate, dp_shard and tp")
-    text = "in place of --mesh: every mesh for N devices, those that fit first"
+    text = "instead of --mesh: every mesh for N devices, those that fit first"
     parser.add_argument("--sweep", type=size, metavar="N", help=text)
     parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
-    text = "sequences that a data-parallel rank takes at once (1)"
+    text = "sequences in one forward of a data-parallel rank (1)"
     parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
-    text = "in what parameters, gradients and optimizer state are stored (bf16); the plan's mixed_precision adds to it"
+    text = "the dtype of stored parameters, gradients and optimizer state (bf16); the plan's mixed_precision adds to it"
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help=text)
     parser.add_argument(
         "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
@@ -185,13 +185,13 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--device", metavar="NAME", help=text)
     text = "with, or without (the default), the plan's sequence_parallel section"
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)
-    text = "the output head's logits, where not as the plan says"
+    text = "the layout of the output head's logits; overrides the plan"
     parser.add_argument("--logits", choices=("plan", "replicated", "sharded"), default="plan", help=text)
-    text = "what is recomputed in backward, where not as the plan says"
+    text = "what is recomputed in backward; overrides the plan"
     parser.add_argument(
         "--activation-checkpointing", choices=("plan", "none", "full", "selective"), default="plan", help=text
     )
-    text = "gather the sequence again in backward instead of keeping what was gathered, whatever the plan says"
+    text = "gather the sequence again in backward instead of keeping it; overrides the plan"
     parser.add_argument("--regather", action="store_true", help=text)
     text = "write the sweep as a plot (.svg, .png or .pdf; needs the extra `plot`)"
     parser.add_argument("--plot", metavar="FILE", help=text)
@@ -216,7 +216,7 @@ def _lint(parser: Parser) -> None:
 
 
 def _list(parser: Parser) -> None:
-    text = "say what the built-in plan for this model splits, and at which tp sizes; MODEL is as for validate"
+    text = "print what the built-in plan for this model splits, and at which tp sizes; MODEL is as for validate"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
     _configuration(parser)
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
@@ -246,7 +246,7 @@ def _mesh(parser: Parser, *, tp_required: bool) -> None:
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="only the plan with, or without, its sequence_parallel section; without the option both",
+        help="check only the plan with, or without, its sequence_parallel section; without the option, both",
     )
 
 
@@ -265,9 +265,7 @@ def _configuration(parser: Parser) -> None:
         metavar="NAME=VALUE",
         help="a number of the model's configuration to change; may be repeated",
     )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run the code that the model's folder brings along"
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
 
 
 def _model_options(parser: Parser) -> None:
@@ -275,12 +273,12 @@ def _model_options(parser: Parser) -> None:
     parser.add_argument(
         "--inputs",
         metavar="MODULE:CALLABLE",
-        help="what to call the reduced model with: a function from a seed to keyword arguments of its forward",
+        help="inputs of the reduced model: a function from a seed to keyword arguments of its forward",
     )
     parser.add_argument(
         "--reduced",
         metavar="MODULE:CALLABLE",
-        help="what builds a reduced model of the same structure, for one that is too large or cannot be reduced",
+        help="builds a reduced model of the same structure, for a model that is too large or cannot be reduced",
     )
 
 
@@ -292,24 +290,24 @@ def model_of(args: argparse.Namespace) -> Model:
 
 
 def _allow_unproven(parser: Parser) -> None:
-    text = "what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) is a warning"
+    text = "report what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) as a warning"
     parser.add_argument("--allow-unproven", action="store_true", help=text)
 
 
 def _findings_output(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings to FILE as SARIF 2.1.0")
-    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     "init": (
-        "Write a plan for a model: found from its structure and a run of a reduced model of it, validated and proven.",
+        "Write a plan for a model, found from its structure and a run of its reduced model; validated and proven.",
         "shardplan init qwen3 -o plan.yaml --sequence-parallel",
         _init,
     ),
     "convert": (
-        "Write a plan that says what a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed says.",
+        "Convert a plan of transformers, NeMo Automodel, NeMo-RL, torch or DeepSpeed.",
         "shardplan convert ds_config.json --model llama -o plan.yaml",
         _convert,
     ),
@@ -319,7 +317,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         _validate,
     ),
     "verify": (
-        "Prove a plan numerically: a reduced model of the same architecture, sharded and not, compared.",
+        "Prove a plan numerically: compare a reduced model of the same architecture, sharded and unsharded.",
         "shardplan verify qwen3 plans/qwen3.yaml --tp 2",
         _verify,
     ),
@@ -329,7 +327,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         _show,
     ),
     "estimate": (
-        "Say what a training step of a planned model costs a rank: memory, communication, the least time; no GPU needed.",
+        "Estimate a training step on each rank: memory, communication, the least time; no GPU needed.",
         "shardplan estimate llama auto --mesh dp_shard=8,tp=8 --seq-len 8192 --sequence-parallel --device h200",
         _estimate,
     ),

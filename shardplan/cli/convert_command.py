@@ -19,7 +19,7 @@ UNNAMED = "<converted>"
 
 def run(args: argparse.Namespace) -> int:
     if (args.source is None) == (args.import_path is None):
-        raise UsageError("give SOURCE or --import, one of both")
+        raise UsageError("give either SOURCE or --import")
     if args.model is None and (args.tp or args.settings or args.inputs or args.reduced or args.trust_remote_code):
         raise UsageError("--tp, --set, --inputs, --reduced and --trust-remote-code are for --model")
     if args.output is not None and Path(args.output).exists() and not args.force:
@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
 
 def _verdict(args: argparse.Namespace, ok: bool) -> str:
     if args.model is None:
-        return "written, and not validated: no model was named"
-    return "written and valid" if ok else "written, and does not validate"
+        return "written, not validated: no model was named"
+    return "written and valid" if ok else "written, but not valid"

@@ -22,7 +22,7 @@ CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selecti
 
 def run(args: argparse.Namespace) -> int:
     if (args.mesh is None) == (args.sweep is None):
-        raise UsageError("give --mesh or --sweep, one of both")
+        raise UsageError("give either --mesh or --sweep")
     if args.sweep is not None and args.device is None:
         raise UsageError("--sweep compares with a device's memory and speed: name one with --device")
     if args.plot is not None and args.sweep is None:

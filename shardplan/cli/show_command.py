@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from shardplan.report.program_text import WIDTH, program_text
 
     if args.tp is None:
-        print(f"shown at tp {tp}, the smallest size that splits the model; --tp says another", file=sys.stderr)
+        print(f"shown at tp {tp}, the smallest size that splits the model; --tp selects another", file=sys.stderr)
     width = columns(sys.stdout) or WIDTH
     print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN

@@ -1,5 +1,5 @@
 """The sections of a plan as Python values, with the fields and defaults of NeMo Automodel's strategy configs. A config
-says which arguments of `apply_plan` it comes to."""
+gives the arguments of `apply_plan`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Config:
         self.check()
 
     def check(self) -> None:
-        """Read what was given by name, and raise ValueError or TypeError for what cannot be."""
+        """Read what was given by name, and raise ValueError or TypeError for what is not valid."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class Config:
         """The config of a mapping: what `to_dict` or `to_plain` gave, or a section of a YAML file.
 
         Raises:
-            ValueError: a field that there is none of, with the nearest; a value that cannot be.
+            ValueError: an unknown field, with the nearest; a value that is not valid.
             TypeError: a value of another type.
         """
         for name in SIZES:
@@ -93,7 +93,7 @@ def _check_checkpointing(mode: Any, scope: Any) -> None:
     if scope not in ("all", ["all"], ("all",), None):
         raise ValueError(
             f"activation_checkpointing_scope must be 'all', not {scope!r}: which modules are a model's language, vision "
-            "or audio part is said by names, in the plan: `activation_checkpointing: {modules: [...]}`"
+            "or audio part is declared by names, in the plan: `activation_checkpointing: {modules: [...]}`"
         )
 
 
@@ -192,7 +192,7 @@ class MegatronFSDPConfig(Config):
             is imported: they are looked for among the modules.
         zero_dp_strategy: 0 to 3, or the package's words for them.
         init_fsdp_with_meta_device: False is seen from the model.
-        check_for_nan_in_grad: without effect, as in the package, which has no such check any more:
+        check_for_nan_in_grad: without effect, as in the package, which no longer has such a check:
             report_nan_in_param_grad checks.
         activation_checkpointing: of the data-parallel units; False is as the plan says.
 

@@ -16,7 +16,7 @@ def import_class_from_path(name: str) -> Any:
     """
     module_name, dot, class_name = name.rpartition(".")
     if not dot or not module_name or not class_name:
-        raise ValueError(f"{name!r} is no dotted path: write the module and the class, `torch.optim.AdamW`")
+        raise ValueError(f"{name!r} is not a dotted path: write the module and the class, `torch.optim.AdamW`")
     module = importlib.import_module(module_name)
     if not hasattr(module, class_name):
         raise ImportError(f"the module {module_name} has no {class_name}", name=module_name)

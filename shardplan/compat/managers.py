@@ -107,7 +107,7 @@ class Manager:
             raise ValueError(f"the backend {self.config_type.backend} does not work with sequence parallelism")
         plan = given.pop("custom_tp_plan", None)
         if use_hf_tp_plan and (plan is not None or given.get("tp_plan") is not None):
-            raise ValueError("use_hf_tp_plan and a plan were given: say one of them")
+            raise ValueError("use_hf_tp_plan and a plan were given: give one of them")
         self.tp_plan = plan = "hf" if use_hf_tp_plan else plan
         config = self.config_type.from_dict({**self.older_defaults, **given})
         if plan is not None and hasattr(config, "tp_plan"):

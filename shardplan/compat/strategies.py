@@ -32,11 +32,11 @@ def _policies(
 ) -> tuple[MixedPrecisionPolicy | None, OffloadPolicy | None]:
     if param_dtype is not None:
         if mp_policy is not None:
-            raise ValueError("param_dtype and mp_policy were given: say one of them")
+            raise ValueError("param_dtype and mp_policy were given: give one of them")
         mp_policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
     if cpu_offload:
         if offload_policy is not None:
-            raise ValueError("cpu_offload and offload_policy were given: say one of them")
+            raise ValueError("cpu_offload and offload_policy were given: give one of them")
         offload_policy = CPUOffloadPolicy(pin_memory=False)
     return mp_policy, offload_policy
 

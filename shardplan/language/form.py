@@ -20,8 +20,8 @@ UNKNOWN_FIELD = Code(
     code="SP104",
     title="an unknown field",
     text="""
-    Each mapping of a plan has a fixed set of fields. One that is not known is an error, never skipped: a
-    misspelled option would otherwise be one that does not hold. The rules of a section are different: there
+    Each mapping of a plan has a fixed set of fields. An unknown field is an error, never skipped: a
+    misspelled option would otherwise have no effect. The rules of a section are different: there
     every key is a pattern.
     """,
     bad="""
@@ -39,8 +39,8 @@ WRONG_VALUE = Code(
     code="SP105",
     title="a value of the wrong type or out of range",
     text="""
-    A field does not take this value. Types are strict: the text `"2"` is not the number 2. Plans are YAML
-    1.2, where `yes`, `no`, `on` and `off` are texts; only `true` and `false` say yes and no. A field without
+    The field does not accept this value. Types are strict: the text `"2"` is not the number 2. Plans are YAML
+    1.2, where `yes`, `no`, `on` and `off` are texts; the booleans are `true` and `false`. A field without
     a value is an error too: leave its line out.
     """,
     bad="""
@@ -56,7 +56,7 @@ VERSION = Code(
     code="SP114",
     title="the version of the plan language is missing or unknown",
     text="""
-    A plan says which version of the plan language it is written in, so that a later version can change the
+    A plan names the version of the plan language that it is written in, so that a later version can change the
     meaning of a word without changing the meaning of old plans. It is a text, in quotes: the number 1 and the
     number 1.0 would be equal, `"1"` and `"1.0"` are not. There is one version: `"1"`.
     """,
@@ -70,7 +70,7 @@ VERSION = Code(
     """,
 )
 
-_MISSING = "say which style, as in `{style: colwise, optional: true}`"
+_MISSING = "add a style, as in `{style: colwise, optional: true}`"
 _SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _SHAPES = {
     WORD: "a word of letters, digits, `.`, `_` and `-`",
@@ -148,7 +148,7 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
 def _report_version(node: Node | None, findings: Findings) -> None:
     help = 'write `version: "1"`'
     if node is None:
-        findings.add(VERSION, "the plan does not say its version", (), "key", help=help + " at its beginning")
+        findings.add(VERSION, "the plan has no `version`", (), "key", help=help + " at its beginning")
     elif isinstance(node, Scalar) and isinstance(node.value, str):
         message = f"there is no version {quoted(node.value)} of the plan language"
         findings.add(VERSION, message, ("version",), help=help)

@@ -291,7 +291,7 @@ class _Reader:
                 current.append(_Choice(self._options(depth + 1, at)))
             elif character == "}":
                 if depth == 0:
-                    raise GlobError("a `}` closes nothing", at, at + 1)
+                    raise GlobError("a `}` has no `{`", at, at + 1)
                 options.append(tuple(current))
                 if options == [()]:
                     raise GlobError("`{}` holds no alternatives", opened, at + 1)
@@ -350,7 +350,7 @@ _SIMPLE = re.compile(r"(?:\w+|\*)(?:\.(?:\w+|\*))*")  # what most patterns are m
 _RANGE = re.compile(r"(.)(?:-(.))?", re.DOTALL)
 _SPECIAL: dict[str, Element] = {"?": ONE, ".": DOT}
 _REFUSED = {
-    "]": "a `]` closes nothing",
+    "]": "a `]` has no `[`",
     "\\": "a backslash has no meaning in a pattern; `[*]` stands for the character `*`",
     "/": "names are separated by dots, not by `/`",
 }

@@ -1,4 +1,4 @@
-"""What a plan's sections come to when it extends another: its own fields, and else its parent's."""
+"""The sections of a plan that extends another: its own fields, else its parent's."""
 
 from __future__ import annotations
 

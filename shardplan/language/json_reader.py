@@ -158,7 +158,7 @@ class _Reader:
         if _SURROGATE.search(text):
             refuse(
                 self.file,
-                "not valid JSON: half of a surrogate pair is no character",
+                "not valid JSON: half of a surrogate pair is not a character",
                 self._span(token.start, token.end),
                 help="write the character itself",
             )
@@ -167,7 +167,7 @@ class _Reader:
     def _wrong(self, token: _Token, expected: str) -> NoReturn:
         found = quoted(token.text) if token.text else "the end of the file"
         if not self.text.strip():
-            refuse(self.file, "the file holds no plan", Span(1, 1, 1, 1), help='begin with `{"version": "1"`')
+            refuse(self.file, "the file is empty", Span(1, 1, 1, 1), help='begin with `{"version": "1"`')
         span = self._span(token.start, max(token.end, token.start + 1))
         refuse(self.file, f"not valid JSON: {found} where {expected} is expected", span)
 

@@ -1,7 +1,7 @@
-"""What can be said against a plan without a model: rules that contradict or repeat each other, empty parts.
+"""What is wrong with a plan, without a model: rules that contradict or repeat each other, empty parts.
 
-Two patterns are compared by the alternatives that they stand for, not by the names that they match: that
-depends on the model.
+Two patterns are compared by their alternatives, not by the names that they match: those
+depend on the model.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .parsing import Parsed, parse_plan
 
 CONTRADICTION = Code(
     code="SP116",
-    title="two rules that cannot both hold",
+    title="two rules contradict each other",
     text="""
-    Two rules of one section stand for the same pattern and say different things. No rule is more specific
-    than another and the order does not decide: either the patterns must be kept apart, or the later rule says
+    Two rules of one section have the same pattern and different styles or options. No rule is more specific
+    than another, and their order does not decide. Make the patterns disjoint, or give the later rule
     `override: true`.
 
-    This is seen without a model where the patterns are alike, alternatives chosen. Patterns that differ and
-    meet in one module of a model are found when the plan is bound to it.
+    Without a model, only equal patterns (after their alternatives are expanded) are compared. Patterns that differ and
+    match the same module are found when the plan is bound to a model.
     """,
     bad="""
     tensor_parallel:
@@ -44,10 +44,10 @@ CONTRADICTION = Code(
 )
 NO_EFFECT = Code(
     code="SP117",
-    title="a rule, or a word of it, without effect",
+    title="a rule, or an option of it, has no effect",
     text="""
-    The rule says again what an earlier rule of its section says, or later rules override it for all that it
-    stands for, or it says `override` where there is nothing before it. The plan means the same without it.
+    The rule repeats an earlier rule of its section, or later rules override it for everything that it
+    matches, or it says `override` and no rule stands before it. The plan means the same without it.
     """,
     bad="""
     tensor_parallel:
@@ -61,10 +61,10 @@ NO_EFFECT = Code(
 )
 EMPTY_PART = Code(
     code="SP118",
-    title="a part of the plan that says nothing",
+    title="a part of the plan is empty",
     text="""
-    A section is there but empty, or names no modules, or the whole plan holds no rules. That may be meant for
-    a plan that is being written; a finished one means the same without the part.
+    A section is empty, or names no modules, or the whole plan has no rules. That is fine for
+    a plan in progress; a finished plan means the same without the part.
     """,
     bad="""
     version: "1"
@@ -79,7 +79,7 @@ EMPTY_PART = Code(
 
 
 def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str | None = None) -> Parsed:
-    """Reads a plan as `parse_plan` does, and adds what can be said against it without a model.
+    """Reads a plan as `parse_plan` does, and adds the findings that need no model.
 
     Raises:
         TypeError: as `parse_plan`.
@@ -124,7 +124,7 @@ def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
             _report_pair(holder[text], rule, text, findings)
     for rule in rules:
         if not left[rule.pattern]:
-            message = f"later rules override {quoted(rule.pattern)} for all that it stands for"
+            message = f"later rules override {quoted(rule.pattern)} for everything that it matches"
             _warn_no_effect(message, rule, findings)
 
 
@@ -143,12 +143,12 @@ def _report_pair(earlier: Rule, later: Rule, text: str, findings: Findings) -> N
         later.location.path,
         "key",
         related=[label],
-        help="keep the patterns apart, or let the later rule say `override: true`",
+        help="make the patterns disjoint, or add `override: true` to the later rule",
     )
 
 
 def _warn_no_effect(message: str, rule: Rule, findings: Findings, *related: Label) -> None:
-    help = "remove what is there twice" if related else "remove the rule"
+    help = "remove the repeated part" if related else "remove the rule"
     path = rule.location.path
     findings.add(NO_EFFECT, message, path, "key", related=related, help=help, severity=Severity.WARNING)
 
@@ -158,12 +158,12 @@ def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> 
     sections = effective_sections(plan)
     rules = any(one.tensor_parallel or one.sequence_parallel or one.sums for one in plan.lineage)
     if not rules and not sections.data_parallel:
-        _warn_nothing("the plan holds no rules and no data_parallel section", (), "add rules", findings)
+        _warn_nothing("the plan has no rules and no data_parallel section", (), "add rules", findings)
     for section in SECTIONS:
         if section in there and not getattr(plan, section) and section not in plan.sums:
-            _warn_nothing(f"`{section}` holds no rules", (section,), "add rules, or remove it", findings)
+            _warn_nothing(f"`{section}` has no rules", (section,), "add rules, or remove it", findings)
     if plan.data_parallel is not None and not plan.data_parallel.given:
-        _warn_nothing("`data_parallel` says nothing", ("data_parallel",), "remove it", findings)
+        _warn_nothing("`data_parallel` is empty", ("data_parallel",), "remove it", findings)
     for field in ("activation_checkpointing", "compile"):
         own, effective = getattr(plan, field), getattr(sections, field)
         if own is not None and not effective.modules:

@@ -33,9 +33,9 @@ NO_PARENT = Code(
 )
 CIRCLE = Code(
     code="SP109",
-    title="plans extend each other in a circle, or too deep",
+    title="plans extend each other in a circle, or too deeply",
     text="""
-    A plan cannot, through what it extends, extend itself. At most 8 plans may stand above one another.
+    A plan cannot extend itself, directly or through its parents. A chain of `extends` has at most 8 plans.
     """,
     bad="""
     # mine.yaml
@@ -52,7 +52,7 @@ OUTSIDE = Code(
     code="SP110",
     title="a file outside the plan's folder",
     text="""
-    A plan reads nothing but files of its own folder, so that a plan from elsewhere can be looked at without
+    A plan reads only files of its own folder, so that a plan from an unknown source can be read without
     harm: no path separators, no `..`, no symbolic link that leads out. Copy the parent beside the plan, or
     extend a built-in plan.
     """,
@@ -130,7 +130,7 @@ def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tup
         return None
     if len(chain) > MAX_ANCESTORS:
         message = f"more than {MAX_ANCESTORS} plans extend one another"
-        findings.add(CIRCLE, message, PATH, help="join some of them")
+        findings.add(CIRCLE, message, PATH, help="merge some of them")
         return None
     assert origin.identity is not None
     try:

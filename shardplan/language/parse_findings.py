@@ -15,7 +15,7 @@ TOO_LARGE = Code(
     text="""
     A plan is read in bounded time and memory, whatever it contains: a file of at most 1 MiB with at most
     100,000 keys and values, at most 16 levels deep; patterns of at most 1,000 characters that stand for at
-    most 1,000 alternatives each and 20,000 together. Aliases (`*name`) count each time that they are used.
+    most 1,000 alternatives each and 20,000 together. Aliases (`*name`) count each time they are used.
     Only the first 200 findings about a file are shown.
 
     Real plans are far below: one that lists every module of a model of 126 layers by name has 0.1 MiB. Write
@@ -61,7 +61,7 @@ class Findings:
         """Notes a finding at a path of the document, or at a span where the path is not exact enough."""
         if len(self._found) == MAX_FINDINGS:
             code, message, related, notes = TOO_LARGE, f"there are more than {MAX_FINDINGS} findings", (), ()
-            help, label, severity = "fix the first ones: the others may go with them", "", Severity.ERROR
+            help, label, severity = "fix the first ones; that may fix others", "", Severity.ERROR
         elif self.full:
             return
         primary = Label(Location(self.file, path, part, span), label)

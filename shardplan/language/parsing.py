@@ -29,7 +29,7 @@ READERS = {"yaml": read_yaml, "json": read_json}
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What a text comes to.
+    """The result of parsing a text.
 
     Args:
         plan: None where there are errors.

@@ -40,11 +40,11 @@ UNKNOWN_STYLE = Code(
 )
 WRONG_OPTION = Code(
     code="SP107",
-    title="an option that the style does not take",
+    title="an option that the style does not have",
     text="""
     Options change what a style does, so each belongs to the styles for which it means something: `grad` to
     those that gather a value, `output` to block inputs and to whole modules, `packed` to packed matrices, `argument`
-    to block inputs, and so on. `output` takes only the values that the style can bring about.
+    to block inputs, and so on. `output` accepts only the values that the style supports.
     """,
     bad="""
     tensor_parallel:
@@ -57,7 +57,7 @@ WRONG_OPTION = Code(
 )
 WRONG_GLOB = Code(
     code="SP112",
-    title="a pattern that is no glob",
+    title="a pattern that is not a glob",
     text="""
     A pattern is compared with whole dotted names. `*`, `?` and `[...]` stand for characters of one segment
     and never match a dot; `**` stands for zero or more whole segments; `{a,b}` are alternatives, which may be
@@ -74,7 +74,7 @@ WRONG_GLOB = Code(
 )
 WRONG_EXPRESSION = Code(
     code="SP113",
-    title="a text that is no expression",
+    title="a text that is not an expression",
     text="""
     `packed` and `divides` hold expressions over the numbers of the model's configuration: names (with dots
     for nested configurations), whole numbers, `+`, `-`, `*`, `//` and parentheses. All values are whole
@@ -179,7 +179,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
     for entry in rule.options.entries if rule.options else ():
         path = (*rule.path, entry.key)
         if not takes(style, entry.key):
-            message = f"the style `{rule.style}` takes no option `{entry.key}`"
+            message = f"the style `{rule.style}` has no option `{entry.key}`"
             findings.add(WRONG_OPTION, message, path, "key", help=_who_takes(entry.key))
         elif entry.key == "output" and isinstance(entry.value, Scalar):
             _check_output(rule.style, style, entry.value.value, path, findings)
@@ -215,7 +215,7 @@ def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None
             except ExpressionError as error:
                 at = (*path, option, i) if isinstance(node, ListNode) else (*path, option)
                 span = _part(item.span, item.value, error.start, error.end)
-                message = f"{quoted(item.value)} is no expression: {error.reason}"
+                message = f"{quoted(item.value)} is not an expression: {error.reason}"
                 findings.add(WRONG_EXPRESSION, message, at, span=span)
 
 
@@ -229,7 +229,7 @@ def _check_globs(root: Node, findings: Findings) -> None:
             alternatives += len(parse_glob(pattern).alternatives)
         except GlobError as error:
             code = TOO_LARGE if error.too_large else WRONG_GLOB
-            message = f"{quoted(pattern)} is no glob: {error.reason}"
+            message = f"{quoted(pattern)} is not a glob: {error.reason}"
             if error.too_large or not pattern:
                 message = error.reason
             findings.add(code, message, path, part, span=_part(span, pattern, error.start, error.end))

@@ -1,4 +1,4 @@
-"""Which style takes which option, as the style records have it."""
+"""Which style has which option, as the style records declare it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def style_names() -> tuple[str, ...]:
 
 
 def takers(option: str, value: str | None = None) -> tuple[str, ...]:
-    """The names of the styles that take an option; for `output`, that take this value of it."""
+    """The names of the styles that have an option; for `output`, that have this value of it."""
     return tuple(
         name
         for style in STYLES.values()
@@ -43,7 +43,7 @@ def takers(option: str, value: str | None = None) -> tuple[str, ...]:
 
 
 def takes(name: str, option: str) -> bool:
-    """Whether the style of that name takes the option."""
+    """Whether the style of that name has the option."""
     style = STYLES.get(canonical_style(name) or "")
     return option not in TAKEN_BY or (style is not None and TAKEN_BY[option](style))
 

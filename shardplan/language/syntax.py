@@ -33,10 +33,10 @@ SYNTAX = Code(
 )
 DUPLICATE_KEY = Code(
     code="SP103",
-    title="a key is there twice",
+    title="a duplicate key",
     text="""
-    A mapping has each key once. Most YAML and JSON readers keep the last of two equal keys and drop the other
-    in silence; here that would be a rule that is written and does not hold.
+    A mapping has each key once. Most YAML and JSON readers keep the last of two equal keys and silently drop the
+    other; here that would be a rule without effect.
     """,
     bad="""
     tensor_parallel:
@@ -81,7 +81,7 @@ def note_duplicate(findings: list[Diagnostic], file: str, first: Entry, second: 
         Diagnostic(
             DUPLICATE_KEY.code,
             Severity.ERROR,
-            f"the key {quoted(first.key)} is there twice in one mapping",
+            f"the key {quoted(first.key)} appears twice in one mapping",
             Label(Location(file, span=second), "again here"),
             (Label(Location(file, span=first.span), "first here"),),
             help="keep one of the two",

@@ -110,12 +110,12 @@ class _Composer:
             if step is not None:
                 step(event)
         if self.root is None:
-            refuse(self.file, "the file holds no plan", Span(1, 1, 1, 1), help='begin with `version: "1"`')
+            refuse(self.file, "the file is empty", Span(1, 1, 1, 1), help='begin with `version: "1"`')
         return self.root
 
     def _document(self, event: yaml.DocumentStartEvent) -> None:
         if self.root is not None:
-            refuse(self.file, "the file holds several documents", self._span(event), help="keep one")
+            refuse(self.file, "the file has several documents", self._span(event), help="keep one")
         if event.version not in (None, (1, 2)):
             version = ".".join(map(str, event.version))
             refuse(
@@ -215,7 +215,7 @@ class _Composer:
             refuse(self.file, f"the alias {name} refers to nothing", span, help=_QUOTE)
         target = self.anchors[event.anchor]
         if target is None:
-            message = f"the alias {name} stands inside what it refers to"
+            message = f"the alias {name} is part of the value that it refers to"
             refuse(self.file, message, span, help="write the values out")
         self._count(span, target.size, alias=True)
         if len(self.stack) + target.height > MAX_DEPTH:

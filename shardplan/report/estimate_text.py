@@ -84,8 +84,8 @@ def _title(estimate: Estimate) -> str:
 
 def _asked(estimate: Estimate, paint: Paint) -> str:
     traced = " and ".join(map(str, estimate.traced))
-    how = f"{traced} of {estimate.layers} layers traced" if len(estimate.traced) > 1 else "all layers traced"
-    size = f"{mesh_text(estimate.sizes)} ({estimate.sizes.world_size:,} devices), {how}"
+    layers = f"{traced} of {estimate.layers} layers traced" if len(estimate.traced) > 1 else "all layers traced"
+    size = f"{mesh_text(estimate.sizes)} ({estimate.sizes.world_size:,} devices), {layers}"
     return "\n".join([paint("strong", _title(estimate)), size])
 
 
@@ -130,8 +130,8 @@ def _traffic(estimate: Estimate, paint: Paint, width: int | None) -> str:
 
 
 def _computation(estimate: Estimate) -> str:
-    said = ", ".join(f"{n / 1e12:,.2f} TFLOP in {dtype}" for dtype, n in estimate.flops.items())
-    return f"computation of a rank in a step: {said or 'no products'}"
+    products = ", ".join(f"{n / 1e12:,.2f} TFLOP in {dtype}" for dtype, n in estimate.flops.items())
+    return f"computation of a rank in a step: {products or 'no products'}"
 
 
 def _bound(estimate: Estimate, paint: Paint, width: int | None) -> str:

@@ -63,8 +63,10 @@ def _module(
     )
 
 
-def _parameter(how: ParameterProgram, module: ModuleInfo, tp: int, tied_to: str | None) -> ParameterRecord:
-    info = module.parameter(how.name)
-    assert info is not None, (module.name, how.name)
-    shape = local_shape(how, info, tp)
-    return ParameterRecord(how.name, str(how.stored), str(how.computed), how.parts, shape, info.dtype, tied_to)
+def _parameter(parameter: ParameterProgram, module: ModuleInfo, tp: int, tied_to: str | None) -> ParameterRecord:
+    info = module.parameter(parameter.name)
+    assert info is not None, (module.name, parameter.name)
+    shape = local_shape(parameter, info, tp)
+    return ParameterRecord(
+        parameter.name, str(parameter.stored), str(parameter.computed), parameter.parts, shape, info.dtype, tied_to
+    )

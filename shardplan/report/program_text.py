@@ -23,9 +23,7 @@ from .width import printable
 
 WIDTH = 120  # columns of what is shown elsewhere than on a terminal
 HEADER = ("module, and what a rank holds", "style and moves", "count", "bytes", "plan")
-LAYOUTS = (
-    "I: whole, with a complete gradient; R: whole, with a partial gradient; V(d): split along dim d; P: a partial sum"
-)
+LAYOUTS = "I: whole, complete gradient; R: whole, partial gradient; V(d): split in dim d; P: partial sum"
 NUMERIC = {2, 3}  # columns set to the right
 BYTES = {
     "float64": 8,
@@ -41,7 +39,7 @@ UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ShownParameter:
     """A parameter of a module, or of equal modules: the numbers are sums over them.
 
     Args:
@@ -58,7 +56,7 @@ class Held:
     local: int
     size: int
 
-    def times(self, n: int) -> Held:
+    def times(self, n: int) -> ShownParameter:
         return replace(self, whole=self.whole * n, local=self.local * n, size=self.size * n)
 
 
@@ -77,7 +75,7 @@ class Row:
     name: str
     styles: tuple[str, ...]
     lines: tuple[str, ...]
-    parameters: tuple[Held, ...]
+    parameters: tuple[ShownParameter, ...]
     moves: tuple[str, ...]
 
 
@@ -110,7 +108,9 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
             name=module.name,
             styles=styles,
             lines=lines,
-            parameters=tuple(_held(how, info, program.resolved.sizes.tp or 1, first_name) for how in module.parameters),
+            parameters=tuple(
+                _shown(parameter, info, program.resolved.sizes.tp or 1, first_name) for parameter in module.parameters
+            ),
             moves=tuple(_moves(module)),
         )
 
@@ -139,17 +139,17 @@ def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
         if len(names) > 1:  # no product of ranges: each row keeps its own numbers
             folded += group
         else:
-            parameters = tuple(held.times(len(group)) for held in group[0].parameters)
+            parameters = tuple(owned.times(len(group)) for owned in group[0].parameters)
             folded.append(replace(group[0], name=names[0], parameters=parameters))
     return tuple(folded)
 
 
-def local_shape(how: ParameterProgram, info: ParameterInfo, tp: int) -> tuple[int, ...]:
+def local_shape(parameter: ParameterProgram, info: ParameterInfo, tp: int) -> tuple[int, ...]:
     """The shape on the first rank, which has the most: dims that tp does not divide are split in
     ceil-chunks."""
-    if how.dim is None:
+    if parameter.dim is None:
         return info.shape
-    return tuple(-(-size // tp) if i == how.dim else size for i, size in enumerate(info.shape))
+    return tuple(-(-size // tp) if i == parameter.dim else size for i, size in enumerate(info.shape))
 
 
 def byte_text(size: int) -> str:
@@ -162,16 +162,16 @@ def byte_text(size: int) -> str:
     raise AssertionError
 
 
-def _held(how: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mapping[str, str]) -> Held:
-    info = module.parameter(how.name)
-    assert info is not None, (module.name, how.name)
-    shape = local_shape(how, info, tp)
-    text = f"{placement(how)} {list(shape)}" + (", partial gradient" if how.computed == R else "")
-    tied = first_name.get(f"{module.name}.{how.name}" if module.name else how.name)
+def _shown(parameter: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mapping[str, str]) -> ShownParameter:
+    info = module.parameter(parameter.name)
+    assert info is not None, (module.name, parameter.name)
+    shape = local_shape(parameter, info, tp)
+    text = f"{placement(parameter)} {list(shape)}" + (", partial gradient" if parameter.computed == R else "")
+    tied = first_name.get(f"{module.name}.{parameter.name}" if module.name else parameter.name)
     if tied is not None:
-        return Held(how.name, f"{text}, tied to {tied}", 0, 0, 0)
-    local = ParameterInfo(how.name, shape).numel
-    return Held(how.name, text, info.numel, local, local * BYTES.get(info.dtype, 4))
+        return ShownParameter(parameter.name, f"{text}, tied to {tied}", 0, 0, 0)
+    local = ParameterInfo(parameter.name, shape).numel
+    return ShownParameter(parameter.name, text, info.numel, local, local * BYTES.get(info.dtype, 4))
 
 
 def _rules(resolved: ResolvedPlan, name: str) -> list[Rule]:
@@ -194,15 +194,15 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
 
 def _lines(row: Row) -> Iterator[tuple[str, ...]]:
     """The row's cells: its name and then its parameters, beside the styles and then the moves."""
-    held = ((f"  {p.name}  {p.text}", f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
-    names, counts, sizes = zip((row.name or "(model)", "", ""), *held, strict=True)
+    owned = ((f"  {p.name}  {p.text}", f"{p.local:,}", byte_text(p.size)) for p in row.parameters)
+    names, counts, sizes = zip((row.name or "(model)", "", ""), *owned, strict=True)
     for cells in zip_longest(names, (*row.styles, *row.moves), counts, sizes, row.lines, fillvalue=""):
         yield tuple(map(printable, cells))
 
 
 def _totals(program: Program, rows: Iterable[Row]) -> list[str]:
-    held = [parameter for row in rows for parameter in row.parameters]
-    whole, local, size = (sum(getattr(p, name) for p in held) for name in ("whole", "local", "size"))
+    owned = [parameter for row in rows for parameter in row.parameters]
+    whole, local, size = (sum(getattr(p, name) for p in owned) for name in ("whole", "local", "size"))
     tp = program.resolved.sizes.tp or 1
     return [f"tp {tp}: {whole:,} parameters, {local:,} ({byte_text(size)}) on each rank"]
 

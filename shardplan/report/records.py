@@ -22,7 +22,7 @@ class Place:
     column: int | None
     end_line: int | None
     end_column: Annotated[int | None, "one past the last character"]
-    text: Annotated[str, "what is said about this place"]
+    text: Annotated[str, "the text beside this place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Finding:
     severity: Literal["error", "warning"]
     message: Annotated[str, "one sentence that stands alone"]
     primary: Annotated[Place | None, "the line of the plan to change, if there is one"]
-    related: Annotated[tuple[Place, ...], "other lines that have to do with it"]
+    related: Annotated[tuple[Place, ...], "other lines that it concerns"]
     notes: Annotated[tuple[str, ...], "facts"]
     help: Annotated[str | None, "what to change"]
     modules: Annotated[tuple[str, ...], "the modules or parameters concerned"]
@@ -81,13 +81,11 @@ class FindingsReport:
         tuple[Literal["plan", "names", "structure", "layouts", "proof"], ...],
         "what was looked at: the plan alone, names and sizes in a checkpoint's files, the model's structure, layouts, numbers",
     ]
-    proven: Annotated[
-        bool, "whether two steps of every variant that was checked are proven equal to the unsharded model's"
-    ]
-    unreached: Annotated[tuple[str, ...], "what no run of the proof reached, and the plan does not touch"]
+    proven: Annotated[bool, "whether two steps of every checked variant are proven equal to the unsharded model's"]
+    unreached: Annotated[tuple[str, ...], "parameters that no run of the proof reached, and the plan does not touch"]
     count: Count
     findings: tuple[Finding, ...]
-    secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` tells of"]
+    secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` reports"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ class AskedRecord:
     sequence_parallel: bool
     seq_len: int
     micro_batch: Annotated[int, "sequences of a data-parallel rank in one forward"]
-    precision: Annotated[str, "in what parameters, gradients and optimizer state are stored"]
+    precision: Annotated[str, "the dtype in which parameters, gradients and optimizer state are stored"]
     optimizer: str
 
 
@@ -303,7 +301,7 @@ class CollectiveRecord:
 @dataclass(frozen=True, slots=True)
 class ProgramReport:
     """What `shardplan show --json` prints. Layouts: I, whole with a complete gradient; R, whole with a partial gradient; V(d), split
-    along dim d; P, a partial sum."""
+    in dim d; P, a partial sum."""
 
     kind: Literal["program"]
     version: Literal["1"]

@@ -36,12 +36,12 @@ DERIVED = "The source has its sequence-parallel form alone: tensor_parallel is t
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What a source comes to.
+    """The result of a conversion.
 
     Args:
-        text: the plan file, YAML; None where an entry cannot be said.
+        text: the plan file, YAML; None where an entry cannot be converted.
         document: the same as data.
-        diagnostics: what cannot be said, is left out or was added, entry by entry.
+        diagnostics: what cannot be converted, is left out or was added, entry by entry.
         sources: the source's text, for the places of findings.
     """
 
@@ -58,7 +58,7 @@ def convert(
 
     Args:
         source: a file's name, a dictionary, or "hf"; None with `import_path`.
-        form: whose plan it is; None: told by its form.
+        form: the project that the plan comes from; None: found from its form.
         import_path: where styles are to be imported from.
         found: the model that it is for.
         name: of the plan.
@@ -76,7 +76,7 @@ def convert(
         return Conversion(None, None, findings, read.sources)
     findings = (*read.diagnostics, *rules.findings)
     if not rules.whole and not rules.sliced and not any(d.is_error for d in findings):
-        findings = (*findings, finding(NO_FORM, "nothing is left to write a plan of", Location(read.name)))
+        findings = (*findings, finding(NO_FORM, "no entry is left for a plan", Location(read.name)))
     if any(d.is_error for d in findings):
         return Conversion(None, None, findings, read.sources)
     draft = Draft(rules.whole, overlay(rules.whole, rules.sliced) or None)
@@ -99,7 +99,7 @@ def _read(source: object, import_path: str | None, found: FoundModel | None) -> 
     if source != "hf":
         return read_source(source)  # type: ignore[arg-type]
     if found is None:
-        message = "transformers' own plan is that of a model"
+        message = "transformers' own plan belongs to a model"
         raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
     plan, prefix = hf_tp_plan(found.build())
     start = f"{prefix}." if prefix else ""
@@ -147,19 +147,19 @@ def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
         )
     if not isinstance(data, Mapping) or not data:
         raise NotConvertible(
-            NO_FORM, "a mapping from names to styles is wanted", help="docs/converting.md shows each form"
+            NO_FORM, "the source must be a mapping from names to styles", help="docs/converting.md shows each form"
         )
     names = all(isinstance(style, str) for style in data.values())
     any_name = any(isinstance(style, str) for style in data.values())
     if form == "torch" and names:
-        raise NotConvertible(NO_FORM, "torch's styles are objects, and these are names", help="say --from transformers")
+        raise NotConvertible(NO_FORM, "torch's styles are objects, and these are names", help="use --from transformers")
     if form == "transformers" and not any_name:
-        raise NotConvertible(NO_FORM, "transformers' styles are names, and none of these is")
+        raise NotConvertible(NO_FORM, "transformers' styles are names, and none of these is a name")
     if form is None and not any_name and not any(_is_style(style) for style in data.values()):
         raise NotConvertible(
             NO_FORM,
             "the values are neither names of styles nor styles",
-            help="a mapping from names to styles is wanted; docs/converting.md shows each form",
+            help="write a mapping from names to styles; docs/converting.md shows each form",
         )
     return form or ("transformers" if names else "torch")
 
@@ -184,7 +184,7 @@ def _entries(
     places: Places | None,
     findings: list[Diagnostic],
 ) -> list[Entry]:
-    """What a mapping says, with what cannot be said among the findings."""
+    """The entries of a mapping; what cannot be converted is among the findings."""
     meanings: list[tuple[str, Meaning, Location]] = []
     for key, style in data.items():
         at = Location(read.name, (str(key),))
@@ -218,7 +218,7 @@ def _deepspeed(
         raise NotConvertible(
             NO_FORM,
             "DeepSpeed adds the specs of `preset_model` to these, and they are not in the file",
-            help="say `use_default_specs: false`, and write down the specs that are needed",
+            help="set `use_default_specs: false`, and write down the specs that are needed",
         )
     tree = places.tree if places is not None else None
     specs, findings = deepspeed.specs(
@@ -231,13 +231,15 @@ def _deepspeed(
             if spec.meaning is not None:
                 entries += [Entry(glob, spec.meaning, spec.at) for glob in spec.globs]
             elif any(later.meaning is not None for later in specs[i + 1 :]):
-                message = "what `skip` keeps from the specs behind it only the model tells"
+                message = "only the model tells which modules `skip` keeps from the specs after it"
                 findings.append(finding(NEEDS_MODEL, message, spec.at, help="name the model: --model"))
             continue
         names = tuple(name for name in places.matrices(spec.globs) if name not in taken)
         taken.update(names)
         if not names:
-            findings.append(finding(LEFT_OUT, "it matches nothing that is left in this model", spec.at, warning=True))
+            findings.append(
+                finding(LEFT_OUT, "it matches nothing that earlier specs left in this model", spec.at, warning=True)
+            )
         elif spec.meaning is not None:
             patterns = places.patterns(names, None)
             entries += [Entry(p, spec.meaning, spec.at, places.kinds((p,))) for p in patterns]

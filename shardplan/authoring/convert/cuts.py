@@ -54,9 +54,9 @@ def _packed(entry: Entry, flow: Flow, found: FoundModel, findings: list[Diagnost
         return entry
     count = parts if isinstance(parts, int) else len(parts)
     message = (
-        f"`{entry.pattern}` hands on a DTensor, which is gathered where the code cuts it into {count} parts; "
+        f"`{entry.pattern}` outputs a DTensor, which is gathered where the code cuts it into {count} parts; "
         "the plan splits each part by itself (`packed_colwise`), which trains the same without gathering"
     )
-    help = "look whether that is meant; the layouts are proven with --model"
+    help = "check that this is meant; with --model the layouts are proven"
     findings.append(finding(IMPLIED, message, entry.at, help=help, warning=True))
     return replace(entry, meaning=replace(entry.meaning, options={"packed": parts}))

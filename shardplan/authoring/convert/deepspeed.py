@@ -66,7 +66,7 @@ def find_config(data: object) -> tuple[Mapping[str, Any], tuple[str, ...], bool]
 def specs(
     config: Mapping[str, Any], file: str, path: tuple[str, ...], model_type: str | None, *, has_model: bool
 ) -> tuple[list[Spec], list[Diagnostic]]:
-    """The patterns of all specs in their order, the first of which wins for a weight, and what cannot be said."""
+    """The patterns of all specs in their order, the first of which wins for a weight, and what cannot be converted."""
     found: list[Spec] = []
     findings: list[Diagnostic] = []
     for i, spec in enumerate(config.get("layer_specs") or ()):
@@ -100,7 +100,7 @@ def _spec(
         try:
             globs = globs_of(pattern)
         except NoGlob as error:
-            findings.append(finding(NO_GLOB, f"no glob says what {quoted(pattern)} says: {error}", place))
+            findings.append(finding(NO_GLOB, f"{quoted(pattern)} has no glob: {error}", place))
             continue
         if globs:
             yield Spec(globs, meaning, place)
@@ -128,7 +128,7 @@ def _meaning(spec: Mapping[str, Any]) -> Meaning | None:
         )
     gathered = bool(spec.get("gather_output", False))
     if gathered and kind == "rowwise":
-        raise NotConvertible(NO_LAYOUTS, f"{label} with gather_output: what is summed up is whole")
+        raise NotConvertible(NO_LAYOUTS, f"{label} with gather_output: a sum over ranks is whole already")
     source, destination = ("whole", "whole" if gathered else "features") if kind == "colwise" else ("features", "whole")
     shape = spec.get("shape")
     if shape is None:

@@ -1,4 +1,4 @@
-"""What another project's plan says, entry by entry, in one form for all of them."""
+"""The entries of another project's plan, in one form for all projects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Meaning:
 
     Args:
         kind: it splits by output or by input features, runs on slices of the sequence, moves an input or an output; is a
-            style of ours already; or has nothing to say here.
+            style of ours already; or has no effect here.
         label: as the source has it, for messages.
-        takes, hands: what arrives and what is handed on.
-        dtensor: whether it is handed on as a DTensor, which carries its layout along.
+        source, destination: the input layout and the output layout.
+        dtensor: whether the output is a DTensor, which carries its layout along.
         seq_dim: the dim of `sequence`.
         argument: the argument that is moved, by name.
         position: its place among the positional arguments, where it has no name.
-        output: of `kind` input: (takes, hands) of the output that is moved as well.
+        output: of `kind` input: (source, destination) of the output that is moved as well.
         options: of `kind` style and colwise and rowwise: `style` and options, options of the rule.
         why: of `kind` nothing: why not.
         unsure: whether embedding and linear layers are both usual in this place, so that only the model tells.
@@ -77,7 +77,7 @@ class Entry:
 
 
 class NotConvertible(Exception):
-    """An entry that no plan of ours says.
+    """An entry without a counterpart in a plan of ours.
 
     Args:
         code: its finding.

@@ -9,7 +9,7 @@ from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
 from .convert_codes import NO_STYLE
 from .entries import Meaning, NotConvertible, Spread
 
-# The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, takes, hands).
+# The words for torch's styles with their layouts, as a Linear or Embedding has them: (split, source, destination).
 TORCH: dict[str, tuple[str, Spread, Spread]] = {
     "colwise": ("colwise", "whole", "features"),
     "rowwise": ("rowwise", "features", "whole"),

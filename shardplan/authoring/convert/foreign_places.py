@@ -34,7 +34,7 @@ def glob_of_key(key: object) -> str:
     try:
         parse_glob(glob)
     except GlobError as error:
-        raise NotConvertible(NO_GLOB, f"{quoted(key)} is no glob: {error.reason}") from None
+        raise NotConvertible(NO_GLOB, f"{quoted(key)} is not a glob: {error.reason}") from None
     return glob
 
 

@@ -1,5 +1,5 @@
 """From what a source says to rules: one table for each place of a style, and the moves that a sequence-parallel source leaves
-to DTensor or says elsewhere than a plan does."""
+to DTensor or declares in another place than a plan does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .entries import DEFAULT_SEQ_DIM, Entry, NotConvertible, Spread, finding
 Options = dict[str, Any]
 Pair = tuple[str | None, str | None]  # the styles with the sequence whole, and with slices of it
 
-# (split, takes, hands) of a linear layer.
+# (split, source, destination) of a linear layer.
 LINEAR: dict[tuple[str, Spread | None, Spread | None], Pair] = {
     ("colwise", "whole", "features"): ("colwise", "colwise"),
     ("colwise", "whole", "whole"): ("colwise_gather_output", "colwise_gather_output"),
@@ -50,7 +50,7 @@ class Rules:
     Args:
         whole: with the sequence whole on every rank.
         sliced: with slices of it.
-        findings: what could not be said, was left out or was added.
+        findings: what could not be converted, was left out or was added.
     """
 
     whole: dict[str, Options] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
     if kinds is None and meaning.unsure:
         raise NotConvertible(
             NEEDS_MODEL,
-            f"`{entry.pattern}`, {meaning.label}: whether it is an embedding or a linear layer only the model tells",
+            f"`{entry.pattern}`, {meaning.label}: only the model tells whether it is an embedding or a linear layer",
             help="name the model: --model",
         )
     key = (meaning.kind, meaning.source, meaning.destination)
@@ -135,11 +135,11 @@ def _matrix(entry: Entry) -> tuple[Options | None, Options | None]:
 def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | None]:
     if pair is None:
         meaning = entry.meaning
-        what = f"{meaning.source} arrives and {meaning.destination} is handed on"
+        what = f"{meaning.source} comes in and {meaning.destination} goes out"
         raise NotConvertible(
             NO_LAYOUTS,
-            f"no style of ours means what `{entry.pattern}` says: {meaning.label}",
-            help=f"{what}: docs/language.md has the styles with what each takes and hands on",
+            f"no style of ours has the layouts of `{entry.pattern}`: {meaning.label}",
+            help=f"{what}: docs/language.md lists the styles with their layouts",
         )
     whole, sliced = pair
     if _outputs_split_logits(entry):
@@ -148,7 +148,7 @@ def _styled(entry: Entry, pair: Pair | None) -> tuple[Options | None, Options | 
 
 
 def _outputs_split_logits(entry: Entry) -> bool:
-    """Whether it is in no layer and hands on a DTensor that is split over its last dim: an output head."""
+    """Whether it is in no layer and outputs a DTensor that is split over its last dim: an output head."""
     meaning = entry.meaning
     return meaning.kind == "colwise" and meaning.destination == "features" and meaning.dtensor and entry.layer is None
 
@@ -181,7 +181,7 @@ def _with_dim(entry: Entry, options: Options) -> Options:
 
 
 def _heads(entries: list[Entry], rules: Rules) -> None:
-    """A head that takes slices of the sequence gets the whole of it from the norm in front of it: what stands between both
+    """A head that reads slices of the sequence gets the whole of it from the norm in front of it: what stands between both
     (the last positions alone, a pooling) counts positions of the whole sequence."""
     norms = [
         e for e in entries if e.meaning.kind == "sequence" and e.layer is None and e.meaning.destination == "sequence"
@@ -201,14 +201,14 @@ def _heads(entries: list[Entry], rules: Rules) -> None:
         elif _outputs_split_logits(head):
             raised = NotConvertible(
                 NO_LAYOUTS,
-                f"`{head.pattern}` takes slices of the sequence and hands on split logits",
+                f"`{head.pattern}` reads slices of the sequence and outputs split logits",
                 help="gather the sequence at the norm in front of it, one `SequenceParallel` outside of the layers",
             )
             rules.findings.append(raised.finding(head.at))
 
 
 def _readers(entries: list[Entry], rules: Rules) -> None:
-    """Modules that take whole values from norms that hand on slices as DTensors: the module around them gathers."""
+    """Modules that read whole values from norms that output slices as DTensors: the module around them gathers."""
     for layer in dict.fromkeys(entry.layer for entry in entries if entry.layer is not None):
         own = [entry for entry in entries if entry.layer == layer]
         norms = [e for e in own if e.meaning.kind == "sequence"]
@@ -238,14 +238,14 @@ def _readers(entries: list[Entry], rules: Rules) -> None:
 
 
 def _say_implied(rules: Rules, entry: Entry, where: str) -> None:
-    message = f"the source leaves it to DTensor where the sequence is gathered; the plan says {where}"
-    help = "look whether that is meant; the layouts are proven with --model"
+    message = f"the source leaves it to DTensor where the sequence is gathered; the plan gathers at {where}"
+    help = "check that this is meant; with --model the layouts are proven"
     rules.findings.append(finding(IMPLIED, message, entry.at, help=help, warning=True))
 
 
 def _entrance(entries: list[Entry], rules: Rules) -> None:
-    """An embedding that hands on slices: it stays a partial sum until the first layer's block input, as positions and masks are
-    counted from what it hands on."""
+    """An embedding that outputs slices: it stays a partial sum until the first layer's block input, as positions and masks are
+    counted from its output."""
     sources = [e for e in entries if rules.sliced.get(e.pattern, {}).get("style") == "embedding_rowwise_seq"]
     if not sources or any(options["style"] == "split_seq_input" for options in rules.sliced.values()):
         return
@@ -253,8 +253,8 @@ def _entrance(entries: list[Entry], rules: Rules) -> None:
     if len(layers) != 1 or not next(iter(layers)).endswith(".*"):
         raised = NotConvertible(
             NO_LAYOUTS,
-            f"`{sources[0].pattern}` hands on slices of the sequence, and which module takes them first cannot be told",
-            help="say it of the first layer: `PrepareModuleInput(Replicate() -> Shard(1))`",
+            f"`{sources[0].pattern}` outputs slices of the sequence, and no entry shows which module reads them first",
+            help="declare it on the first layer: `PrepareModuleInput(Replicate() -> Shard(1))`",
         )
         rules.findings.append(raised.finding(sources[0].at))
         return

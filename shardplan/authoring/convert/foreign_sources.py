@@ -85,11 +85,11 @@ def import_source(path: str, model: Callable[[], Any] | None) -> Source:
     try:
         parameters = inspect.signature(found).parameters
     except (TypeError, ValueError):
-        raise _refused(f"the arguments of {path} cannot be told") from None
+        raise _refused(f"the parameters of {path} cannot be read") from None
     arguments: dict[str, Any] = {}
     if "model" in parameters:
         if model is None and parameters["model"].default is inspect.Parameter.empty:
-            message = f"{path} takes the model"
+            message = f"{path} needs the model"
             raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
         if model is not None:
             arguments["model"] = model()
@@ -101,7 +101,7 @@ def import_source(path: str, model: Callable[[], Any] | None) -> Source:
         and name not in (*arguments, "sequence_parallel")
     ]
     if missing:
-        raise _refused(f"{path} takes more than `model` and `sequence_parallel`: {', '.join(missing)}")
+        raise _refused(f"{path} has more parameters than `model` and `sequence_parallel`: {', '.join(missing)}")
     if "sequence_parallel" not in parameters:
         return Source(path, _styles(_called(found, path, arguments), path))
     whole, sliced = (
@@ -146,7 +146,7 @@ def _called(function: Callable[..., Any], path: str, arguments: Mapping[str, Any
 def _styles(found: Any, path: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping) or not found:
         kind = "an empty dictionary" if isinstance(found, Mapping) else f"a {type(found).__name__}"
-        raise _refused(f"{path} is, or gives, {kind}, not a dictionary from names to styles")
+        raise _refused(f"{path} is, or returns, {kind}, not a dictionary from names to styles")
     return found
 
 

@@ -35,7 +35,9 @@ def meaning_of_style(style: object) -> Meaning:
     label = type(style).__name__
     if not isinstance(style, ParallelStyle):
         raise NotConvertible(
-            NO_STYLE, f"an object of class {label} is no style", help="a style is a ParallelStyle of torch, or a name"
+            NO_STYLE,
+            f"an object of class {label} is not a style",
+            help="a style is a ParallelStyle of torch, or a name",
         )
     if type(style) in TORCH:
         return TORCH[type(style)](style)
@@ -43,8 +45,8 @@ def meaning_of_style(style: object) -> Meaning:
     if known is None or not isinstance(style, known[0]):
         raise NotConvertible(
             NO_STYLE,
-            f"{label} is a class of its own: its layouts do not tell what its code does",
-            help="write torch's class in its place, or a rule for these modules by hand",
+            f"{label} is an unknown class: its layouts do not show what its code does",
+            help="use torch's class instead, or write a rule for these modules by hand",
         )
     return known[1](style)
 
@@ -167,7 +169,7 @@ def _spread(placement: object, label: str) -> tuple[Spread, int | None]:
             return "partial", None
     raise NotConvertible(
         NO_LAYOUTS,
-        f"{label}: {_word(placement)} is no layout of a value here",
+        f"{label}: {_word(placement)} is not a layout of a value here",
         help="values are whole, partial sums, or split in the last dim (Shard(-1)) or the sequence (Shard(0), Shard(1))",
     )
 

@@ -86,7 +86,7 @@ class _Reader:
         """Each alternative as a glob, and whether it ends where the name ends."""
         found = self._alternatives()
         if self.position < len(self.expression):
-            raise NoGlob("a `)` closes nothing")
+            raise NoGlob("a `)` has no `(`")
         return found
 
     def _alternatives(self) -> list[tuple[str, bool]]:
@@ -99,7 +99,7 @@ class _Reader:
                 found += [(text, ended) for text in texts]
                 texts, ended = [""], False
             elif ended:
-                raise NoGlob("something stands behind `$`")
+                raise NoGlob("something stands after `$`")
             elif character in "^$":
                 if character == "^" and texts != [""]:
                     raise NoGlob("a `^` in the middle")
@@ -125,7 +125,7 @@ class _Reader:
                 raise NoGlob("a repeated `?`")
             return [*found, ""]
         if following and following in "*+{":
-            raise NoGlob(f"`{following}` behind something else than `.`, `[^.]` or `\\d`")
+            raise NoGlob(f"`{following}` after something other than `.`, `[^.]` or `\\d`")
         return found
 
     def _single(self) -> str:

@@ -36,7 +36,7 @@ class Whole:
 
     Args:
         group: its matrices.
-        reason: what is said against splitting them.
+        reason: the reason against splitting them.
     """
 
     group: Group
@@ -51,7 +51,7 @@ class Derived:
         draft: the rules; the layout check has no reason to them.
         tree: the reduced model that they were tried on.
         whole: what could not be split.
-        no_overlay: what is said against sequence parallelism, where it was asked for and none was found.
+        no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
     """
 
     draft: Draft
@@ -72,7 +72,7 @@ def derive(
     Args:
         tp: the size for which it is tried; what divides is kept in its relation to it in the reduced model.
         sequence_parallel: find an overlay too.
-        progress: is told what is being tried.
+        progress: called with what is being tried.
 
     Raises:
         PlanError: SP520 to SP523: there is no reduced model, or it does not run; SP371: its code draws random numbers.
@@ -116,7 +116,7 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
 
 
 def _with_group(board: Board, draft: Draft, solved: Draft | str) -> Draft | str:
-    """The draft with the rules of a group too, or what is said against that."""
+    """The draft with the rules of a group too, or the reason against that."""
     if isinstance(solved, str):
         return solved
     both = draft.with_rules(solved.tensor_parallel)

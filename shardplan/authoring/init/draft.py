@@ -1,4 +1,4 @@
-"""Plans in the making: rules by pattern, and what the layout check says of them."""
+"""Plans in the making: rules by pattern, and what the layout check finds in them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Board:
         return None if resolved is None else check_layout(resolved, self.benches, help=help)
 
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
-        """The first thing that is said against a draft that is not right."""
+        """The first thing that is wrong with a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
         resolved, errors = self._checked(plan, overlay)

@@ -1,20 +1,20 @@
-"""The findings of this room: what of a model cannot be split, and of other projects' plans not be said."""
+"""The findings of `init`: what of a model cannot be split."""
 
 from shardplan.core.diagnostics import Code
 
 NOTHING = Code(
     "SP530",
-    "a model of which nothing can be split",
-    "`init` looks for matrices whose result stays inside a block until another one sums it up, and for the embedding and "
-    "the head. Of this model none can be split at this tp size; the notes say what stands against each.",
+    "a model in which nothing can be split",
+    "`init` looks for matrices whose result stays inside a block until another matrix sums it up, and for the embedding and "
+    "the head. In this model none of them can be split at this tp size; the notes give the reason for each.",
     bad="$ shardplan init my_models:one_head --tp 2",
     good="$ shardplan init my_models:eight_heads --tp 2",
 )
 NO_OVERLAY = Code(
     "SP531",
     "a model for which no sequence-parallel overlay is found",
-    "Under sequence parallelism each rank holds a slice of the sequence between the blocks. What stands between the "
-    "blocks of this model needs all of it, or the model has no list of blocks. Without the option a plan is written "
+    "Under sequence parallelism each rank has a slice of the sequence between the blocks. The code between the "
+    "blocks of this model needs the whole sequence, or the model has no list of blocks. Without the option `init` writes a plan "
     "that splits the tensors alone.",
     bad="$ shardplan init ./model -o plan.yaml --sequence-parallel",
     good="$ shardplan init ./model -o plan.yaml",
@@ -22,9 +22,9 @@ NO_OVERLAY = Code(
 WHOLE = Code(
     "SP532",
     "a part of the model that stays whole",
-    "No rules were found that split these matrices and are right. Every rank holds them whole and computes the same with "
-    "them: right, at the price of their memory and time on every rank. The reason is what is said against the rules "
-    "that came furthest, on the reduced model on which rules are tried.",
+    "No correct rules were found that split these matrices. Every rank stores them whole and computes the same with "
+    "them. That is correct, but costs their memory and time on every rank. The note gives the reason against the rules "
+    "that came closest, on the reduced model on which rules are tried.",
     bad="$ shardplan init falcon",
     good="$ shardplan init falcon --set num_attention_heads=64",
 )

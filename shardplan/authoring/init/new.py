@@ -46,7 +46,7 @@ def new_plan(
         tp: the size for which it is tried.
         sequence_parallel: with an overlay.
         name: of the plan; without it the model's type.
-        progress: is told what is being done.
+        progress: called with what is being done.
 
     Raises:
         PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
@@ -57,7 +57,7 @@ def new_plan(
         reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept_whole(found, derived))
         raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))
     if derived.no_overlay is not None:
-        message = f"no sequence-parallel overlay is found for {found.name}"
+        message = f"no sequence-parallel overlay was found for {found.name}"
         raise PlanError((_error(NO_OVERLAY, message, f"on the reduced model: {derived.no_overlay}"),))
     return written(found, derived, name)
 

@@ -22,7 +22,7 @@ COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel
 
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
-    """The draft with a sequence-parallel section that the layout check has no reason to; else what it objects to."""
+    """The draft with a sequence-parallel section that the layout check has no reason to; else its reason."""
     candidates = [replace(draft, sequence_parallel=rules) for rules in Overlay(board, flow, draft).candidates()]
     if not candidates:
         return "there is no list of blocks that run one after the other"

@@ -1,4 +1,4 @@
-"""The rules of one group of regions: the styles of its matrices, and what its code needs said."""
+"""The rules of one group of regions: the styles of its matrices, and the options that its code needs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Solver:
         self.board, self.flow, self.tree = board, flow, tree
 
     def solve(self, group: Group) -> Draft | str:
-        """Rules that split a group, and are right for it alone; where none are found, what is said against the best."""
+        """Rules that split a group, and are right for it alone; where none are found, the reason against the best."""
         draft, reason = self._split_through(group)
         if draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
             draft = self.board.fixed(self._gathered(group))
@@ -102,7 +102,7 @@ class Solver:
         return None if proof is None else _score(proof)
 
     def _drafts(self, group: Group) -> Iterator[Draft]:
-        """What may be said of the matrices, the likeliest first."""
+        """Possible rules of the matrices, the likeliest first."""
         choices = [list(self._column(group, column)) for column in group.columns]
         halves: list[Options] = [{"style": "packed_colwise"}] * len(group.columns)  # that meet: differential attention
         apart = () if group.latent or group.container is not None else (halves,)

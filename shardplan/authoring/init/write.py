@@ -14,8 +14,8 @@ from shardplan.styles import NONE, STYLES
 from .draft import Draft, Options, Rules
 
 WIDTH = 110
-SUMMED = "What the block adds up is reduced once."
-DIVIDED = "`divide`: numbers with which the model's code counts what a rank has a part of."
+SUMMED = "The block's sum is reduced once."
+DIVIDED = "`divide`: numbers in the model's code that count what is split over the ranks."
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The document as pydantic models: which fields there are and what each may hold.
 
-The JSON Schema is made from them; the texts are what an editor shows. What a style takes is not said here: it
-follows from the style records (`options`). What stands in a section is not said here either: its dataclass has it
+The JSON Schema is made from them; the texts are what an editor shows. What a style accepts is not written here: it
+follows from the style records (`options`). The fields of a section are not written here either: its dataclass has them
 (`core.sections`).
 """
 

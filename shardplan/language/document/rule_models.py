@@ -64,27 +64,27 @@ class RuleOptions(Strict):
     )
     grad: Given[Literal["partial", "complete"]] = Field(
         default=None,
-        description="What the readers of a gathered value hand back: `partial` where each rank has a part "
+        description="The gradient that the readers of a gathered value return: `partial` where each rank has a part "
         "of its gradient (column-wise matrices read it), `complete` where every rank has all of it. Without "
-        "it, it is found from the structure.",
+        "it, it is derived from the structure.",
         examples=["complete"],
     )
     output: Given[Output] = Field(
         default=None,
-        description="What the module's output goes through: `gather` hands the whole sequence on, "
+        description="The collective on the module's output: `gather` returns the whole sequence, "
         "`all_reduce` adds up the ranks' partial sums, `reduce_scatter` adds them up and splits the result "
         "along the sequence.",
         examples=["gather"],
     )
     packed: Given[Packed] = Field(
         default=None,
-        description="The parts of a packed dimension, each of which is split: their sizes, or their number "
+        description="The parts of a packed dimension; each is split by itself. Their sizes, or their number "
         "where they are equal. Without it, two equal parts.",
         examples=[3, ["hidden_size", "num_key_value_heads * head_dim", "num_key_value_heads * head_dim"]],
     )
     divide: Given[Attributes] = Field(
         default=None,
-        description="Attributes of the module to divide by tp, because its forward counts with them. What "
+        description="Attributes of the module to divide by tp, because its forward uses them. An attribute that "
         "begins with `config.` is changed in a copy of the configuration.",
         examples=[["num_heads"], "config.num_attention_heads"],
     )
@@ -97,7 +97,7 @@ class RuleOptions(Strict):
         default=default_of(Rule, "seq_dim"),
         ge=0,
         le=8,
-        description="The sequence dimension of what is moved: 1 in [batch, sequence, hidden].",
+        description="The sequence dimension of the value that is moved: 1 in [batch, sequence, hidden].",
         examples=[0],
     )
     read_outside: Given[list[Annotated[int, Field(ge=0, le=100)]]] = Field(
@@ -109,8 +109,8 @@ class RuleOptions(Strict):
     )
     regather: bool = Field(
         default=default_of(Rule, "regather"),
-        description="Keep the rank's shard of the sequence for the backward pass in place of the gathered one, and gather "
-        "it again there: less memory for one more all-gather.",
+        description="Keep the rank's shard of the sequence for the backward pass instead of the gathered one, and gather "
+        "it again there: less memory, one more all-gather.",
         examples=[True],
     )
     sum_outputs: Given[list[GlobText]] = Field(
