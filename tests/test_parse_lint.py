@@ -60,7 +60,9 @@ def test_rules_and_words_without_effect(tmp_path: Path) -> None:
     replaced = (
         "  a.{b,c}: colwise\n  a.b: {style: rowwise, override: true}\n  a.{c,d}: {style: rowwise, override: true}\n"
     )
-    assert findings(replaced, tmp_path) == [("SP117", "later rules override `a.{b,c}` for everything that it matches", 1)]
+    assert findings(replaced, tmp_path) == [
+        ("SP117", "later rules override `a.{b,c}` for everything that it matches", 1)
+    ]
 
 
 def test_sections_do_not_meet(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardplan import compile_plan, load_plan
 from shardplan.core.mesh import MeshSizes
-from shardplan.report.program_text import ShownParameter, Row, byte_text, fold, module_rows, program_text
+from shardplan.report.program_text import Row, ShownParameter, byte_text, fold, module_rows, program_text
 from shardplan.report.width import display_width
 
 CONFIG = LlamaConfig(
