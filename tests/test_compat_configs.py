@@ -156,7 +156,7 @@ WRONG = {
         "mp_policy must be a MixedPrecisionPolicy or None",
     ),
     "a mode": (FSDP2Config, {"activation_checkpointing": "some"}, 'must be True, False, "full" or "selective"'),
-    "a scope": (FSDP2Config, {"activation_checkpointing_scope": "vision"}, "said by names, in the plan"),
+    "a scope": (FSDP2Config, {"activation_checkpointing_scope": "vision"}, "declared by names, in the plan"),
     "a switch": (FSDP2Config, {"sequence_parallel": "false"}, "sequence_parallel must be True or False"),
     "a depth": (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, "a whole number of units"),
     "resharding": (FSDP2Config, {"reshard_after_forward": 2}, "reshard_after_forward must be True, False or None"),

@@ -99,5 +99,5 @@ def test_imports_by_path() -> None:
         import_class_from_path("torch.nn.NoSuchClass")
     with pytest.raises(ImportError):
         import_classes_from_paths(["torch.nn.Linear", "no_such_module.Linear"])
-    with pytest.raises(ValueError, match="no dotted path"):
+    with pytest.raises(ValueError, match="not a dotted path"):
         import_class_from_path("Linear")

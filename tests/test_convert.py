@@ -389,7 +389,7 @@ def test_unknown_styles() -> None:
     wrong = {"a": "colwise_wrong", "b": foreign.MyOwn(), "c": 3, "d": "ep_router", "e": "none", "f": ["colwise"]}
     messages = said({**wrong, "g": ColwiseParallel()})
     assert [code for code, _ in messages] == ["SP541"] * 6
-    assert "MyOwn is a class of its own" in messages[1][1] and "expert parallelism" in messages[3][1]
+    assert "MyOwn is an unknown class" in messages[1][1] and "expert parallelism" in messages[3][1]
 
 
 def test_keys_that_are_no_globs() -> None:
