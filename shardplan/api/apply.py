@@ -133,6 +133,7 @@ def apply_plan(
     from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import check_inputs_once, intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
+    from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
 
@@ -156,9 +157,11 @@ def apply_plan(
         found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
         raise_errors(found, compiled.given.sources, strict=strict)
         warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"
+    originals = Originals(model)
     result = apply_program(
         model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings, proof=proof
     )
+    originals.refuse_optimizers(result)
     if patch_is_packed_sequence:
         patch_packed()
     if check_inputs and plan_mesh.tp is not None:
