@@ -122,6 +122,21 @@ def test_a_step_that_fails_names_itself_and_leaves_the_model_marked(mesh, monkey
         apply_plan(model, mesh, "llama")
 
 
+@pytest.mark.parametrize("kind", [MemoryError, KeyboardInterrupt])
+def test_a_half_sharded_model_does_not_run(mesh, monkeypatch, kind):
+    def fail(model, groups):
+        raise kind("in the middle")
+
+    monkeypatch.setattr(phases, "restore_ties", fail)
+    model = reduced_model("llama", 4, tied=True).build()
+    with pytest.raises(KeyboardInterrupt if kind is KeyboardInterrupt else RuntimeError, match="in the middle"):
+        apply_plan(model, mesh, "llama", src_data_rank=None, prove=False)
+    ids = torch.ones(1, 8, dtype=torch.long)
+    for call in (model, model.model, model.lm_head, model.generate):
+        with pytest.raises(RuntimeError, match="unusable: applying a plan failed in the step 'ties'; build it anew"):
+            call(ids)
+
+
 def test_an_optimizer_from_before_holds_dead_tensors(mesh):
     model = reduced_model("llama", 4).build()
     early = torch.optim.AdamW(model.parameters())

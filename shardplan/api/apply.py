@@ -126,7 +126,8 @@ def apply_plan(
     Raises:
         PlanError: all findings of `validate`; the model is untouched.
         ValueError, TypeError: a wrong argument, a model that is sharded already; the model is untouched.
-        RuntimeError: ranks compiled different programs (untouched), or a step failed (the model is unusable then).
+        RuntimeError: ranks compiled different programs (untouched), or a step failed on one of them (the model is unusable
+            then, and its forward raises).
     """
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.proof.stage import Question, prove_on_first_rank
@@ -134,6 +135,7 @@ def apply_plan(
     from shardplan.runtime.apply.agreement import check_inputs_once, intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
     from shardplan.runtime.apply.early_optimizers import Originals
+    from shardplan.runtime.apply.failed_steps import Ranks
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
 
@@ -159,7 +161,14 @@ def apply_plan(
         warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"
     originals = Originals(model)
     result = apply_program(
-        model, plan_mesh, program, src_data_rank=src_data_rank, autocast=autocast, diagnostics=warnings, proof=proof
+        model,
+        plan_mesh,
+        program,
+        src_data_rank=src_data_rank,
+        autocast=autocast,
+        diagnostics=warnings,
+        proof=proof,
+        ranks=Ranks(mesh),
     )
     originals.refuse_optimizers(result)
     if patch_is_packed_sequence:

@@ -26,6 +26,7 @@ from .backends import FUNCTIONS
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
+from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
 from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .plan_mesh import PlanMesh
@@ -44,6 +45,7 @@ class Work:
     mesh: PlanMesh
     program: Program
     src_data_rank: int | None
+    ranks: Ranks
     ties: tuple[tuple[str, ...], ...] = ()
     shared: Shared | None = None
     result: nn.Module | None = None
@@ -57,7 +59,7 @@ def _tensor_parallel(work: Work) -> bool:
     tp = work.mesh.tp
     if tp is None or tp.size() == 1:
         return False
-    work.shared = shard(work.inner, tp, work.program, src_data_rank=work.src_data_rank)
+    work.shared = shard(work.inner, tp, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
     use_sharded_loss(work.inner, work.program)
     return True
 
@@ -165,32 +167,41 @@ def apply_program(
     autocast: torch.dtype | None = None,
     diagnostics: tuple[Diagnostic, ...] = (),
     proof: str = "not proven",
+    ranks: Ranks = ALONE,
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
     Args:
         autocast: the dtype in which the forward runs under torch.autocast.
         proof: how the program is known to be right, in words.
+        ranks: those that do it together, and learn from each other where one of them fails.
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
-        RuntimeError: a step failed; names it and the module. The model is then marked unusable.
+        RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
+            its forward raises.
     """
-    work = Work(model, unwrapped(model), mesh, program, src_data_rank, autocast=autocast)
-    if _replaces(work) and (found := tuple(hooked(program.resolved))):
-        raise PlanError(found)
+    work = Work(model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast)
+    with ranks.step():
+        if _replaces(work) and (found := tuple(hooked(program.resolved))):
+            raise PlanError(found)
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)
         try:
-            acted = phase(work)
-        except Exception as error:
-            where = f" at {module}" if (module := module_of(error)) else ""
+            with ranks.step():
+                acted = phase(work)
+                if acted or name == PHASES[-1][0]:
+                    check_unchanged(before, model, name)
+        except BaseException as error:
+            refuse_forwards(model, name)
+            if not isinstance(error, Exception):  # an interruption is no failure of the step
+                raise
+            module = None if isinstance(error, OtherRankFailed) else module_of(error)
+            where = f" at {module}" if module else ""
             raise RuntimeError(
                 f"applying plan {program.resolved.plan.name!r} failed in the step {name!r}{where}: {error}"
             ) from error
-        if acted or name == PHASES[-1][0]:
-            check_unchanged(before, model, name)
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model

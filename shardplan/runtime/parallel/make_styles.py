@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -21,11 +21,14 @@ from .waiting_sums import Waiting
 Variants = Mapping[str, Mapping[str, ModuleProgram]]  # `Program.by_name`
 
 
-def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, ParallelStyle], Shared]:
+def make_styles(
+    plan: ResolvedPlan, variants: Variants, ready: Callable[[], None] = lambda: None
+) -> tuple[dict[str, ParallelStyle], Shared]:
     """Fresh styles for one model, by module name, and what they share.
 
     Args:
         plan, variants: `resolved` and `by_name` of a `Program`.
+        ready: called before the values of a parameter are sent to other ranks; raises where one of them failed.
     """
     waiting: dict[tuple[str, str | None], Waiting] = {
         (variant, name): Waiting((*module.joined, name), module.sum_rule)
@@ -48,7 +51,7 @@ def make_styles(plan: ResolvedPlan, variants: Variants) -> tuple[dict[str, Paral
             programs: dict[str, ModuleProgram] = {
                 variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()
             }
-            styles[name] = ModuleStyle(programs, shared, reads.get(name, {}))
+            styles[name] = ModuleStyle(programs, shared, reads.get(name, {}), ready)
     return styles, shared
 
 

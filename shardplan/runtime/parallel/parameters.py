@@ -18,11 +18,18 @@ from .reading import Member, call_with, read, slots_of
 from .regime import Regime
 
 
-def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh, src_data_rank: int | None) -> None:
+def distribute(
+    module: nn.Module,
+    parameter: ParameterProgram,
+    mesh: DeviceMesh,
+    src_data_rank: int | None,
+    ready: Callable[[], None],
+) -> None:
     """Replace a parameter of the module by a DTensor Parameter; frozen stays frozen.
 
     Args:
         src_data_rank: the tp rank whose values count; None: every rank's own (no communication).
+        ready: called before the values are sent; raises where another rank failed.
     """
     owner, leaf = owner_of(module, parameter.name)
     old = owner._parameters[leaf]
@@ -33,6 +40,8 @@ def distribute(module: nn.Module, parameter: ParameterProgram, mesh: DeviceMesh,
         placement = Shard(parameter.dim)
         if parameter.parts:
             data = pack(data, parameter.dim, parameter.parts, mesh.size())
+    if src_data_rank is not None and not data.is_meta:
+        ready()
     new = nn.Parameter(
         distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
     )

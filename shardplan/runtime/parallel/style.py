@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +35,7 @@ class ModuleStyle(ParallelStyle):
         shared: what it has in common with the styles of the other modules.
         reads: by variant the parameters in this block, itself included, that are read together, with the names of their
             modules relative to this one.
+        ready: called before the values of a parameter are sent to other ranks; raises where one of them failed.
     """
 
     def __init__(
@@ -42,11 +43,13 @@ class ModuleStyle(ParallelStyle):
         programs: Mapping[str, ModuleProgram],
         shared: Shared,
         reads: Mapping[str, Sequence[tuple[str, ParameterProgram]]] = MappingProxyType({}),
+        ready: Callable[[], None] = lambda: None,
     ):
         super().__init__()
         self.programs = programs
         self.reads = reads
         self.shared = shared
+        self.ready = ready
 
     @property
     def program(self) -> ModuleProgram:
@@ -66,7 +69,7 @@ class ModuleStyle(ParallelStyle):
     def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
         divide_attributes(module.get_submodule(self.program.layer), self.program.divide, mesh.size())
         for parameter in self.program.parameters:
-            distribute(module, parameter, mesh, self.src_data_rank)
+            distribute(module, parameter, mesh, self.src_data_rank, self.ready)
 
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime

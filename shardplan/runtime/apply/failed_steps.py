@@ -1,0 +1,80 @@
+"""A step of applying a plan that fails on some rank: all ranks learn of it, and the model runs no longer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class OtherRankFailed(RuntimeError):
+    """A rank that failed has told the others, of which this is one."""
+
+
+class Ranks:
+    """The ranks that apply a plan. They compare between two steps, and before each communication within a step, whether all
+    of them go on. So a rank that fails is waited for by nobody.
+
+    Args:
+        mesh: whose ranks; None: a failure is nobody else's concern, and nothing is communicated.
+    """
+
+    def __init__(self, mesh: DeviceMesh | None):
+        self.mesh = mesh
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step, which every rank ends, or none.
+
+        Raises:
+            OtherRankFailed: it failed on another rank. The rank that failed raises its own error.
+        """
+        try:
+            yield
+        except OtherRankFailed:
+            raise
+        except Exception as error:
+            try:
+                self._first_failed(here=True)
+            except Exception as broken:
+                error.add_note(f"the other ranks could not be told: {broken}")
+            raise
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Go on, if all ranks do. A collective.
+
+        Raises:
+            OtherRankFailed: another rank failed; names the first one.
+        """
+        first = self._first_failed(here=False)
+        if first is not None:
+            raise OtherRankFailed(f"rank {first} failed, and its error says why")
+
+    def _first_failed(self, *, here: bool) -> int | None:
+        if self.mesh is None:
+            return None
+        nobody = dist.get_world_size()
+        first = torch.tensor(dist.get_rank() if here else nobody, device=self.mesh.device_type)
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.mesh.get_group(axis))
+        rank = int(first)
+        return None if rank == nobody else rank
+
+
+ALONE = Ranks(None)
+
+
+def refuse_forwards(model: nn.Module, step: str) -> None:
+    """Make every module of the model raise RuntimeError when it is called: some of them are sharded, others are not."""
+
+    def refuse(module: nn.Module, args: Any) -> None:
+        raise RuntimeError(f"this model is unusable: applying a plan failed in the step {step!r}; build it anew")
+
+    for module in model.modules():
+        module.register_forward_pre_hook(refuse, prepend=True)
