@@ -134,6 +134,7 @@ def apply_plan(
     from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import check_inputs_once, intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
+    from shardplan.runtime.apply.before_weights import refuse_before_weights
     from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.failed_steps import Ranks
     from shardplan.runtime.apply.phases import apply_program, refuse_used
@@ -171,6 +172,7 @@ def apply_plan(
         ranks=Ranks(mesh),
     )
     originals.refuse_optimizers(result)
+    refuse_before_weights(result)
     if patch_is_packed_sequence:
         patch_packed()
     if check_inputs and plan_mesh.tp is not None:

@@ -1,0 +1,59 @@
+"""Forwards of planned models that have no weights yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from shardplan import apply_plan, load_checkpoint, materialize
+from tests.proofs import fake_mesh
+from tests.small_models import meta_model, small_model
+
+IDS = torch.ones(1, 8, dtype=torch.long)
+MESHES = {"tp": (4,), "dp_shard and tp": (2, 2), "dp_shard": (4,)}
+
+
+def planned(model: nn.Module, axes: str) -> Iterator[nn.Module]:
+    names = tuple(axes.split(" and "))
+    with fake_mesh(*MESHES[axes], names=names) as mesh:
+        yield apply_plan(model, mesh, "llama", src_data_rank=None, prove=False)
+
+
+@pytest.fixture(params=MESHES)
+def model(request):
+    yield from planned(meta_model("llama"), request.param)
+
+
+def test_a_forward_names_what_gives_weights_and_the_model_can_then_be_loaded(model):
+    for call in (model, model.generate):
+        with pytest.raises(RuntimeError, match=r"no weights yet \(model.* is on the meta device\): call materialize"):
+            call(IDS)
+    hooks = len(model._forward_pre_hooks)
+    materialize(model, "cpu")
+    model(IDS, use_cache=False).logits.sum().backward()
+    assert len(model._forward_pre_hooks) == hooks - 1
+
+
+def test_a_checkpoint_can_be_loaded_after_it(model, tmp_path):
+    small_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match=r"load_checkpoint\(model, folder\)"):
+        model(IDS)
+    load_checkpoint(model, tmp_path)
+    model(IDS, use_cache=False)
+
+
+@pytest.mark.parametrize("axes", ["dp_shard and tp"])
+def test_a_unit_that_is_called_on_its_own(axes):
+    for model in planned(meta_model("llama"), axes):
+        with pytest.raises(RuntimeError, match="no weights yet"):
+            model.model.layers[0](torch.ones(1, 8, 64))
+        materialize(model, "cpu")
+        model(IDS, use_cache=False)
+
+
+def test_a_model_with_weights_has_no_such_hook():
+    for model in planned(small_model("llama"), "dp_shard"):
+        assert not any("before_weights" in hook.__module__ for hook in model._forward_pre_hooks.values())
