@@ -137,19 +137,26 @@ def test_a_length_that_tp_does_not_divide_is_refused_with_the_padded_length():
 # Ranks that are fed different batches
 
 
-def feed_differently(how: str) -> list[str]:
-    """What the first two steps say where tp rank 2 of four gets another batch."""
+def feed_differently(how: str, steps: int = 2) -> list[str]:
+    """What the first steps say where tp rank 2 of four gets another batch."""
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", check_inputs=True)
+    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", check_inputs=how != "unchecked")
     inputs: dict[str, Any] = {"input_ids": batch(1), "attention_mask": torch.ones_like(batch(1))}
-    if dist.get_rank() == 2 and how == "ids":
+    if dist.get_rank() == 2 and how in ("ids", "unchecked"):
         inputs["input_ids"] = batch(2)
     if dist.get_rank() == 2 and how == "order":
         inputs["input_ids"] = batch(1).flip(0)
     if dist.get_rank() == 2 and how == "mask":
         inputs["attention_mask"][0, 0] = 0
+    if dist.get_rank() == 2 and how == "length":
+        inputs = {name: x[:, :12] for name, x in inputs.items()}
+    if dist.get_rank() == 2 and how == "arguments":
+        del inputs["attention_mask"]
+    if how == "embeddings":
+        inputs["inputs_embeds"] = torch.full((2, 16, 64), 1 + 1e-6 * (dist.get_rank() == 2))
+        del inputs["input_ids"]
     said = []
-    for _ in range(2):
+    for _ in range(steps):
         try:
             model(**inputs, use_cache=False)
             said.append("")
@@ -159,7 +166,8 @@ def feed_differently(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("how", "argument"), [("ids", "input_ids"), ("order", "input_ids"), ("mask", "attention_mask")]
+    ("how", "argument"),
+    [("ids", "input_ids"), ("order", "input_ids"), ("mask", "attention_mask"), ("embeddings", "inputs_embeds")],
 )
 def test_ranks_that_were_fed_another_batch_are_named(how, argument):
     for first, second in on_ranks(4, feed_differently, how):
@@ -167,8 +175,46 @@ def test_ranks_that_were_fed_another_batch_are_named(how, argument):
         assert second == ""
 
 
-def test_equal_batches_pass():
+@pytest.mark.parametrize("how", ["length", "arguments"])
+def test_other_shapes_and_other_arguments_end_with_the_message_not_with_the_time_out(how):
+    for rank, (text,) in enumerate(on_ranks(4, feed_differently, how, 1, seconds=60)):
+        assert "the names, shapes or dtypes of the inputs on tp ranks [2]" in text
+        shape = (2, 12) if (how, rank) == ("length", 2) else (2, 16)
+        assert (
+            f"this rank has {'' if (how, rank) == ('arguments', 2) else f'attention_mask torch.int64 {shape}, '}"
+            in text
+        )
+
+
+def test_equal_batches_pass_and_unequal_ones_where_nothing_is_checked():
     assert on_ranks(4, feed_differently, "not at all") == [["", ""]] * 4
+    assert on_ranks(4, feed_differently, "unchecked") == [["", ""]] * 4
+
+
+def feed_differently_later(wrong: int) -> list[str]:
+    """What six training forwards say, each with an evaluation of other batches before it, where rank 1 trains on another batch
+    in one of them."""
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", prove=False)
+    said = []
+    for count in range(1, 7):
+        ids = batch(2 if count == wrong and dist.get_rank() == 1 else 1)
+        try:
+            with torch.no_grad():
+                model(input_ids=batch(1 + dist.get_rank()), use_cache=False)
+            model(input_ids=ids, use_cache=False)
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(("wrong", "reported"), [(2, 3), (3, None)])
+def test_later_batches_are_compared_by_count_and_reported_by_the_next_forward(wrong, reported):
+    for said in on_ranks(4, feed_differently_later, wrong):
+        for count, text in enumerate(said, start=1):
+            assert (f"in training forward {wrong} these differ" in text) == (count == reported)
+            assert ("input_ids on tp ranks [1]" in text) == bool(text)
 
 
 # Ranks that are about to do different things

@@ -97,7 +97,7 @@ def apply_plan(
     prove: bool = True,
     allow_unproven: bool = False,
     axes: Mapping[str, str] | None = None,
-    check_inputs: bool = False,
+    check_inputs: bool = True,
     src_data_rank: int | None = 0,
     autocast_dtype: torch.dtype | str | None = None,
     patch_is_packed_sequence: bool = False,
@@ -117,7 +117,8 @@ def apply_plan(
         prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
             it before (`validate`). Without it, `applied(model)` says "not proven".
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
-        check_inputs: at the first step, compare ids and masks over tp and name the ranks that were fed another batch.
+        check_inputs: compare the tensor arguments over tp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
+            the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one).
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
         autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
         patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,
@@ -132,13 +133,14 @@ def apply_plan(
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.proof.stage import Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
-    from shardplan.runtime.apply.agreement import check_inputs_once, intention, same_on_all_ranks
+    from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
     from shardplan.runtime.apply.before_weights import refuse_before_weights
     from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.failed_steps import Ranks
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
+    from shardplan.runtime.apply.same_inputs import compare_inputs
 
     of_model, changes = split_options("apply_plan", options, LiveModelOptions, Changes)
     refuse_used(model)
@@ -172,11 +174,11 @@ def apply_plan(
         ranks=Ranks(mesh),
     )
     originals.refuse_optimizers(result)
-    refuse_before_weights(result)
+    if check_inputs and plan_mesh.tp is not None and plan_mesh.tp_size > 1:
+        compare_inputs(result, plan_mesh.tp)
+    refuse_before_weights(result)  # its hook runs first: there is nothing to compare without weights
     if patch_is_packed_sequence:
         patch_packed()
-    if check_inputs and plan_mesh.tp is not None:
-        check_inputs_once(result, plan_mesh.tp)
     return result
 
 

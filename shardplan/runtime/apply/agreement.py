@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.lower.program import Program
@@ -54,37 +53,3 @@ def _all_equal(text: str, mesh: DeviceMesh) -> bool:
     for axis in range(mesh.ndim):
         dist.all_reduce(low, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
     return low.tolist() == [number, -number]
-
-
-def _fingerprint(x: Tensor) -> float:
-    flat = x.detach().reshape(-1).to(torch.float64)
-    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float64, device=flat.device).sqrt()
-    return float((flat * weights).sum())
-
-
-def check_inputs_once(model: nn.Module, mesh: DeviceMesh) -> None:
-    """At the model's first call, compare the integer and boolean inputs (ids, masks) over the tp axis.
-
-    The hook raises RuntimeError, naming the arguments and the tp ranks whose batch differs from rank 0's.
-    """
-
-    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
-        handle.remove()
-        named = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
-        inputs = {n: x for n, x in named.items() if isinstance(x, Tensor) and not x.is_floating_point()}
-        mine = torch.tensor([_fingerprint(x) for x in inputs.values()], dtype=torch.float64, device=mesh.device_type)
-        ranks = [torch.empty_like(mine) for _ in range(mesh.size())]
-        dist.all_gather(ranks, mine, group=mesh.get_group())
-        wrong = {
-            name: others
-            for i, name in enumerate(inputs)
-            if (others := [r for r, theirs in enumerate(ranks) if theirs[i] != ranks[0][i]])
-        }
-        if wrong:
-            listed = "; ".join(f"{name} on tp ranks {others}" for name, others in wrong.items())
-            raise RuntimeError(
-                f"tensor-parallel ranks need the same batch, but these inputs differ from tp rank 0: {listed}. "
-                "Pass the sampler the data-parallel rank and size, not those of the world"
-            )
-
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True)

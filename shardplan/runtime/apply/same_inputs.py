@@ -1,0 +1,167 @@
+"""Whether the ranks of a tp group are fed the same batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from shardplan.torchlib.private import private
+
+EVERY = 1_000
+SLOTS = 32  # of the numbers that are compared: one for all names, shapes and dtypes, the others for contents
+
+_FakeTensor = private("FakeTensor")
+# The mixing function of splitmix64: every bit of a word and its place changes about half of the bits, modulo 2**64.
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
+
+
+def compare_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Compare the tensor arguments of the model's training forwards over the tp axis, at some of them: `is_compared`.
+
+    Compared are the names, shapes, dtypes and contents of the tensors among the arguments; of DTensors, other subclasses and
+    sparse tensors, the contents are not looked at. The first comparison is waited for. The later ones run beside the model,
+    and their result is looked at by the next forward.
+
+    The hook raises RuntimeError, naming the arguments and the tp ranks that were fed another batch than tp rank 0.
+
+    Args:
+        mesh: the one-dimensional tp mesh.
+    """
+    count = 0
+    running: _Comparison | None = None
+
+    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        nonlocal count, running
+        inputs = _tensors(args, kwargs)
+        if _in_a_graph(inputs):
+            return
+        if running is not None:
+            earlier, running = running, None
+            earlier.finish()
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        # Whether ranks compare depends on this number alone: what a rank sees in its batch may differ.
+        count += 1
+        if is_compared(count):
+            running = _begin(inputs, mesh, count)
+        if count == 1 and running is not None:
+            earlier, running = running, None
+            earlier.finish()
+
+    # Before the hooks of FSDP2 and of the plan: their collectives would hang where shapes differ.
+    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def is_compared(count: int) -> bool:
+    """Whether the inputs of a training forward are compared: the 1st, 2nd, 4th, 8th, ..., 512th, then every 1,000th.
+
+    Args:
+        count: its number, from 1.
+    """
+    return count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0)
+
+
+def _tensors(args: tuple, kwargs: dict) -> dict[str, Tensor]:
+    named = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
+    return {name: named[name] for name in sorted(named) if isinstance(named[name], Tensor)}
+
+
+def _in_a_graph(inputs: dict[str, Tensor]) -> bool:
+    """Whether this forward is being recorded rather than run: nothing of a comparison may become a part of the graph."""
+    return (
+        torch.compiler.is_compiling()
+        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or any(isinstance(x, _FakeTensor) for x in inputs.values())
+    )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A comparison that runs.
+
+    Args:
+        names: the arguments, in their order.
+        shown: their names, dtypes and shapes on this rank.
+        table: the numbers of all ranks, [tp, SLOTS] int64 on the CPU, once `done` returned.
+        done: waits for them.
+        count: the number of the training forward, from 1.
+    """
+
+    names: tuple[str, ...]
+    shown: str
+    table: Tensor
+    done: Callable[[], object]
+    count: int
+
+    def finish(self) -> None:
+        """Raise RuntimeError where a rank has other numbers than tp rank 0."""
+        self.done()
+        rows = self.table.tolist()
+        wrong = {
+            slot: ranks
+            for slot in range(SLOTS)
+            if (ranks := [rank for rank, row in enumerate(rows) if row[slot] != rows[0][slot]])
+        }
+        if not wrong:
+            return
+        listed = [f"{self._named(slot)} on tp ranks {ranks}" for slot, ranks in wrong.items()]
+        if 0 in wrong:  # numbers of contents stand in other slots there
+            listed = [f"the names, shapes or dtypes of the inputs on tp ranks {wrong[0]} (this rank has {self.shown})"]
+        raise RuntimeError(
+            f"tensor parallel ranks must be fed the same batch, but in training forward {self.count} these differ from tp "
+            f"rank 0: {'; '.join(listed)}. Give the sampler the data-parallel rank and size, not the world's"
+        )
+
+    def _named(self, slot: int) -> str:
+        return " or ".join(name for i, name in enumerate(self.names) if _slot(i) == slot)
+
+
+def _slot(argument: int) -> int:
+    return 1 + argument % (SLOTS - 1)
+
+
+def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int) -> _Comparison:
+    """Send this rank's numbers. The device is not waited for."""
+    shown = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in inputs.items())
+    mine = torch.zeros(SLOTS, dtype=torch.int64, device=mesh.device_type)
+    mine[0].fill_(int.from_bytes(hashlib.sha256(shown.encode()).digest()[:7], "big"))
+    for i, x in enumerate(inputs.values()):
+        if _has_contents(x):
+            mine[_slot(i)].add_(content(x).to(mine.device, non_blocking=True))
+    table = mine.repeat(mesh.size(), 1)
+    work = dist.all_gather(list(table.unbind()), mine, group=mesh.get_group(), async_op=True)
+    assert work is not None  # this rank is in the group
+    if table.device.type == "cpu":
+        return _Comparison(tuple(inputs), shown, table, work.wait, count)
+    work.wait()  # what follows on the device's stream waits; this process does not
+    host = torch.empty_like(table, device="cpu", pin_memory=True)
+    host.copy_(table, non_blocking=True)
+    copied = torch.get_device_module(table.device).Event()
+    copied.record()
+    return _Comparison(tuple(inputs), shown, host, copied.synchronize, count)
+
+
+def _has_contents(x: Tensor) -> bool:
+    plain = x.layout is torch.strided and not x.is_nested and not x.is_quantized
+    return plain and not x.is_meta and not is_traceable_wrapper_subclass(x)
+
+
+def content(x: Tensor) -> Tensor:
+    """A number for the bits of a strided tensor and their places: int64, of no dims, on its device."""
+    data = x.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    words = torch.zeros(-(-data.numel() // 8), dtype=torch.int64, device=x.device)
+    words.view(torch.uint8)[: data.numel()].copy_(data)
+    words.bitwise_xor_(torch.arange(1, words.numel() + 1, device=x.device).mul_(_GOLDEN))
+    for shift, factor in _ROUNDS:
+        shifted = (words >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # int64 shifts copies of its sign in
+        words.bitwise_xor_(shifted).mul_(factor)
+    return words.sum()
