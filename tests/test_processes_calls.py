@@ -70,6 +70,48 @@ def test_generating_gives_the_unsharded_tokens(names):
             torch.testing.assert_close(logits, decoded(model, batch(2)), rtol=1e-4, atol=1e-5)
 
 
+# Sampling with a seed for each rank
+
+
+def sampled(model: nn.Module, how: str, seed: int) -> list[Tensor]:
+    """Two texts that are drawn with a seed, one after the other."""
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "beams": {"num_beams": 2},
+        "assisted": {"assistant_model": small_model("qwen3", num_hidden_layers=1, noise=0.1).eval()},
+    }
+    options = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": True, "pad_token_id": 3, **ways[how]}
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        return [model.eval().generate(batch(1)[:1, :8], **options) for _ in range(2)]
+
+
+def sample(same_seed: bool) -> dict[str, list[Tensor]]:
+    """What is sampled where each of the four ranks has its own seed, or each pair has one."""
+    results = {}
+    rank = dist.get_rank()
+    model = shardplan.apply_plan(small_model("qwen3", noise=0.1), pair(), "auto", prove=False)
+    for how in ("plain", "beams", "assisted"):
+        results[how] = sampled(model, how, rank // 2 * 2 if same_seed else rank)
+        moved = not torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(rank).get_state())
+        assert same_seed or moved == (rank % 2 == 0), "a rank with another seed has its own state again"
+    after = [torch.empty(1) for _ in range(4)]
+    dist.all_gather(after, torch.rand(1))
+    assert not same_seed or (after[0] == after[1] and after[2] == after[3]), "ranks with one seed keep one state"
+    return results
+
+
+@pytest.mark.parametrize("same_seed", [False, True])
+def test_sampling_gives_the_text_of_the_first_tp_rank(same_seed):
+    ranks = on_ranks(4, sample, same_seed)
+    for how in ranks[0]:
+        texts = [sampled(small_model("qwen3", noise=0.1), how, seed) for seed in (0, 2)]
+        for rank, results in enumerate(ranks):
+            for found, expected in zip(results[how], texts[rank // 2], strict=True):
+                assert torch.equal(found, expected), (how, rank)
+        assert not torch.equal(texts[0][0], texts[0][1]) and not torch.equal(texts[0][0], texts[1][0])
+
+
 # A vocabulary of which the last rank has a single row
 
 

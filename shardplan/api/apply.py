@@ -130,6 +130,7 @@ def apply_plan(
         RuntimeError: ranks compiled different programs (untouched), or a step failed on one of them (the model is unusable
             then, and its forward raises).
     """
+    from shardplan.model.adapters import unwrapped
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.proof.stage import Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
@@ -141,6 +142,7 @@ def apply_plan(
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
     from shardplan.runtime.apply.same_inputs import compare_inputs
+    from shardplan.runtime.apply.sampling import sample_alike
 
     of_model, changes = split_options("apply_plan", options, LiveModelOptions, Changes)
     refuse_used(model)
@@ -174,8 +176,10 @@ def apply_plan(
         ranks=Ranks(mesh),
     )
     originals.refuse_optimizers(result)
-    if check_inputs and plan_mesh.tp is not None and plan_mesh.tp_size > 1:
-        compare_inputs(result, plan_mesh.tp)
+    if plan_mesh.tp is not None and plan_mesh.tp_size > 1:
+        if check_inputs:
+            compare_inputs(result, plan_mesh.tp)
+        sample_alike(unwrapped(model), plan_mesh.tp)
     refuse_before_weights(result)  # its hook runs first: there is nothing to compare without weights
     if patch_is_packed_sequence:
         patch_packed()

@@ -1,0 +1,53 @@
+"""Sampling: the ranks of a tp group draw the same random numbers, and so the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def sample_alike(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make `model.generate`, where it has one, draw the random numbers of tp rank 0: `first_ranks_numbers`.
+
+    Args:
+        model: a transformers model, or what peft wraps.
+        mesh: the one-dimensional tp mesh.
+    """
+    if callable(generate := getattr(model, "generate", None)):
+        model.__dict__["generate"] = partial(_generate, generate, mesh)
+
+
+def _generate(generate: Callable[..., Any], mesh: DeviceMesh, *args: Any, **options: Any) -> Any:
+    with first_ranks_numbers(mesh):
+        return generate(*args, **options)
+
+
+@contextmanager
+def first_ranks_numbers(mesh: DeviceMesh) -> Iterator[None]:
+    """Draw the random numbers that tp rank 0 draws, on the CPU and on the mesh's device. A collective.
+
+    A rank whose generator was in another state has that state again afterwards. One that was in the same state goes on behind
+    what was drawn, as tp rank 0 does: ranks with one seed keep one state.
+    """
+    sources = [torch] if mesh.device_type == "cpu" else [torch, torch.get_device_module(mesh.device_type)]
+    own = [source.get_rng_state() for source in sources]
+    states = torch.cat(own).to(mesh.device_type)
+    dist.broadcast(states, src=dist.get_global_rank(mesh.get_group(), 0), group=mesh.get_group())
+    first = states.cpu().split([state.numel() for state in own])
+    others = [
+        (source, mine) for source, mine, its in zip(sources, own, first, strict=True) if not torch.equal(mine, its)
+    ]
+    for source, state in zip(sources, first, strict=True):
+        source.set_rng_state(state)
+    try:
+        yield
+    finally:
+        for source, state in others:
+            source.set_rng_state(state)
