@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardplan.torchlib.private import private
 
@@ -150,8 +149,9 @@ def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int) -> _Comparis
 
 
 def _has_contents(x: Tensor) -> bool:
-    plain = x.layout is torch.strided and not x.is_nested and not x.is_quantized
-    return plain and not x.is_meta and not is_traceable_wrapper_subclass(x)
+    if type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+        return False
+    return not (x.is_nested or x.is_quantized or x.is_meta)
 
 
 def content(x: Tensor) -> Tensor:
