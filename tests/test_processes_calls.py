@@ -255,7 +255,7 @@ def feed_differently_later(wrong: int) -> list[str]:
 def test_later_batches_are_compared_by_count_and_reported_by_the_next_forward(wrong, reported):
     for said in on_ranks(4, feed_differently_later, wrong):
         for count, text in enumerate(said, start=1):
-            assert (f"in training forward {wrong} these differ" in text) == (count == reported)
+            assert (f"in training forward {wrong} these inputs differ" in text) == (count == reported)
             assert ("input_ids on tp ranks [1]" in text) == bool(text)
 
 

@@ -115,8 +115,8 @@ class _Comparison:
         if 0 in wrong:  # numbers of contents stand in other slots there
             listed = [f"the names, shapes or dtypes of the inputs on tp ranks {wrong[0]} (this rank has {self.shown})"]
         raise RuntimeError(
-            f"tensor parallel ranks must be fed the same batch, but in training forward {self.count} these differ from tp "
-            f"rank 0: {'; '.join(listed)}. Give the sampler the data-parallel rank and size, not the world's"
+            f"tensor-parallel ranks need the same batch, but in training forward {self.count} these inputs differ from tp rank "
+            f"0: {'; '.join(listed)}. Pass the sampler the data-parallel rank and size, not those of the world"
         )
 
     def _named(self, slot: int) -> str:
