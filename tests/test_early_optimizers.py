@@ -48,7 +48,7 @@ def test_the_first_step_is_refused_before_anything_changes(mesh, kind, options):
     planned(model, mesh)
     state = copy.deepcopy(early.state_dict())
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"made before apply_plan.*Make the optimizer after apply_plan"):
+        with pytest.raises(ValueError, match=r"created before apply_plan.*Create the optimizer after apply_plan"):
             early.step()
     assert early.state_dict()["state"] == state["state"] == {}
     with_gradients(model)
@@ -69,7 +69,7 @@ def test_optimizers_of_other_models_pass_and_leave_the_hook(mesh):
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     planned(model, mesh)
     torch.optim.SGD(with_gradients(nn.Linear(2, 2)).parameters(), lr=0.1).step()
-    with pytest.raises(ValueError, match="made before apply_plan"):
+    with pytest.raises(ValueError, match="created before apply_plan"):
         early.step()
 
 
@@ -78,7 +78,7 @@ def test_accelerates_wrapper(mesh):
     model = reduced_model("llama", 4).build()
     early = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters()))
     planned(model, mesh)
-    with pytest.raises(ValueError, match="made before apply_plan"):
+    with pytest.raises(ValueError, match="created before apply_plan"):
         early.step()
     accelerator.prepare_optimizer(torch.optim.AdamW(with_gradients(model).parameters())).step()
     assert not _global_optimizer_pre_hooks
@@ -88,7 +88,7 @@ def test_a_compiled_step(mesh):
     model = reduced_model("llama", 4).build()
     early = torch.optim.SGD(with_gradients(model).parameters(), lr=0.1)
     planned(model, mesh)
-    with pytest.raises(ValueError, match="made before apply_plan"):
+    with pytest.raises(ValueError, match="created before apply_plan"):
         torch.compile(early.step, backend="eager")()
 
 

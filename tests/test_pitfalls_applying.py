@@ -133,7 +133,7 @@ def test_a_half_sharded_model_does_not_run(mesh, monkeypatch, kind):
         apply_plan(model, mesh, "llama", src_data_rank=None, prove=False)
     ids = torch.ones(1, 8, dtype=torch.long)
     for call in (model, model.model, model.lm_head, model.generate):
-        with pytest.raises(RuntimeError, match="unusable: applying a plan failed in the step 'ties'; build it anew"):
+        with pytest.raises(RuntimeError, match="unusable: applying a plan failed in the step 'ties'; build it again"):
             call(ids)
 
 

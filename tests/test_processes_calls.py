@@ -343,7 +343,7 @@ def fail(src_data_rank: int | None) -> tuple[str, str]:
         shardplan.apply_plan(model, mesh, "qwen3", src_data_rank=src_data_rank)
     for module, value in ((model, batch(1)), (model.model.layers[0], torch.ones(1, 16, 64))):
         with pytest.raises(
-            RuntimeError, match="unusable: applying a plan failed in the step 'tensor parallel'; build it"
+            RuntimeError, match="unusable: applying a plan failed in the step 'tensor parallel'; build it again"
         ):
             module(value)
     with pytest.raises(ValueError, match="unusable|applied to this model before"):

@@ -54,6 +54,6 @@ def _trains(held: list[Tensor], model: nn.Module | None) -> bool:
 def _message(dead: list[str], count: int) -> str:
     names = ", ".join(dead[:SHOWN]) + (f" and {len(dead) - SHOWN} more" if len(dead) > SHOWN else "")
     return (
-        f"this optimizer was made before apply_plan, which replaced {len(dead)} of the {count} parameters that it holds "
-        f"({names}): its steps would not train the model. Make the optimizer after apply_plan"
+        f"this optimizer was created before apply_plan, which replaced {len(dead)} of the {count} parameters that it holds "
+        f"({names}): its steps would not train the model. Create the optimizer after apply_plan"
     )

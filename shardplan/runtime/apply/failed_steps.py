@@ -74,7 +74,7 @@ def refuse_forwards(model: nn.Module, step: str) -> None:
     """Make every module of the model raise RuntimeError when it is called: some of them are sharded, others are not."""
 
     def refuse(module: nn.Module, args: Any) -> None:
-        raise RuntimeError(f"this model is unusable: applying a plan failed in the step {step!r}; build it anew")
+        raise RuntimeError(f"this model is unusable: applying a plan failed in the step {step!r}; build it again")
 
     for module in model.modules():
         module.register_forward_pre_hook(refuse, prepend=True)
