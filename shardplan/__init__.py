@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .weights import (
         Loaded,
         Progress,
+        full_parameters,
         load_checkpoint,
         load_training_state,
         materialize,
@@ -72,6 +73,7 @@ _EXPORTS = {
     "materialize": "shardplan.weights",
     "load_checkpoint": "shardplan.weights",
     "save_checkpoint": "shardplan.weights",
+    "full_parameters": "shardplan.weights",
     "save_training_state": "shardplan.weights",
     "load_training_state": "shardplan.weights",
     "Loaded": "shardplan.weights",

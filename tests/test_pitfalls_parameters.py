@@ -57,7 +57,7 @@ def test_inside_packed_rows_stand_in_another_order():
     """What the state dict hides: the reason for its hooks."""
     small = reduced_model("phi3", 2)
     with on_ranks(model := small.build(), "phi3", 2):
-        stored = model.model.layers[0].self_attn.qkv_proj.weight.full_tensor()
+        stored = model.model.layers[0].self_attn.qkv_proj.weight.detach().full_tensor()
     original = small.build().model.layers[0].self_attn.qkv_proj.weight.detach()
     mine = rank_values(stored)[0].detach()
     assert not mine.equal(original)

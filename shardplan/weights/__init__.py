@@ -1,5 +1,6 @@
 """Materialising planned models that were built on the meta device; loading and saving checkpoints."""
 
+from .full_parameters import full_parameters
 from .load import Loaded, load_checkpoint
 from .materialize import materialize
 from .progress import Progress
@@ -9,6 +10,7 @@ from .training_state import load_training_state, save_training_state
 __all__ = [
     "Loaded",
     "Progress",
+    "full_parameters",
     "load_checkpoint",
     "load_training_state",
     "materialize",

@@ -48,14 +48,20 @@ class StateEntry:
         return self.names[0]
 
 
+def without_wrapper(model: nn.Module) -> nn.Module:
+    """The model inside of data-parallel wrappers."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model
+
+
 def inner_model(model: nn.Module) -> nn.Module:
     """The model inside of data-parallel wrappers, with its sharded parameters in place.
 
     Raises:
         ValueError: it has adapters.
     """
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = without_wrapper(model)
     if unwrapped(model) is not model or next(adapters_in(model), None) is not None:
         raise ValueError(
             "the model has adapters, and a checkpoint of a whole model does not include them: use model.state_dict() and "

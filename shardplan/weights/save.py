@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardplan.runtime.apply.applied import applied
-from shardplan.runtime.apply.slices import Packing
+from shardplan.runtime.apply.slices import Packing, gathered, in_original_order
 from shardplan.runtime.apply.state import packed_parameters
-from shardplan.torchlib.packing import unpack
 
 from .all_ranks import all_or_none, is_first
 from .checkpoint_names import StateEntry, inner_model, kept_name, original_classes, saved_names, state_entries
@@ -167,19 +166,9 @@ class _Gathered:
         """Gather a tensor, a collective, and hold it where it is written."""
         tensor = self.tensors[name].tensor.detach()
         if isinstance(tensor, DTensor):
-            local = tensor.to_local().to(tensor.device_mesh.device_type)  # FSDP2 may keep it on the CPU
-            placed = DTensor.from_local(
-                local,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
-            tensor = placed.full_tensor()
+            tensor = gathered(tensor)
         if keep:
-            one = self.packed.get(name)
-            self.values[name] = unpack(tensor, one.dim, one.parts, self.tp) if one is not None else tensor
+            self.values[name] = in_original_order(tensor, self.packed.get(name), self.tp)
 
 
 def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> list[_Output]:

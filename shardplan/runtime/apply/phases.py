@@ -29,6 +29,7 @@ from .contract import check_unchanged, names_of
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
 from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
+from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
 from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
@@ -120,6 +121,7 @@ def _data_parallel(work: Work) -> bool:
 def _refusals(work: Work) -> bool:
     if work.shared is not None:
         refuse_attention_maps(work.inner)
+        refuse_full_tensor(work.inner, packed_parameters(work.program))
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
         for model in {id(model): model for model in (work.model, work.inner)}.values():
             refuse_changes(model)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from shardplan.torchlib.packing import pack
+from shardplan.torchlib.packing import pack, unpack
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +74,17 @@ def like(whole: Tensor, stored: DTensor, packed: Packing | None = None) -> DTens
         shape=stored.shape,
         stride=stored.stride(),
     )
+
+
+def gathered(stored: DTensor) -> Tensor:
+    """The whole tensor on the mesh's device, with rows in the stored order. A collective."""
+    local = stored.to_local().to(stored.device_mesh.device_type)  # FSDP2 may keep it on the CPU
+    placed = DTensor.from_local(
+        local, stored.device_mesh, stored.placements, run_check=False, shape=stored.shape, stride=stored.stride()
+    )
+    return placed.full_tensor()
+
+
+def in_original_order(whole: Tensor, packed: Packing | None, tp: int) -> Tensor:
+    """A gathered tensor with its rows in the original order."""
+    return unpack(whole, packed.dim, packed.parts, tp) if packed is not None else whole

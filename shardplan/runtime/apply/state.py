@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from shardplan.compiler.lower.program import Program
 from shardplan.core.module_program import ParameterProgram
 from shardplan.core.tree import full_name, parent
-from shardplan.torchlib.packing import unpack
 
-from .slices import Packing, like, splits
+from .slices import Packing, gathered, in_original_order, like, splits
 
 _PORTABLE = "_shardplan_portable"
 
@@ -24,7 +23,7 @@ def to_original(value: DTensor, packed: Packing, tp: int) -> DTensor:
     """The DTensor with its rows in the original order, still sharded over the same mesh axes. A collective."""
     if value.is_meta:
         return value
-    full = unpack(value.full_tensor(), packed.dim, packed.parts, tp)
+    full = in_original_order(gathered(value), packed, tp)
     placements = [Shard(p.dim) if splits(p) else Replicate() for p in value.placements]
     return distribute_tensor(full, value.device_mesh, placements, src_data_rank=None)
 

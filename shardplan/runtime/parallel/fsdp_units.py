@@ -1,14 +1,14 @@
 """The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds, alike in torch 2.11
-to 2.13 (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`).
+to 2.13 (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`, `_fsdp_param.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -70,3 +70,24 @@ def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
             unit = Unit(module)
             units.setdefault(id(unit.state), unit)
     return list(units.values())
+
+
+def when_gathered(modules: Iterable[nn.Module], action: Callable[[Tensor], Callable[[Tensor], None] | None]) -> None:
+    """Do something with the parameter that FSDP2 puts in the place of a sharded one, each time it gathers.
+
+    Args:
+        action: from the sharded parameter to what is done with the gathered one; None is nothing.
+    """
+    for unit in units_of(modules):
+        for found in unit.groups:
+            for parameter in found.group.fsdp_params:
+                if (act := action(parameter.sharded_param)) is not None:
+                    parameter.init_unsharded_param = _then(parameter, parameter.init_unsharded_param, act)
+
+
+def _then(parameter: Any, gather: Callable[[], None], act: Callable[[Tensor], None]) -> Callable[[], None]:
+    def gathered() -> None:
+        gather()
+        act(parameter._unsharded_param)
+
+    return gathered
