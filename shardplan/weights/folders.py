@@ -1,4 +1,8 @@
-"""Folders that are complete or do not exist: files are written to a temporary folder, which is renamed at the end."""
+"""Folders that are complete or do not exist: files are written to a temporary folder, which is renamed at the end.
+
+For a folder X, `.X.new` is written to and `.X.removed` is deleted: neither is ever read. `.X.ready` (newer than X) and
+`.X.old` (older than X) are complete, and exist only while they exchange places with X.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from pathlib import Path
 
 
 def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
-    """An empty folder beside `folder`, to be written to. What an earlier attempt left there is removed.
+    """An empty folder beside `folder`, to be written to. What an earlier attempt left there is removed, after the newest that
+    is whole has the name.
 
     Args:
         overwrite: `folder` may exist and have files.
@@ -18,9 +23,11 @@ def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
     Raises:
         ValueError: `folder` is a file, has files and `overwrite` is not given, or is not such a folder.
     """
-    old = beside(folder, "old")
-    if old.exists() and not folder.exists():
-        old.rename(folder)  # a process died between the two renames of `commit`
+    repair(folder)
+    if beside(folder, "ready").exists():
+        _exchange(folder)  # a process died before the first rename
+    if folder.exists():
+        _remove_old(folder)
     if folder.exists():
         _check_existing(folder, overwrite, marks)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,18 +64,45 @@ def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
     for path in new.iterdir():
         _flush(path)
     _flush(new)
-    old = beside(folder, "old")
-    abandon(old)
+    ready = beside(folder, "ready")
+    new.rename(ready)
+    try:
+        _exchange(folder)
+    except OSError:
+        old = beside(folder, "old")
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        if ready.exists():
+            ready.rename(new)
+        raise
+
+
+def repair(folder: Path) -> None:
+    """Give the name to what a process that died between two renames left: the newest that is whole. Does nothing if
+    something has the name."""
+    for what in ("ready", "old"):
+        if beside(folder, what).exists() and not folder.exists():
+            beside(folder, what).rename(folder)
+
+
+def _exchange(folder: Path) -> None:
+    """Give the ready folder the name, and remove the old one."""
+    ready, old = beside(folder, "ready"), beside(folder, "old")
+    _remove_old(folder)
     if folder.exists():
         folder.rename(old)
-    try:
-        new.rename(folder)
-    except OSError:
-        if old.exists():
-            old.rename(folder)
-        raise
+    ready.rename(folder)
     _flush(folder.parent)
-    abandon(old)
+    _remove_old(folder)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the old folder under another name: what is called old is always whole."""
+    old, removed = beside(folder, "old"), beside(folder, "removed")
+    abandon(removed)
+    if old.exists():
+        old.rename(removed)
+        abandon(removed)
 
 
 def abandon(new: Path) -> None:
@@ -78,7 +112,7 @@ def abandon(new: Path) -> None:
 
 
 def beside(folder: Path, what: str) -> Path:
-    """The hidden folder for what is "new" or "old"."""
+    """The hidden folder for what is "new", "ready", "old" or "removed"."""
     return folder.with_name(f".{folder.name}.{what}")
 
 

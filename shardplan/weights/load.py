@@ -23,6 +23,7 @@ from shardplan.runtime.apply.state import packed_parameters
 
 from .all_ranks import all_or_none, is_first
 from .checkpoint_names import Resolved, StateEntry, inner_model, resolve, state_entries
+from .folders import repair
 from .lazy import Lazy, leaf, leaves, read
 from .materialize import initialize
 from .progress import OnProgress, Progress, reporter
@@ -113,6 +114,9 @@ def load_checkpoint(
     """
     record = applied(model)
     reader = Reader()
+    with all_or_none(record.mesh.mesh, f"looking for {folder}"):
+        if is_first(record.mesh.mesh):
+            repair(Path(folder).resolve())
     try:
         with all_or_none(record.mesh.mesh, f"preparing to load {folder}") as agree:
             _check_call(dtype, device, progress)

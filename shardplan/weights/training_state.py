@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from shardplan.runtime.apply.applied import applied
 
 from .all_ranks import all_or_none, is_first
-from .folders import abandon, begin, beside, commit
+from .folders import abandon, begin, beside, commit, repair
 
 METADATA, EXTRA = ".metadata", "extra.pt"
 
@@ -83,6 +83,9 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
         RuntimeError: names or shapes do not fit, a file is damaged, or another rank failed. Every rank raises.
     """
     folder = Path(folder).resolve()
+    with all_or_none(None, f"looking for {folder}"):
+        if is_first(None):
+            repair(folder)
     with all_or_none(None, f"preparing to load {folder}"):
         applied(model).keep_checkpoints_portable(optimizer)
         _check_files(folder)
