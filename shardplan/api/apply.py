@@ -143,10 +143,12 @@ def apply_plan(
     from shardplan.runtime.apply.plan_mesh import read_mesh
     from shardplan.runtime.apply.same_inputs import compare_inputs
     from shardplan.runtime.apply.sampling import sample_alike
+    from shardplan.runtime.apply.unfit_models import refuse_source, refuse_unfit
 
     of_model, changes = split_options("apply_plan", options, LiveModelOptions, Changes)
-    refuse_used(model)
+    refuse_used(refuse_unfit(model))
     plan_mesh, named = read_mesh(mesh, axes), Model(model, **of_model)
+    refuse_source(src_data_rank, plan_mesh.tp_size)
     with same_on_all_ranks(mesh) as say:
         compiled = compile_variant(
             named, plan_mesh.sizes, plan, changes, seq_len=seq_len, strict=strict, allow_unproven=allow_unproven

@@ -28,6 +28,7 @@ MAX_HEADERS = 128 * 2**20  # bytes of all headers
 MAX_TENSORS = 500_000
 MAX_DEPTH = 24  # segments of a name
 MAX_DIMS = 8
+MAX_DIGITS = 9  # of an index
 
 DTYPES = {
     "F64": "float64",
@@ -159,9 +160,9 @@ def _add(elements: dict[str, Element], header: Mapping[str, Any], known: dict[tu
 
 def _element(elements: dict[str, Element], place: str) -> Element:
     """Create an element, and those around it that do not exist yet."""
-    if place.count(".") > MAX_DEPTH:
-        raise ValueError
     name, _, index = place.rpartition(".")
+    if place.count(".") > MAX_DEPTH or len(index) > MAX_DIGITS:
+        raise ValueError
     match = _ELEMENT.match(f"{name}.")
     outer, rest = (match[0], name[match.end() + 1 :]) if match else ("", name)
     around = elements[outer] if outer in elements else _element(elements, outer)

@@ -34,6 +34,7 @@ from .plan_mesh import PlanMesh
 from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
+from .unfit_models import refuse_scattered
 from .wrapped import Wrapped
 
 
@@ -180,6 +181,7 @@ def apply_program(
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
+        ValueError: parameters that are not contiguous; the model is untouched.
         RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
             its forward raises.
     """
@@ -187,6 +189,10 @@ def apply_program(
     with ranks.step():
         if _replaces(work) and (found := tuple(hooked(program.resolved))):
             raise PlanError(found)
+        section = program.resolved.data_parallel
+        backend = None if section is None else BACKENDS[section.backend]
+        if backend is not None and backend.shards and mesh.data_parallel(backend) is not None:
+            refuse_scattered(model)
     before = names_of(model)
     for name, phase in PHASES:
         mark_unusable(model, name)
