@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardplan.core.diagnostics import Span
 from shardplan.core.sources import SourceFile
@@ -62,7 +64,7 @@ def snippet(source: SourceFile, marks: Iterable[Mark], width: int, paint: Paint)
 
 def _place(text: str, marks: Sequence[Mark]) -> tuple[str, list[_Stroke]]:
     """The line as shown, cut where it is too long, and where its marks stand in it."""
-    pieces, starts = cells(text.rstrip())
+    pieces, starts = _cells(text)
     ends = [_character_range(mark.span, len(pieces)) for mark in marks]
     left, right = _window(starts, min(first for first, _ in ends))
     prefix, suffix = (CUT if left else ""), (CUT if right < len(pieces) else "")
@@ -73,6 +75,12 @@ def _place(text: str, marks: Sequence[Mark]) -> tuple[str, list[_Stroke]]:
         start = starts[min(first, right)] + offset
         strokes.append(_Stroke(start, max(starts[min(last, right)] + offset, start + 1), mark))
     return shown, strokes
+
+
+@lru_cache(maxsize=4)
+def _cells(text: str) -> tuple[Sequence[str], Sequence[int]]:
+    """The cells of a line. They are remembered: thousands of findings may be in one line of a megabyte."""
+    return cells(text.rstrip())
 
 
 def _character_range(span: Span, length: int) -> tuple[int, int]:
@@ -90,10 +98,9 @@ def _window(starts: Sequence[int], first: int) -> tuple[int, int]:
         return 0, length
     left = 0
     if starts[first] > WIDTH // 2:
-        left = next(i for i in range(length + 1) if starts[i] >= starts[first] - LEAD)
+        left = bisect_left(starts, starts[first] - LEAD)
     room = starts[left] + WIDTH - 2 * len(CUT)
-    right = next((i for i in range(left, length) if starts[i + 1] > room), length)
-    return left, right
+    return left, min(bisect_right(starts, room, left + 1) - 1, length)
 
 
 def _rows(strokes: Sequence[_Stroke], paint: Paint) -> list[str]:
