@@ -19,7 +19,7 @@ from .settings import Setting, with_settings
 
 # Counts of modules that are made one by one. A configuration beyond these is a mistake or an attack: building
 # it would take hours, not memory.
-MAX_LAYERS = 10_000
+MAX_LAYERS = 1_000  # the deepest models on the hub have some 130
 MAX_EXPERTS = 1_000_000  # layers times experts
 LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
 EXPERTS = re.compile(r"(^|_)experts$|^expert_num$")
@@ -95,8 +95,11 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
 
 
 def _excess(config: PreTrainedConfig) -> Iterator[str]:
-    """Each number that is too large to build, in this configuration and those nested in it."""
+    """Each number that is too large or too small to build, in this configuration and those nested in it."""
     layers, experts = 1, 1
+    width = getattr(config, "hidden_size", None)
+    if isinstance(width, int) and width < 1:
+        yield f"{config.attribute_map.get('hidden_size', 'hidden_size')} is {width}, and must be at least 1"
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _excess(value)
