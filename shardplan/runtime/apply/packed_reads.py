@@ -26,14 +26,17 @@ def refuse_full_tensor(model: nn.Module, names: Collection[str]) -> None:
         model: with its styles, ties and FSDP2 units in place.
         names: its packed parameters.
     """
-    held: dict[int, str] = {}
+    by_identity: dict[int, str] = {}
     for name in names:
         owner, leaf = model.get_submodule(parent(name)), name.rpartition(".")[2]
-        held[id(owner._parameters[leaf])] = name
+        by_identity[id(owner._parameters[leaf])] = name
         _mark_parameter(owner, leaf, name)
         owner.__dict__["_apply"] = partial(_apply, owner, leaf, name, owner._apply)
         owner.register_load_state_dict_post_hook(partial(_after_load, leaf, name))
-    when_gathered(model.modules(), lambda sharded: partial(_mark, held[id(sharded)]) if id(sharded) in held else None)
+    when_gathered(
+        model.modules(),
+        lambda sharded: partial(_mark, by_identity[id(sharded)]) if id(sharded) in by_identity else None,
+    )
 
 
 def _refuse(name: str) -> NoReturn:
