@@ -481,7 +481,7 @@ def test_split_values_alone_are_right():
 
 def test_compiled_modules_do_not_drop():
     ((code, message),) = codes(Split, compile={"modules": ["layers.*"]})
-    assert code == "SP370" and message == "layers.* drops elements, in modules that the plan compiles, at tp=2"
+    assert code == "SP370" and message == "dropout is above 0 in layers.*, in modules that the plan compiles, at tp=2"
 
 
 def test_a_plan_that_is_not_proven_has_no_dropout():

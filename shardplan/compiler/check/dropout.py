@@ -53,7 +53,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=DROPOUT.code,
             severity=Severity.ERROR,
-            message=f"{named(active)} drops elements, in modules that the plan compiles, at tp={facts.tp}",
+            message=f"dropout is above 0 in {named(active)}, in modules that the plan compiles, at tp={facts.tp}",
             help="leave these modules out of `compile`, or set their dropout to 0",
             modules=active,
         )

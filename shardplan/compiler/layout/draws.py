@@ -218,6 +218,8 @@ def decide(
     wrong: list[Diagnostic] = []
     for pattern, at in found.items():
         modules = tuple(name for name in tree.modules if tree.pattern(name) == pattern)
+        if not modules:
+            at.wrong["drops elements in the reduced model, and the model has no such module"] = SWITCH_OFF
         if len(at.streams) > 1:
             at.wrong["drops elements of whole values and of split ones in one forward"] = (
                 "put one of them into an nn.Dropout of its own, or set its probability to 0"
@@ -232,8 +234,13 @@ def decide(
 
 def unmanaged(modules: tuple[str, ...]) -> Diagnostic:
     """One finding for a model that is not typed."""
-    reason = "drops elements, and the plan could not be proven, so that nobody knows of which values"
-    return _diagnostic(modules, reason, SWITCH_OFF, _Decision())
+    return Diagnostic(
+        code=DROPOUT.code,
+        severity=Severity.ERROR,
+        message=f"dropout is above 0 in {named(modules)}, and this plan is not proven, so which values it acts on is unknown",
+        help=SWITCH_OFF,
+        modules=modules,
+    )
 
 
 def _add(at: _Decision, drawing: Drawing, by_place: Mapping[tuple[str, str, SourceLine | None], set[str]]) -> None:
