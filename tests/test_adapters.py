@@ -315,7 +315,6 @@ def test_a_reduction_that_is_missing_at_run_time_is_refuted(monkeypatch):
     [
         ({"target_modules": ["q_proj", "o_proj"], "use_dora": True}, "SP390", "DoRA"),
         ({"target_modules": ["embed_tokens"], "use_dora": True}, "SP390", "DoRA"),
-        ({"target_modules": ["q_proj"], "lora_dropout": 0.1}, "SP370", "lora_dropout"),
     ],
 )
 def test_what_cannot_be_split_is_refused(options, code, words):

@@ -9,11 +9,12 @@ import pytest
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
+from shardplan.compiler.check.dropout import probabilities
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.language import parse_plan, parse_text
+from shardplan.language import parse_text
 from tests.examples import plan, tree
 from tests.trees import Builder, llama_8b, with_frozen
 
@@ -240,27 +241,24 @@ def test_compiled_modules_may_be_nested():
 # Dropout
 
 
-def test_dropout_is_refused_with_the_fields_to_change():
-    file = parse_plan("gpt2").plan
-    resolved, _ = bind(file, tree("gpt2"), MeshSizes(tp=2))
-    finding = next(finding for finding in check(resolved) if finding.code == "SP370")
-    assert finding.message.startswith(
-        "dropout is 0.1 in transformer.drop, transformer.h.*.attn.{attn_dropout,resid_dropout}"
-    )
-    assert finding.help == "set resid_pdrop, embd_pdrop and attn_pdrop to 0 in the config"
-    assert len(finding.modules) == 1 + 3 * 12
+COMPILED = "compile:\n  modules: [transformer.h.*]\n"
+SPLIT = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
+
+
+def test_dropout_in_compiled_modules_is_refused():
+    (finding,) = checked(SPLIT + COMPILED, tree("gpt2"), tp=2)
+    assert finding.code == "SP370" and len(finding.modules) == 3 * 12
+    assert finding.message.startswith("dropout is above 0 in transformer.h.*.attn.{attn_dropout,resid_dropout}")
+    assert checked(SPLIT, tree("gpt2"), tp=2) == (), "the layout check tells who draws whose numbers"
 
 
 def test_dropout_is_refused_in_evaluation_mode_too():
     """`from_pretrained` gives models in evaluation mode, and they train later."""
-    text = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
-    assert codes(checked(text, replace(tree("gpt2"), trains=False), tp=2)) == ["SP370"]
+    assert codes(checked(SPLIT + COMPILED, replace(tree("gpt2"), trains=False), tp=2)) == ["SP370"]
 
 
 def test_dropout_is_no_matter_without_tp():
-    text = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
-    assert codes(checked(text, tree("gpt2"), tp=2)) == ["SP370"]
-    assert checked(text + FSDP2, tree("gpt2"), tp=1, dp_shard=2) == ()
+    assert checked(SPLIT + COMPILED + FSDP2, tree("gpt2"), tp=1, dp_shard=2) == ()
 
 
 @pytest.mark.parametrize(
@@ -277,13 +275,7 @@ def test_dropout_is_no_matter_without_tp():
     ],
 )
 def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: float, counts: bool):
-    b = Builder("Net")
-    b.add("block", "Block", **{attribute: value})
-    b.linear("block.linear", 8, 8)
-    found = checked("tensor_parallel:\n  block.linear: colwise_gather_output\n", b.tree(("Net",), None, {}), tp=2)
-    assert codes(found) == (["SP370"] if counts else [])
-    if counts:
-        assert f"block.{attribute}" in found[0].message
+    assert probabilities("other", {attribute: value}) == ({attribute: value} if counts else {})
 
 
 # Mesh axes

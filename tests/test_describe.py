@@ -49,6 +49,7 @@ OTHER_MODULES = (
     replace(MODULE, tail=2),
     replace(MODULE, outside=(1,)),
     replace(MODULE, divide=("heads",)),
+    replace(MODULE, draws="own"),
     replace(MODULE, group=GradientGroup((("", "bias"),))),
 )
 # What follows from the model or from another module's fields.

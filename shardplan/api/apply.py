@@ -141,6 +141,7 @@ def apply_plan(
     from shardplan.runtime.apply.failed_steps import Ranks
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
+    from shardplan.runtime.apply.random_numbers import draws_of, shared_seed
     from shardplan.runtime.apply.same_inputs import compare_inputs
     from shardplan.runtime.apply.sampling import sample_alike
     from shardplan.runtime.apply.unfit_models import refuse_source, refuse_unfit
@@ -173,6 +174,7 @@ def apply_plan(
         program,
         src_data_rank=src_data_rank,
         autocast=autocast,
+        seed=shared_seed(plan_mesh) if draws_of(program) else None,
         diagnostics=warnings,
         proof=proof,
         ranks=Ranks(mesh),

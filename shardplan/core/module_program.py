@@ -10,6 +10,9 @@ from .mesh import Axis
 from .moves import move_ops
 
 StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place of a bias
+# Whose random numbers a module's own code draws: "common" are the same on all tp ranks, "own" are this rank's. "unseen": it
+# drew none when the plan was checked, and may draw none.
+Draws = Literal["common", "own", "unseen"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +143,7 @@ class ModuleProgram:
         group: the parameters below this module, itself included, whose partial gradients are summed together.
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
             reads its out_proj): (module name relative to this one, parameter).
+        draws: whose random numbers its own code draws in training; None: it draws none.
     """
 
     name: str
@@ -162,3 +166,4 @@ class ModuleProgram:
     layer: str = ""
     group: GradientGroup | None = None
     also_reads: tuple[tuple[str, ParameterProgram], ...] = ()
+    draws: Draws | None = None

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import MeshSizes
+from .module_program import Draws
 from .sections import ActivationCheckpointing, Compile, DataParallel
 from .sources import SourceMap
 from .sum_outputs import SummedOutputs, SumRule
@@ -184,6 +185,7 @@ class ResolvedPlan:
         shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every call of
             the block around both that the layout check saw. What is moved when the model runs does not depend on it
             (the tensors themselves are compared then); the expected number of collectives does.
+        draws: module whose own code draws random numbers in training -> whose numbers.
     """
 
     plan: PlanFile
@@ -203,6 +205,7 @@ class ResolvedPlan:
     cross_module_reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sums: tuple[SummedOutputs, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
+    draws: Mapping[str, Draws] = field(default_factory=dict)
 
     @property
     def sequence_parallel(self) -> bool:

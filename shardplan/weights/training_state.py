@@ -20,7 +20,7 @@ from shardplan.runtime.apply.applied import applied
 from .all_ranks import all_or_none, is_first
 from .folders import abandon, begin, beside, commit, repair
 
-METADATA, EXTRA = ".metadata", "extra.pt"
+METADATA, EXTRA, RANDOM = ".metadata", "extra.pt", "random.pt"
 
 
 def save_training_state(
@@ -31,7 +31,8 @@ def save_training_state(
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Write a planned model and its optimizer so that training can resume on any mesh. Call it on all ranks.
+    """Write a planned model, its optimizer and the place of its random numbers, so that training can resume on any mesh. Call it
+    on all ranks.
 
     Every rank writes its own part, into one folder that all ranks see. The files go to a temporary folder, which is renamed
     at the end: until then an old one of that name stays complete.
@@ -59,6 +60,8 @@ def save_training_state(
         with all_or_none(None, f"finishing {folder}"):
             if first:
                 torch.save(dict(extra or {}), new / EXTRA)
+                if (streams := applied(model).streams) is not None:
+                    torch.save({"seed": streams.seed, "calls": streams.calls}, new / RANDOM)
                 commit(new, folder, lambda name: False)
     except BaseException:
         if first:
@@ -90,11 +93,14 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
         applied(model).keep_checkpoints_portable(optimizer)
         _check_files(folder)
         extra = torch.load(folder / EXTRA, weights_only=True)
+        random = torch.load(folder / RANDOM, weights_only=True) if (folder / RANDOM).is_file() else None
     weights, moments = get_state_dict(model, optimizer)
     with _named_rank(f"loading {folder}"):
         dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     with all_or_none(None, f"loading {folder}"):
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+        if random is not None and (streams := applied(model).streams) is not None:
+            streams.seed, streams.calls = random["seed"], random["calls"]
     return extra
 
 

@@ -48,17 +48,6 @@ class Python(Mlp):
         return super().hidden(x) * (1 + random.random())
 
 
-class Module(Mlp):
-    """A module whose probability is an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-
-    def hidden(self, x: Tensor) -> Tensor:
-        return self.dropout(super().hidden(x))
-
-
 class AttentionDropout(Attention):
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         q, k, v = (self.heads(part(x)) for part in (self.q, self.k, self.v))
@@ -81,7 +70,6 @@ KINDS = {
     "bernoulli": Bernoulli,
     "gumbel": Gumbel,
     "python": Python,
-    "module": Module,
 }
 CASES = (
     *(

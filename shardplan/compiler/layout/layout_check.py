@@ -10,11 +10,13 @@ from itertools import chain
 from shardplan.compiler.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, Location
 from shardplan.core.layout import Layout
+from shardplan.core.module_program import Draws
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.sum_outputs import SummedOutputs
 from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.model.reduced import ReducedModel
 
+from .drawing_operands import DrawingOperand
 from .finding import Finding
 from .fused import advice, fused_repairs
 from .layout_diagnostics import diagnostic
@@ -73,6 +75,8 @@ class LayoutReport:
         repairs: for each of `diagnostics` the change that fixes it, where one was found.
         shared_reads: `ResolvedPlan.shared_reads`, for counting.
         through: (sum that the plan declares, dropout that its values pass on the way).
+        operands: of each operation that may draw random numbers, how its operand is spread, in all runs.
+        draws: `ResolvedPlan.draws`, for the lowering.
         summed: the places of those `sum_outputs` that were seen to hold in every run of their blocks.
     """
 
@@ -87,6 +91,8 @@ class LayoutReport:
     through: tuple[tuple[SummedOutputs, str], ...] = ()
     summed: frozenset[Location] = frozenset()
     lengths: Mapping[int, str] = field(default_factory=dict)
+    operands: frozenset[DrawingOperand] = frozenset()
+    draws: Mapping[str, Draws] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -101,6 +107,7 @@ class LayoutReport:
             cross_module_reads=self.cross_module_reads,
             shared_reads=self.shared_reads,
             sums=sums,
+            draws=self.draws,
         )
 
 
@@ -134,6 +141,7 @@ def check_layout(
     shared: list[Mapping[str, str | None]] = []
     through: dict[tuple[SummedOutputs, str], None] = {}
     summed: list[SeenSum] = []
+    operands: set[DrawingOperand] = set()
     for bench in benches:
         proof = prove(resolved, bench)
         first, fixed, following = _explain(resolved, bench, proof, search, help)
@@ -148,6 +156,7 @@ def check_layout(
         shared.append(proof.shared_reads)
         through.update(((seen.sum, name), None) for seen in proof.declared for name in seen.through)
         summed.extend(proof.declared)
+        operands.update(proof.operands)
         if not proof.findings:
             unsummed = [one for one in undeclared(proof.declared) if one not in diagnostics]
             diagnostics += unsummed
@@ -163,6 +172,7 @@ def check_layout(
         shared_reads=agreed(shared),
         through=tuple(through),
         summed=holding(summed),
+        operands=frozenset(operands),
     )
 
 

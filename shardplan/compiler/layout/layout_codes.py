@@ -149,17 +149,18 @@ RANDOM = Code(
     code="SP371",
     title="random numbers drawn in forward with tp above 1",
     text="""The model's code draws random numbers in training mode, and they change its result: `F.dropout` with a
-probability that no attribute names, `torch.randn_like`, `torch.bernoulli`, a Gumbel sample,
-`scaled_dot_product_attention` with `dropout_p`. On a value that every rank has whole, the draws must be the same on
-all tp ranks; on a slice they must differ. One seed gives neither, and neither the loss nor an error shows it. Until
-random numbers are managed, such a model is refused, also in evaluation mode: plans are proven for training. A draw
-that changes no result (dropout of probability 0) is accepted. Switch the noise off, or draw the numbers outside the
-model, where all tp ranks draw the same, and pass them as an input.""",
+probability that no attribute names, `torch.randn_like`, `torch.bernoulli`, a Gumbel sample, `scaled_dot_product_attention`
+with `dropout_p`. On a value that every rank has whole, the draws must agree between the tp ranks; on a slice they must
+differ. One seed gives neither, and neither the loss nor an error shows it. Random numbers are managed for dropout whose
+probability is an attribute or a field of the configuration (SP370), as the layouts are found with it at 0. Others are
+refused, in evaluation mode too: plans are proven for training. A draw that changes no result (dropout
+of probability 0) is not refused. Name the probability, switch the noise off, or draw the numbers outside of the model, where all tp
+ranks draw the same, and hand them in as an input.""",
     bad="""def forward(self, x):
     return F.dropout(self.down(x), 0.2, self.training)
 """,
     good="""def forward(self, x):
-    return F.dropout(self.down(x), self.config.dropout, self.training)  # 0.0 in the configuration
+    return F.dropout(self.down(x), self.config.dropout, self.training)
 """,
 )
 

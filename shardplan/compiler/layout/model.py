@@ -8,9 +8,11 @@ from functools import cached_property
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
+from shardplan.compiler.check.dropout import active_probabilities
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree, block, element
 from shardplan.model import FoundModel, tree_of
@@ -20,6 +22,7 @@ from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
 from .cross_module_reads import cross_module_reads_of
+from .draws import Noise, decide, noise_of, unmanaged
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
 from .run import Workbench
@@ -118,17 +121,19 @@ class ModelLayouts:
         try:
             benches = self.benches
         except PlanError as error:
-            return LayoutReport(tuple(_unproven(d, allow_unproven) for d in error.diagnostics))
+            return LayoutReport(self._untyped(_unproven(d, allow_unproven) for d in error.diagnostics))
         tree = benches[0].tree
         if self.random is not None:
             return LayoutReport((self._about_the_model(self.random),))
         resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), overlays)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
-            return LayoutReport((_not_small(self.found.name, structure, allow_unproven),))
+            return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
         report = self.layouts_of(plan, resolved, help=help)
+        draws, undrawn = self._draws(report)
         return replace(
             report,
+            draws=draws,
             incoming=incoming_of(self.found.tree, report.incoming),
             cross_module_reads=cross_module_reads_of(self.found.tree, report.cross_module_reads),
             shared_reads=shared_reads_of(self.found.tree, report.shared_reads),
@@ -136,11 +141,40 @@ class ModelLayouts:
             diagnostics=(
                 *map(self._about_the_model, report.diagnostics),
                 *dropping(self.found.tree, report.through),
+                *undrawn,
                 *((_unseen(self.found.name, self.reduced_model.unseen),) if self.reduced_model.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
             lengths=self._lengths(resolved) if report.ok and not overlays else {},
         )
+
+    @cached_property
+    def noise(self) -> tuple[Noise, ...]:
+        """The runs of the reduced model with the model's own dropout, for each kind of input.
+
+        Raises:
+            PlanError: there is no reduced model, or it does not run.
+        """
+        with self.reduced_model.running():
+            return tuple(noise_of(bench, self.found.tree) for bench in self.benches)
+
+    def _draws(self, report: LayoutReport) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
+        """Whose random numbers each module draws. A plan with errors is right about none."""
+        if self.tp == 1 or not report.ok:
+            return {}, ()
+        try:
+            noise = self.noise
+        except PlanError as error:
+            return {}, error.diagnostics
+        return decide(self.found.tree, self.tree, noise, report.operands)
+
+    def _untyped(self, why: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+        """Why layouts are not known. Where that is accepted, a model with dropout is not (SP370)."""
+        found = tuple(why)
+        active = tuple(active_probabilities(self.found.tree))
+        if self.tp == 1 or not active or any(d.is_error for d in found):
+            return found
+        return (*found, unmanaged(active))
 
     def _lengths(self, resolved: ResolvedPlan) -> Mapping[int, str]:
         """What tp must divide in the code of a model without configuration, whose reduced model has its sizes."""

@@ -16,6 +16,7 @@ from shardplan.model.reduced.trace import Event, Place
 from shardplan.styles.bound import BoundModule
 
 from .crossings import Crossings
+from .drawing_operands import drawing_operands
 from .finding import Finding
 from .mergeable_sums import shared_sums
 from .operation_types import Operations
@@ -78,6 +79,7 @@ class Prover:
             entering=tuple(crossings.entering),
             reduced=tuple(crossings.reduced),
             doubts=self.operations.doubts,
+            operands=drawing_operands(self.run, known),
         )
 
     def _parameters(self) -> None:

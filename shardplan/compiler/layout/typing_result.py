@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from shardplan.core.layout import Layout
 from shardplan.model.reduced.trace import Place
 
+from .drawing_operands import DrawingOperand
 from .finding import Finding
 from .mergeable_sums import SeenSum, SharedSum
 from .reads import SharedRead
@@ -25,6 +26,7 @@ class Proof:
         operations: how many operations were typed.
         doubts: operation -> the operands that would have to have no part in it for its result to be what it seems, of which
             that is not known.
+        operands: of each operation that may draw random numbers, and of each layer with adapters, how its operand is spread.
         stopped: at the last of the findings; what comes behind it was not looked at.
         entering: (value, module) for each I that a module moves to R.
         reduced: (value, module) for each partial sum that a module reduces at its output.
@@ -43,4 +45,5 @@ class Proof:
     shared_reads: Mapping[str, str | None] = field(default_factory=dict)
     declared: tuple[SeenSum, ...] = ()
     doubts: Mapping[Place, tuple[int, ...]] = field(default_factory=dict)
+    operands: tuple[DrawingOperand, ...] = ()
     stopped: bool = False

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardplan.core.layout import I, LayoutKind
-from shardplan.core.module_program import InputMove, ModuleProgram, ParameterProgram
+from shardplan.core.module_program import Draws, InputMove, ModuleProgram, ParameterProgram
 from shardplan.core.plan import Overlays, ResolvedPlan
 
+NUMBERS: dict[Draws, str] = {
+    "common": "the same on all tp ranks",
+    "own": "each tp rank's own",
+    "unseen": "none, or an error",
+}
 # How the gradient of what is read arrives, by its layout.
 GRADIENTS: dict[LayoutKind, str] = {"V": "shard", "I": "complete", "R": "partial", "P": "divided"}
 
@@ -54,6 +59,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  out[{position}]: R -> I"
     for attribute in module.divide:
         yield f"  {attribute} divided by tp"
+    if module.draws is not None:
+        yield f"  random numbers: {NUMBERS[module.draws]}"
     if module.group is not None:
         yield "  one gradient all-reduce: " + ", ".join(f"{m}.{p}" if m else p for m, p in module.group.parameters)
 

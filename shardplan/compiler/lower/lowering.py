@@ -39,7 +39,7 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
         also_reads = _also_reads(plan, modules, one.module)
         if one.parameters or one.assignment or one.link or also_reads:
             programs[name] = _lower_module(plan, incoming, one, also_reads)
-    return with_tables(plan.tree, _with_sums(plan, _with_groups(plan, programs)))
+    return with_tables(plan.tree, _with_draws(plan, _with_sums(plan, _with_groups(plan, programs))))
 
 
 def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
@@ -147,4 +147,12 @@ def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Map
         found[one.closer] = replace(found[one.closer], joined=one.carriers, sum_rule=rule)
         base = found.get(one.block) or ModuleProgram(one.block)
         found[one.block] = replace(base, collects=(*base.collects, one.closer))
+    return {name: found[name] for name in plan.tree.modules if name in found}
+
+
+def _with_draws(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
+    """Say of each module that draws random numbers whose they are."""
+    found = dict(programs)
+    for name, draws in plan.draws.items():
+        found[name] = replace(found.get(name) or ModuleProgram(name), draws=draws)
     return {name: found[name] for name in plan.tree.modules if name in found}

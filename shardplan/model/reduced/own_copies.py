@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from shardplan.core.diagnostics import PlanError
-from shardplan.model.build_tree import kind_of
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.rebinding import NotBound, copied
@@ -18,7 +17,7 @@ from shardplan.model.rebinding import NotBound, copied
 from .images import BATCH
 from .precision import in_dtype
 from .reduced_codes import NO_INPUTS, NO_REDUCED_MODEL, NOT_CARRIED, TOO_LARGE
-from .weights import randomise
+from .weights import randomise, without_noise
 
 LARGEST = 20_000_000  # parameters of the reduced model of a transformers model
 GIVE_INPUTS = "pass `inputs`, a function from a seed to keyword arguments of `forward`"
@@ -59,9 +58,7 @@ def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[],
         NotBound: one of its functions cannot be bound to a copy.
     """
     randomise(original, seed)
-    for module in original.modules():
-        if kind_of(module) == "dropout":
-            vars(module)["p"] = 0.0
+    without_noise(original)
     in_dtype(original, dtype).train()
     copied(original)  # raises for what cannot be copied, once
     return lambda: copied(original)

@@ -13,6 +13,8 @@ from torch import nn
 
 from shardplan.model.adapters import adapters_in, unwrapped
 
+from .weights import without_noise
+
 SMALLEST = 2  # rank of an adapter; the next larger rank of the original is one more, and so on
 
 
@@ -101,6 +103,7 @@ def adapt(model: nn.Module, adapters: Adapters, original: Callable[[str], str]) 
     assert isinstance(wrapped.base_model, BaseTuner)
     wrapped.base_model.set_adapter(list(adapters.active))
     result = unwrapped(wrapped)
+    without_noise(result)  # the modules stay, which peft leaves out where the probability is 0
     made = {name: {a: one.variant for a, one in _adapted(wrapper)} for name, wrapper in adapters_in(result)}
     if made != {name: {a: one.variant for a, one in layer.items()} for name, layer in wanted.items()}:
         raise ValueError("peft puts adapters into the reduced model that differ from the original's")
@@ -119,7 +122,6 @@ def _config(config: Any, adapter: str, wanted: Mapping[str, Mapping[str, Adapted
     reduced.exclude_modules = reduced.layers_to_transform = reduced.layers_pattern = None
     reduced.rank_pattern = ranks
     reduced.alpha_pattern = {name: own[name].scaling * root(rank) for name, rank in ranks.items()}
-    reduced.lora_dropout = 0.0
     reduced.init_lora_weights = False
     reduced.inference_mode = False
     return reduced

@@ -17,6 +17,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import variant_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
+from shardplan.runtime.parallel.random_streams import Streams
 from shardplan.runtime.parallel.regime import Shared
 
 from .backends import FUNCTIONS
@@ -40,6 +41,7 @@ class Applied:
         mesh: what the plan was applied on.
         fused: the result of asynchronous tensor parallelism; None without it.
         proof: how the plan is known to be right, in words, or why it is not proven.
+        streams: the random numbers that the model's modules draw; None where tp is 1, or they draw none.
     """
 
     program: Program
@@ -50,6 +52,7 @@ class Applied:
     mesh: PlanMesh
     fused: Fused | None = None
     proof: str = "not proven"
+    streams: Streams | None = None
 
     def __str__(self) -> str:
         plan = self.program.resolved.plan
@@ -85,6 +88,12 @@ class Applied:
         if not self.fused.graphs:
             raise ValueError("nothing is compiled yet: run a step first")
         return {"fused": self.fused.fused, "left": self.fused.left}
+
+    def seed(self, seed: int) -> None:
+        """Begin the model's random numbers anew. To be called on all ranks with the same seed; does nothing for a model that
+        draws none under tensor parallelism."""
+        if self.streams is not None:
+            self.streams.seed, self.streams.calls = seed, 0
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that the optimizer holds this model's parameters: one made before `apply_plan` updates

@@ -17,6 +17,7 @@ from shardplan.core.tree import full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
 from shardplan.runtime.parallel.failures import module_of
+from shardplan.runtime.parallel.random_streams import Streams
 from shardplan.runtime.parallel.regime import Shared
 from shardplan.styles.backends import BACKENDS
 
@@ -31,6 +32,7 @@ from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
+from .random_numbers import draws_of, streams_of, use_common_streams, use_own_streams
 from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
@@ -53,6 +55,7 @@ class Work:
     result: nn.Module | None = None
     fused: Fused | None = None
     autocast: torch.dtype | None = None
+    streams: Streams | None = None
     steps: list[str] = field(default_factory=list)
 
 
@@ -76,6 +79,20 @@ def _checkpoints(work: Work) -> bool:
     keep_original_order(work.inner, packed, work.mesh.tp_size)
     load_any_layout(work.inner, packed)
     return bool(packed)
+
+
+def _own_random_numbers(work: Work) -> bool:
+    if work.streams is None or work.shared is None:
+        return False
+    use_own_streams(work.inner, draws_of(work.program), work.streams, work.shared.regime)
+    return True
+
+
+def _common_random_numbers(work: Work) -> bool:
+    if work.streams is None or work.shared is None:
+        return False
+    use_common_streams(work.inner, draws_of(work.program), work.streams, work.shared.regime)
+    return True
 
 
 def _activation_checkpointing(work: Work) -> bool:
@@ -139,13 +156,16 @@ def _replaces(work: Work) -> bool:
 
 
 # The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
-# checkpoint around the compiled forward (docs/decisions/0002), FSDP2 last (its hooks outermost).
+# checkpoint around the compiled forward (docs/decisions/0002) and around what draws a rank's own random numbers
+# (docs/decisions/0045), FSDP2 last (its hooks outermost).
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("tensor parallel", _tensor_parallel),
     ("ties", _ties),
     ("packed checkpoints", _checkpoints),
     ("compile", _compile),
+    ("own random numbers", _own_random_numbers),
     ("activation checkpointing", _activation_checkpointing),
+    ("common random numbers", _common_random_numbers),
     ("autocast", _autocast),
     ("data parallel", _data_parallel),
     ("refusals", _refusals),
@@ -168,6 +188,7 @@ def apply_program(
     *,
     src_data_rank: int | None,
     autocast: torch.dtype | None = None,
+    seed: int | None = None,
     diagnostics: tuple[Diagnostic, ...] = (),
     proof: str = "not proven",
     ranks: Ranks = ALONE,
@@ -176,6 +197,8 @@ def apply_program(
 
     Args:
         autocast: the dtype in which the forward runs under torch.autocast.
+        seed: of the random numbers that the modules draw in training, the same on all ranks; None: they are not managed, as for
+            a model whose dropout is 0.
         proof: how the program is known to be right, in words.
         ranks: those that do it together, and learn from each other where one of them fails.
 
@@ -185,7 +208,8 @@ def apply_program(
         RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
             its forward raises.
     """
-    work = Work(model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast)
+    streams = streams_of(mesh, seed) if seed is not None and draws_of(program) else None
+    work = Work(model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast, streams=streams)
     with ranks.step():
         if _replaces(work) and (found := tuple(hooked(program.resolved))):
             raise PlanError(found)
@@ -213,6 +237,6 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
-    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused, proof)
+    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused, proof, streams)
     remember(record, model)
     return result

@@ -44,6 +44,11 @@ class PlanMesh:
         return self.mesh[self.names[Axis.TP]] if Axis.TP in self.names else None
 
     @property
+    def tp_name(self) -> str | None:
+        """The mesh's own name for its tp axis."""
+        return self.names.get(Axis.TP)
+
+    @property
     def cp(self) -> DeviceMesh | None:
         """The one-dimensional cp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names[Axis.CP]] if Axis.CP in self.names else None

@@ -1,0 +1,279 @@
+"""Whose random numbers each module draws in training: found by a run of the reduced model with the model's own probabilities.
+
+The reduced model is typed without dropout, as masks would hide how values are spread. With dropout it is run once more,
+unsharded, which tells the operations that draw. Each is then looked up among the typed ones.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from shardplan.compiler.check.dropout import DROPOUT, active_probabilities, probabilities
+from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.module_program import Draws
+from shardplan.core.tree import ModuleTree, ancestors, full_name, named
+from shardplan.model.adapters import unwrapped
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.lines import model_line
+from shardplan.model.reduced.nests import tensors_in
+from shardplan.model.reduced.trace import SourceLine
+
+from .drawing_operands import ELEMENTWISE, LINEAR, WHOLE_FEATURES, DrawingOperand
+from .randomness import acting_sites
+from .run import Workbench
+
+SWITCH_OFF = "set the probability to 0 in the config or the module"
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """An operation that drew random numbers in the run with dropout.
+
+    Args:
+        module: the module whose code runs it.
+        name: of the operation.
+        source: the line of the model's code.
+        layer: the layer with adapters that the module is inside; "" for none.
+        of_input: whether the operand is the input of that layer.
+    """
+
+    module: str
+    name: str
+    source: SourceLine | None
+    layer: str = ""
+    of_input: bool = False
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The run with dropout.
+
+    Args:
+        drawings: what drew, each once.
+        lost: (modules, attribute) with a probability above 0 that the reduced model does not have.
+        unmanaged: operations other than dropout that draw and act, in words.
+    """
+
+    drawings: tuple[Drawing, ...] = ()
+    lost: tuple[tuple[str, str], ...] = ()
+    unmanaged: tuple[tuple[str, str], ...] = ()
+
+
+def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
+    """A copy of the reduced model with the model's own probabilities, and those (module, attribute) that it does not have.
+
+    Args:
+        tree: the model's own.
+    """
+    wanted: dict[str, dict[str, float]] = defaultdict(dict)
+    configs: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, module in tree.modules.items():
+        wanted[tree.pattern(name)] |= probabilities(module.kind, module.numbers)
+        configs[tree.pattern(name)] |= probabilities("other", module.config or {})
+    model, set_ones = copied(bench.model), set[tuple[str, str]]()
+    for name, info in bench.tree.modules.items():
+        pattern = bench.tree.pattern(name)
+        held = unwrapped(model).get_submodule(full_name(name, info.layer) if info.layer else name)
+        for attribute, value in wanted[pattern].items():
+            if attribute in vars(held):
+                vars(held)[attribute] = value
+                set_ones.add((pattern, attribute))
+        for field_name, value in configs[pattern].items():
+            setattr(held.config, field_name, value)
+    lost = tuple((pattern, attribute) for pattern, found in wanted.items() for attribute in found)
+    return model, tuple(one for one in lost if one not in set_ones)
+
+
+def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
+    """Run the reduced model with the model's own probabilities. It costs nothing where all of them are 0.
+
+    Args:
+        tree: the model's own.
+
+    Raises:
+        Exception: what the model raises.
+    """
+    if not active_probabilities(tree) and not any(
+        probabilities("other", m.config or {}) for m in tree.modules.values()
+    ):
+        return Noise()
+    model, lost = with_probabilities(bench, tree)
+    with _Drawn(bench).of(copied(model)) as drawn, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn.run(bench.inputs)
+    dropouts = tuple(one for one in dict.fromkeys(drawn.drawings) if one.name in ELEMENTWISE | WHOLE_FEATURES)
+    known = {(one.module, one.source) for one in dropouts}
+    unmanaged: tuple[tuple[str, str], ...] = ()
+    if len(dropouts) < len(dict.fromkeys(drawn.drawings)) or drawn.hidden:
+        unmanaged = tuple(
+            (site.module, f"{site.source.short}: `{site.source.text}`" if site.source else site.name)
+            for site in acting_sites(model, bench.inputs)
+            if (site.module, site.source) not in known
+        )
+    return Noise(dropouts, lost, unmanaged)
+
+
+class _Drawn(TorchFunctionMode):
+    """Finds the operations that move torch's generator, and the modules whose code runs them."""
+
+    def __init__(self, bench: Workbench):
+        super().__init__()
+        self.atoms = bench.atoms
+        self.drawings: list[Drawing] = []
+        self.hidden = False  # whether something drew that is no operation
+        self._running = [""]
+        self._inputs: dict[str, list[Tensor]] = {}
+        self._last = torch.empty(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        before = torch.get_rng_state()
+        self.hidden = self.hidden or not torch.equal(before, self._last)
+        result = func(*args, **(kwargs or {}))
+        self._last = torch.get_rng_state()
+        if not torch.equal(before, self._last):
+            self._note(func, [*tensors_in(args), *tensors_in(kwargs or {})])
+        return result
+
+    def _note(self, func: Any, operands: list[Tensor]) -> None:
+        module = self._running[-1]
+        layer = next((name for name in (module, *ancestors(module)) if name in self.atoms), "")
+        same = bool(operands) and any(
+            operands[0].shape == x.shape and torch.equal(operands[0].to(x.dtype), x)
+            for x in self._inputs.get(layer, ())
+        )
+        self.drawings.append(Drawing(module, getattr(func, "__name__", "?"), model_line(), layer, same))
+
+    @contextmanager
+    def of(self, model: nn.Module) -> Iterator[_Drawn]:
+        """Follow which module of the model runs."""
+        self.model = model
+
+        def enter(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+                self._running.append(name)
+                if name in self.atoms:
+                    self._inputs[name] = [*tensors_in(args), *tensors_in(kwargs)]
+
+            return hook
+
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
+            self._running.pop()
+
+        for name, module in unwrapped(model).named_modules():
+            module.register_forward_pre_hook(enter(name), with_kwargs=True)
+            module.register_forward_hook(leave)
+        yield self
+
+    def run(self, inputs: Mapping[str, Any]) -> None:
+        """Run the model once."""
+        self._last = torch.get_rng_state()
+        with self:
+            self.model(**inputs)
+        self.hidden = self.hidden or not torch.equal(self._last, torch.get_rng_state())
+
+
+@dataclass
+class _Decision:
+    """The streams that the operations of one module ask for, and what is wrong with them."""
+
+    streams: set[Draws] = field(default_factory=set)
+    wrong: dict[str, str] = field(default_factory=dict)  # reason -> what to do
+    places: dict[str, None] = field(default_factory=dict)
+
+
+def decide(
+    tree: ModuleTree, small: ModuleTree, noise: Iterable[Noise], operands: Iterable[DrawingOperand]
+) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
+    """Whose numbers each module of the model draws, and a diagnostic for each pattern of modules where that cannot be right.
+
+    Args:
+        tree: the model's own.
+        small: the reduced model's.
+        noise: of each kind of input.
+        operands: those of one variant of a plan.
+    """
+    by_place: dict[tuple[str, str, SourceLine | None], set[str]] = defaultdict(set)
+    for one in operands:
+        by_place[one.module, one.name, one.source].add(one.kind)
+    found: dict[str, _Decision] = defaultdict(_Decision)
+    for run in noise:
+        for drawing in run.drawings:
+            _add(found[small.pattern(drawing.module)], drawing, by_place)
+        for module, words in run.unmanaged:
+            at = found[small.pattern(module)]
+            at.places[words] = None
+            at.wrong["draws random numbers that are not dropout's"] = SWITCH_OFF
+        for pattern, attribute in run.lost:
+            at = found[pattern]
+            at.wrong[f"has {attribute} above 0, which the reduced model does not have"] = SWITCH_OFF
+    draws: dict[str, Draws] = {}
+    wrong: list[Diagnostic] = []
+    for pattern, at in found.items():
+        modules = tuple(name for name in tree.modules if tree.pattern(name) == pattern)
+        if not modules:
+            at.wrong["drops elements in the reduced model, and the model has no such module"] = SWITCH_OFF
+        if len(at.streams) > 1:
+            at.wrong["drops elements of whole values and of split ones in one forward"] = (
+                "put one of them into an nn.Dropout of its own, or set its probability to 0"
+            )
+        wrong += [_diagnostic(modules or (pattern,), reason, fix, at) for reason, fix in at.wrong.items()]
+        draws.update(dict.fromkeys(modules, next(iter(at.streams), "common")))
+    for name, info in tree.modules.items():
+        if info.kind == "dropout" and probabilities(info.kind, info.numbers) and name not in draws:
+            draws[name] = "unseen"
+    return {name: draws[name] for name in tree.modules if name in draws}, tuple(wrong)
+
+
+def unmanaged(modules: tuple[str, ...]) -> Diagnostic:
+    """One finding for a model that is not typed."""
+    return Diagnostic(
+        code=DROPOUT.code,
+        severity=Severity.ERROR,
+        message=f"dropout is above 0 in {named(modules)}, and this plan is not proven, so which values it acts on is unknown",
+        help=SWITCH_OFF,
+        modules=modules,
+    )
+
+
+def _add(at: _Decision, drawing: Drawing, by_place: Mapping[tuple[str, str, SourceLine | None], set[str]]) -> None:
+    source = drawing.source
+    at.places[f"{source.short}: `{source.text}`" if source else drawing.name] = None
+    if drawing.layer:
+        kinds = by_place.get((drawing.layer, "", None), set()) if drawing.of_input else set[str]()
+    else:
+        kinds = by_place.get((drawing.module, drawing.name, source), set())
+    if not kinds:
+        at.wrong["draws random numbers in code that does not run while its probability is 0"] = (
+            "call the dropout without a condition on its probability, or set it to 0"
+        )
+    for kind in kinds:
+        match kind:
+            case "V" if drawing.name in ELEMENTWISE:
+                at.streams.add("own")
+            case "V":
+                at.wrong[f"drops whole features ({drawing.name}) of a split value"] = SWITCH_OFF
+            case "P" if drawing.name not in LINEAR:
+                at.wrong[f"drops elements ({drawing.name}) of a partial sum"] = "reduce the value before it"
+            case "?":
+                at.wrong["drops elements of a value whose layout is not known"] = SWITCH_OFF
+            case _:
+                at.streams.add("common")
+
+
+def _diagnostic(modules: tuple[str, ...], reason: str, fix: str, at: _Decision) -> Diagnostic:
+    return Diagnostic(
+        code=DROPOUT.code,
+        severity=Severity.ERROR,
+        message=f"{named(modules)} {reason}",
+        notes=tuple(at.places)[:4],
+        help=fix,
+        modules=modules,
+    )
