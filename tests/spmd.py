@@ -94,7 +94,7 @@ class Typed(RankRecorder):
         for one in bound.boundary.inputs:
             for name in chosen_arguments(bound, one, module, named):
                 inside = moved.get(name, named[name])
-                if (misfit := self._misfit(named[name], one.accepts, f"{bound.name} takes")) is not None:
+                if (misfit := self._misfit(named[name], one.sources, f"{bound.name} takes")) is not None:
                     self.misfits[id(inside)] = inside, misfit
                 if named[name].requires_grad:  # ids have no type
                     self.give(inside, TYPES[one.destination.kind])

@@ -44,7 +44,7 @@ BAD = {
         "dp_shard cannot be inferred: dp_replicate 1 x cp 1 x tp 5 = 5 does not divide the world size 24",
     ),
     "another product": ({"dp_shard": 2, "tp": 4}, "= 8, but the world size is 24"),
-    "two are open": ({"tp": None}, "the sizes of dp_shard and tp are open"),
+    "two are open": ({"tp": None}, "the sizes of dp_shard and tp are not given"),
     "experts": ({"ep": 2}, "ep is 2: expert parallelism is not supported yet"),
     "stages": ({"pp": 2}, "pp is 2: pipeline parallelism is not supported yet"),
 }

@@ -164,7 +164,7 @@ WRONG = {
     ),
     "experts": (FSDP2Manager, {"ep_size": 2}, "ep is 2: expert parallelism is not supported"),
     "stages": (FSDP2Manager, {"pp_size": 2}, "pp is 2: pipeline parallelism is not supported"),
-    "no multiple": (FSDP2Manager, {"dp_size": 8, "dp_replicate_size": 3}, "dp_size 8 is no multiple"),
+    "no multiple": (FSDP2Manager, {"dp_size": 8, "dp_replicate_size": 3}, "dp_size 8 is not a multiple"),
     "another world": (FSDP2Manager, {"world_size": 4}, "world_size is 4, but the process group has 8 ranks"),
     "a misspelt name": (FSDP2Manager, {"tp_sise": 2}, "FSDP2Manager has no 'tp_sise': did you mean 'tp_size'?"),
     "two plans": (FSDP2Manager, {"use_hf_tp_plan": True, "tp_plan": "llama"}, "give one of them"),

@@ -454,10 +454,10 @@ SHARDED = ParameterStyle("out", "V")
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"input_sources": (R,)}, "does not say what the module's forward gets"),
+        ({"input_sources": (R,)}, "no input destination"),
         ({"input_sources": (V(-1),), "input_destination": P}, "no move"),
-        ({"output_destination": I}, "does not say what the module computes"),
-        ({"weight": SHARDED}, "does not say what the module then computes"),
+        ({"output_destination": I}, "no output source"),
+        ({"weight": SHARDED}, "no output source"),
         ({"output_source": V(SEQ), "output_destination": P}, "no move"),
         (
             {"lookup": Lookup(), "weight": ParameterStyle("in", "V"), "output_source": I},

@@ -141,7 +141,7 @@ def test_an_optimizer_from_before_holds_dead_tensors(mesh):
     model = reduced_model("llama", 4).build()
     early = torch.optim.AdamW(model.parameters())
     apply_plan(model, mesh, "llama", src_data_rank=None)
-    with pytest.raises(ValueError, match=r"(\d+) of the optimizer's \1 tensors .*make the optimizer after it"):
+    with pytest.raises(ValueError, match=r"(\d+) of the optimizer's \1 tensors .*create the optimizer after it"):
         applied(model).check_optimizer(early)
     applied(model).check_optimizer(torch.optim.AdamW(model.parameters()))
     half = [p for n, p in model.named_parameters() if "layers" in n]

@@ -27,8 +27,8 @@ def short_table() -> str:
 
 
 def full_table() -> str:
-    """Name, other spellings, what it fits, how parameters are held, what arrives and what is handed on, options."""
-    head = "| style | for | parameters (gradient) | takes | hands on | options |\n|---|---|---|---|---|---|"
+    """Name, other spellings, what it fits, how parameters are stored, input and output layouts, options."""
+    head = "| style | for | parameters (gradient) | input | output | options |\n|---|---|---|---|---|---|"
     return "\n".join([head, *(_row(style) for style in STYLES.values())])
 
 
