@@ -157,7 +157,7 @@ def _replaces(work: Work) -> bool:
 
 # The order that works: styles first (they find modules by name), ties before FSDP2 (both names in one group), a
 # checkpoint around the compiled forward (docs/decisions/0002) and around what draws a rank's own random numbers
-# (docs/decisions/0045), FSDP2 last (its hooks outermost).
+# (docs/decisions/0044), FSDP2 last (its hooks outermost).
 PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("tensor parallel", _tensor_parallel),
     ("ties", _ties),
