@@ -152,8 +152,13 @@ def test_what_was_done_is_told(mesh):
     model = apply_plan(reduced_model("llama", 4).build(), mesh, "llama", sequence_parallel=True, src_data_rank=None)
     record = applied(model)
     assert record.steps[0] == "tensor parallel" and record.diagnostics == ()
-    assert str(record).splitlines()[0] == f"plan llama on tp=4: {', '.join(record.steps)}"
-    assert "5 reduce_scatter" in str(record)
+    first, variants, proof, parameters, *rest = str(record).splitlines()
+    assert first == f"plan llama on tp 4: {', '.join(record.steps)}"
+    assert variants == "  variants: sequence_parallel, tensor_parallel" and proof.startswith("  proven ")
+    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    here = sum(p.to_local().numel() * p.element_size() for p in model.parameters())
+    assert parameters == f"  parameters: {here:,} of {whole:,} bytes on this rank, float32"
+    assert "5 reduce_scatter" in rest[0]
     assert (
         record.program.describe()
         == compile_plan(reduced_model("llama", 4).build(), mesh, "llama", sequence_parallel=True).describe()

@@ -23,6 +23,7 @@ from shardplan.runtime.parallel.regime import Shared
 from .backends import FUNCTIONS
 from .fsdp2 import reshard
 from .plan_mesh import PlanMesh
+from .receipt import counted, data_parallel_text, parameters_text
 from .state import keep_optimizer_order, packed_parameters
 
 _KEY = "_shardplan_applied"
@@ -55,13 +56,20 @@ class Applied:
     streams: Streams | None = None
 
     def __str__(self) -> str:
-        plan = self.program.resolved.plan
-        lines = [f"plan {plan.name} on tp={self.tp}: {', '.join(self.steps)}"]
+        """The receipt for a run's log: a line for each fact. The bytes are this rank's."""
+        resolved, sizes = self.program.resolved, self.mesh.sizes
+        lines = [
+            f"plan {resolved.plan.name} on {sizes.text() or 'one rank'}: {', '.join(self.steps) or 'nothing to do'}"
+        ]
         if self.tp > 1:
-            lines.append(f"  {self.proof}")
-            lines += [f"  {when}: {_counted(c)}" for when, c in self.collectives.items()]
-        lines += [f"  {d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
-        return "\n".join(lines)
+            lines += [f"variants: {', '.join(self.program.by_name)}", self.proof]
+        if "data parallel" in self.steps:
+            lines.append(f"data parallel: {data_parallel_text(resolved)}")
+        lines.append(f"parameters: {parameters_text(self.model)}")
+        if self.tp > 1:
+            lines += [f"tp collectives of a step, {when}: {counted(c)}" for when, c in self.collectives.items()]
+        lines += [f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
+        return "\n  ".join(lines)
 
     @property
     def tp(self) -> int:
@@ -136,10 +144,6 @@ class Applied:
         self.check_optimizer(optimizer)
         packed = packed_parameters(self.program) if self.tp > 1 else {}
         keep_optimizer_order(optimizer, unwrapped(self.model), packed, self.tp)
-
-
-def _counted(counter: Counter[str]) -> str:
-    return ", ".join(f"{n} {op}" for op, n in sorted(counter.items())) or "no collectives"
 
 
 def remember(record: Applied, model: nn.Module) -> None:
