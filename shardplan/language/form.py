@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from shardplan.core.diagnostics import Code
 from shardplan.core.plan import SECTIONS
-from shardplan.core.suggest import closest
+from shardplan.core.suggest import closest, did_you_mean
 
 from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
 from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
@@ -180,7 +180,7 @@ def _right_field(path: Path) -> str | None:
         if "." in name or "*" in name:
             return "a rule stands under `tensor_parallel` or `sequence_parallel`"
     near = closest(name, known)
-    return f"did you mean `{near}`?" if near else f"the fields are {_listed(known, 'and')}"
+    return did_you_mean(name, near) if near else f"the fields are {_listed(known, 'and')}"
 
 
 def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
@@ -192,7 +192,7 @@ def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
         case Scalar(str(text)) if kind == "list_type":
             return "write " + quoted(f"[{text}]")
         case Scalar(str(text)) if near := closest(text, re.findall("`([^`]*)`", must_be)):
-            return f"did you mean `{near}`?"
+            return did_you_mean(text, near)
         case Scalar(str(text)) if "number" in must_be and text.isdecimal():
             return "remove the quotes"
         case Scalar(bool() | int() | float(), text) if kind == "string_type":

@@ -11,7 +11,7 @@ from shardplan.core.expressions import MAX_LENGTH as MAX_EXPRESSION
 from shardplan.core.expressions import ExpressionError, parse_expression
 from shardplan.core.plan import SECTIONS
 from shardplan.core.sections import Sections
-from shardplan.core.suggest import closest
+from shardplan.core.suggest import closest, did_you_mean
 from shardplan.styles import NONE, STYLES, canonical_style
 
 from .document import glob_lists
@@ -166,7 +166,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
     if style is None:
         names = style_names()
         near = closest(rule.style, names, cutoff=0.75)
-        help = f"did you mean `{near}`?" if near else f"the styles are {', '.join(names)}"
+        help = did_you_mean(rule.style, near) if near else f"the styles are {', '.join(names)}"
         findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help)
         return
     if style == NONE and not extends:
