@@ -83,7 +83,7 @@ def count() -> tuple[Any, Any]:
     with gathered_styles():
         model = small_model("qwen3")
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model = shardplan.apply_plan(model, mesh, PLAN, prove=False)
+        model = shardplan.apply_plan(model, mesh, PLAN, prove=False, check_inputs=False)
         stored = model.get_submodule(NORM).weight
         assert isinstance(stored, DTensor) and stored.placements == (Shard(0),) and stored.to_local().numel() == 32
         ids = batch(0)
