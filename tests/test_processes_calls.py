@@ -259,6 +259,38 @@ def test_later_batches_are_compared_by_count_and_reported_by_the_next_forward(wr
             assert ("input_ids on tp ranks [1]" in text) == bool(text)
 
 
+# Ranks that were given different weights
+
+
+def with_other_weights(name: str | None) -> str:
+    """What the first forward says where a parameter of rank 2 of dp_replicate 2 x tp 2 is another one; "" for nothing."""
+    model = shardplan.apply_plan(small_model("llama"), shardplan.build_mesh(dp_replicate=2, tp=2), "auto", prove=False)
+    if name is not None and dist.get_rank() == 2:
+        with torch.no_grad():
+            model.get_parameter(name).to_local().mul_(1.5)
+    try:
+        model(input_ids=batch(1), use_cache=False)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.norm.weight", ["over dp_replicate", "those of other ranks", "over dp_replicate", "over tp"]),
+        ("lm_head.weight", ["over dp_replicate", "those of other ranks", "over dp_replicate", "those of other ranks"]),
+    ],
+)
+def test_weights_that_should_be_the_same_are_compared(name, said):
+    for text, expected in zip(on_ranks(4, with_other_weights, name), said, strict=True):
+        assert expected in text and (name in text) == expected.startswith("over")
+
+
+def test_equal_weights_pass():
+    assert on_ranks(4, with_other_weights, None) == [""] * 4
+
+
 # Ranks that are about to do different things
 
 

@@ -118,7 +118,8 @@ def apply_plan(
             it before (`validate`). Without it, `applied(model)` says "not proven".
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: compare the tensor arguments over tp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
-            the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one).
+            the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); and once
+            the weights of replicas.
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
         autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
         patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,
@@ -143,6 +144,7 @@ def apply_plan(
     from shardplan.runtime.apply.plan_mesh import read_mesh
     from shardplan.runtime.apply.random_numbers import draws_of, shared_seed
     from shardplan.runtime.apply.same_inputs import compare_inputs
+    from shardplan.runtime.apply.same_weights import compare_weights
     from shardplan.runtime.apply.sampling import sample_alike
     from shardplan.runtime.apply.unfit_models import refuse_source, refuse_unfit
 
@@ -184,6 +186,8 @@ def apply_plan(
         if check_inputs:
             compare_inputs(result, plan_mesh.tp)
         sample_alike(unwrapped(model), plan_mesh.tp)
+    if check_inputs:
+        compare_weights(result, mesh)
     refuse_before_weights(result)  # its hook runs first: there is nothing to compare without weights
     if patch_is_packed_sequence:
         patch_packed()

@@ -150,7 +150,7 @@ class _Run:
 
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor as the whole tensor; a plain one as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

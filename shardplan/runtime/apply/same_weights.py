@@ -1,0 +1,80 @@
+"""Whether the ranks that keep the same weights have the same ones."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from .same_inputs import content
+
+SHOWN = 3
+PIECE = 2**24  # elements that are summed up at once, which bounds the memory
+
+
+def compare_weights(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Make the first training forward compare the weights over the axes on which they are replicated: tp for parameters that
+    are whole, dp_replicate under HSDP. Weights that each rank made from a seed of its own train apart without a word.
+
+    The hook raises RuntimeError on all ranks; where weights differ it names the axis and the parameters. It goes with that
+    forward. Parameters that are no DTensors are not looked at: DistributedDataParallel sends its own.
+
+    Args:
+        mesh: of all ranks that run the model.
+    """
+
+    def compare(module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+            return
+        handle.remove()
+        wrong = [text for (one, dim), found in _replicated(module).items() if (text := _difference(one, dim, found))]
+        if _anywhere(bool(wrong), mesh):
+            where = "; ".join(wrong) or "those of other ranks; their errors name them"
+            raise RuntimeError(
+                f"ranks that store the same weights have different ones: {where}. Load a checkpoint, build the model from one "
+                "seed on all ranks, or let apply_plan send the weights of one rank (src_data_rank=0)"
+            )
+
+    handle = model.register_forward_pre_hook(compare, prepend=True)
+
+
+def checksum(x: Tensor) -> Tensor:
+    """A number for the bits of a strided tensor and their places: int64, of no dims, on its device."""
+    pieces = [content(piece) * (2 * i + 1) for i, piece in enumerate(x.detach().reshape(-1).split(PIECE))]
+    return torch.stack(pieces).sum()
+
+
+def _replicated(model: nn.Module) -> dict[tuple[DeviceMesh, int], dict[str, Tensor]]:
+    """(mesh, its dim) -> name -> what this rank has, of the parameters that are replicated there."""
+    found: dict[tuple[DeviceMesh, int], dict[str, Tensor]] = defaultdict(dict)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor):
+            for dim, placement in enumerate(parameter.placements):
+                if isinstance(placement, Replicate) and parameter.device_mesh.size(dim) > 1:
+                    found[parameter.device_mesh, dim][name] = parameter.to_local()
+    return found
+
+
+def _difference(mesh: DeviceMesh, dim: int, found: dict[str, Tensor]) -> str:
+    """Which of them differ over a dim of a mesh, in words; "" for none."""
+    sums = torch.stack([checksum(one) for one in found.values()])
+    table = sums.repeat(mesh.size(dim), 1)
+    dist.all_gather(list(table.unbind()), sums, group=mesh.get_group(dim))
+    wrong = [name for name, column in zip(found, table.T.tolist(), strict=True) if len(set(column)) > 1]
+    if not wrong:
+        return ""
+    axis = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
+    return f"over {axis} {', '.join(wrong[:SHOWN])}" + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
+
+
+def _anywhere(here: bool, mesh: DeviceMesh) -> bool:
+    """Whether it is so on any rank."""
+    flag = torch.tensor(int(here), device=mesh.device_type)
+    for dim in range(mesh.ndim):
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    return bool(flag)
