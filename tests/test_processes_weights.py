@@ -217,15 +217,15 @@ SAID = {
     "no header": "is not a complete safetensors file",
     "empty": "is not a complete safetensors file",
     "missing": "is missing, but model.safetensors.index.json names it",
-    "outside": "outside of the folder",
-    "absolute": "outside of the folder",
+    "outside": "outside the folder",
+    "absolute": "outside the folder",
     "other index": "model.layers.7.mlp.up_proj.weight is not in the file",
     "broken index": "is not JSON",
     "quantized": "dequantize",
     "names": "the checkpoint lacks {some} (is it {other}?)",
     "shape": "{some} is (131, 64) in the checkpoint and (132, 64) in the model",
     "old format": "pytorch_model.bin is in an older format",
-    "nothing": "is no folder",
+    "nothing": "is not a folder",
 }
 
 
