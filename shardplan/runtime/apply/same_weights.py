@@ -62,7 +62,7 @@ def _replicated(model: nn.Module) -> dict[tuple[DeviceMesh, int], dict[str, Tens
 
 def _difference(mesh: DeviceMesh, dim: int, found: dict[str, Tensor]) -> str:
     """Which of them differ over a dim of a mesh, in words; "" for none."""
-    sums = torch.stack([checksum(one) for one in found.values()])
+    sums = torch.stack([checksum(one) for one in found.values()]).to(mesh.device_type)  # from the CPU under cpu_offload
     table = sums.repeat(mesh.size(dim), 1)
     dist.all_gather(list(table.unbind()), sums, group=mesh.get_group(dim))
     wrong = [name for name, column in zip(found, table.T.tolist(), strict=True) if len(set(column)) > 1]
