@@ -86,7 +86,7 @@ def batch(*seed: int, rows: int = 2, length: int = LENGTH) -> Tensor:
 
 def whole(tensor: Tensor) -> Tensor:
     """A DTensor as the whole tensor, on this rank; a plain tensor as it is."""
-    return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
