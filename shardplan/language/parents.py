@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from shardplan.core.diagnostics import Code
-from shardplan.core.suggest import closest
+from shardplan.core.suggest import closest, did_you_mean
 
 from .limits import MAX_ANCESTORS
 from .parse_findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
@@ -173,7 +173,7 @@ def _similar(word: str, folder: Path | None) -> str:
     if f"{word}.yaml" in beside:
         return f"write `{word}.yaml` for the file beside this plan"
     near = closest(word, [*builtin_plans(), *beside])
-    return f"did you mean `{near}`?" if near else LISTED
+    return did_you_mean(word, near) if near else LISTED
 
 
 def _plan_files(folder: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.plan import PlanFile
 from shardplan.core.sources import SourceFile, SourceMap
-from shardplan.core.suggest import closest
+from shardplan.core.suggest import closest, did_you_mean
 
 from .build_plan import build_plan
 from .form import check_form
@@ -108,7 +108,7 @@ def _refused(file: str, code: Code, message: str, help: str | None = None) -> Pa
 def _similar_builtin(word: str) -> str:
     near = closest(word, builtin_plans())
     if near:
-        return f"did you mean `{near}`?"
+        return did_you_mean(word, near)
     return f"name a file with its ending, or a built-in plan; {LISTED}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.core.suggest import closest
+from shardplan.core.suggest import closest, did_you_mean
 from shardplan.language.parse_findings import quoted
 from shardplan.styles import ALIASES, NONE, STYLES, canonical_style
 
@@ -51,6 +51,6 @@ def meaning_of_name(name: object) -> Meaning:
     style = canonical_style(name)
     if style is None or style == NONE:
         near = closest(name, (*STYLES, *ALIASES), cutoff=0.75)
-        help = f"did you mean `{near}`?" if near else "docs/language.md has the table of styles"
+        help = did_you_mean(name, near) if near else "docs/language.md has the table of styles"
         raise NotConvertible(NO_STYLE, f"there is no style {label}", help=help)
     return Meaning("style", label, options={"style": style})

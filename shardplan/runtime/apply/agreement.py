@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -49,7 +49,12 @@ def intention(program: Program) -> str:
 def _all_equal(text: str, mesh: DeviceMesh) -> bool:
     """Whether every rank of the mesh has the same text."""
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-    low = torch.tensor([number, -number], dtype=torch.int64, device=mesh.device_type)
+    return least([number, -number], mesh) == [number, -number]
+
+
+def least(numbers: Sequence[int], mesh: DeviceMesh) -> list[int]:
+    """The smallest of each number over all ranks of a mesh. A collective on each axis."""
+    smallest = torch.tensor(numbers, dtype=torch.int64, device=mesh.device_type)
     for axis in range(mesh.ndim):
-        dist.all_reduce(low, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
-    return low.tolist() == [number, -number]
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=mesh.get_group(axis))
+    return smallest.tolist()

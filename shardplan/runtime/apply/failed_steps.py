@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+from .agreement import least
 
 
 class OtherRankFailed(RuntimeError):
@@ -60,11 +61,8 @@ class Ranks:
         if self.mesh is None:
             return None
         nobody = dist.get_world_size()
-        first = torch.tensor(dist.get_rank() if here else nobody, device=self.mesh.device_type)
-        for axis in range(self.mesh.ndim):
-            dist.all_reduce(first, op=dist.ReduceOp.MIN, group=self.mesh.get_group(axis))
-        rank = int(first)
-        return None if rank == nobody else rank
+        (first,) = least([dist.get_rank() if here else nobody], self.mesh)
+        return None if first == nobody else first
 
 
 ALONE = Ranks(None)

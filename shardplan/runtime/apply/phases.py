@@ -32,7 +32,7 @@ from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
-from .random_numbers import draws_of, streams_of, use_common_streams, use_own_streams
+from .random_numbers import ByVariant, draws_of, streams_of, use_common_streams, use_own_streams
 from .refusals import refuse_attention_maps, refuse_changes
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
@@ -55,6 +55,7 @@ class Work:
     result: nn.Module | None = None
     fused: Fused | None = None
     autocast: torch.dtype | None = None
+    draws: ByVariant = field(default_factory=dict)  # whose random numbers each module draws
     streams: Streams | None = None
     steps: list[str] = field(default_factory=list)
 
@@ -84,14 +85,14 @@ def _checkpoints(work: Work) -> bool:
 def _own_random_numbers(work: Work) -> bool:
     if work.streams is None or work.shared is None:
         return False
-    use_own_streams(work.inner, draws_of(work.program), work.streams, work.shared.regime)
+    use_own_streams(work.inner, work.draws, work.streams, work.shared.regime)
     return True
 
 
 def _common_random_numbers(work: Work) -> bool:
     if work.streams is None or work.shared is None:
         return False
-    use_common_streams(work.inner, draws_of(work.program), work.streams, work.shared.regime)
+    use_common_streams(work.inner, work.draws, work.streams, work.shared.regime)
     return True
 
 
@@ -208,8 +209,11 @@ def apply_program(
         RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
             its forward raises.
     """
-    streams = streams_of(mesh, seed) if seed is not None and draws_of(program) else None
-    work = Work(model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast, streams=streams)
+    draws = draws_of(program)
+    streams = streams_of(mesh, seed) if seed is not None and draws else None
+    work = Work(
+        model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast, draws=draws, streams=streams
+    )
     with ranks.step():
         if _replaces(work) and (found := tuple(hooked(program.resolved))):
             raise PlanError(found)

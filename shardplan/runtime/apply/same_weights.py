@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from .agreement import least
 from .same_inputs import content
 
 SHOWN = 3
@@ -33,7 +34,7 @@ def compare_weights(model: nn.Module, mesh: DeviceMesh) -> None:
             return
         handle.remove()
         wrong = [text for (one, dim), found in _replicated(module).items() if (text := _difference(one, dim, found))]
-        if _anywhere(bool(wrong), mesh):
+        if least([-bool(wrong)], mesh) != [0]:  # on any rank
             where = "; ".join(wrong) or "those of other ranks; their errors name them"
             raise RuntimeError(
                 f"ranks that store the same weights have different ones: {where}. Load a checkpoint, build the model from one "
@@ -70,11 +71,3 @@ def _difference(mesh: DeviceMesh, dim: int, found: dict[str, Tensor]) -> str:
         return ""
     axis = mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else str(dim)
     return f"over {axis} {', '.join(wrong[:SHOWN])}" + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-
-
-def _anywhere(here: bool, mesh: DeviceMesh) -> bool:
-    """Whether it is so on any rank."""
-    flag = torch.tensor(int(here), device=mesh.device_type)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return bool(flag)
