@@ -9,7 +9,7 @@ import pytest
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
-from shardplan.compiler.check.dropout import probabilities
+from shardplan.compiler.layout.dropout import probabilities
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import overlays_of
@@ -239,26 +239,6 @@ def test_compiled_modules_may_be_nested():
 
 
 # Dropout
-
-
-COMPILED = "compile:\n  modules: [transformer.h.*]\n"
-SPLIT = "tensor_parallel:\n  transformer.h.*.mlp.c_fc: colwise\n  transformer.h.*.mlp.c_proj: rowwise\n"
-
-
-def test_dropout_in_compiled_modules_is_refused():
-    (finding,) = checked(SPLIT + COMPILED, tree("gpt2"), tp=2)
-    assert finding.code == "SP370" and len(finding.modules) == 3 * 12
-    assert finding.message.startswith("dropout is above 0 in transformer.h.*.attn.{attn_dropout,resid_dropout}")
-    assert checked(SPLIT, tree("gpt2"), tp=2) == (), "the layout check tells who draws whose numbers"
-
-
-def test_dropout_is_refused_in_evaluation_mode_too():
-    """`from_pretrained` gives models in evaluation mode, and they train later."""
-    assert codes(checked(SPLIT + COMPILED, replace(tree("gpt2"), trains=False), tp=2)) == ["SP370"]
-
-
-def test_dropout_is_no_matter_without_tp():
-    assert checked(SPLIT + COMPILED + FSDP2, tree("gpt2"), tp=1, dp_shard=2) == ()
 
 
 @pytest.mark.parametrize(

@@ -318,6 +318,91 @@ def test_resuming_goes_on_bit_by_bit(tmp_path):
     assert all(on_ranks(4, resumed, CASES["gpt2, fsdp2"], str(tmp_path / "state"), seconds=240.0))
 
 
+# Compiled.
+
+
+class Telling(nn.Module):
+    """A layer whose output shows which elements were dropped: with the two halves of its weights alike, so are the halves of what
+    is inside, and the second half is subtracted.
+
+    Args:
+        before: drop the split value, else the whole result.
+    """
+
+    def __init__(self, before: bool):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False)
+        self.dropout, self.before = 0.5, before
+        with torch.no_grad():
+            self.up.weight.copy_(torch.eye(16).repeat(2, 1))
+            self.down.weight.copy_(torch.cat([torch.eye(16), -torch.eye(16) if before else torch.eye(16)], 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        if self.before:
+            y = F.dropout(y, self.dropout, self.training)
+        y = self.down(y)
+        return y if self.before else F.dropout(y, self.dropout, self.training)
+
+
+class TellingNet(nn.Module):
+    def __init__(self, before: bool):
+        super().__init__()
+        self.layers = nn.ModuleList([Telling(before)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x)
+
+
+def compiled(before: bool, backend: str, checkpoint: bool) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Of a compiled layer: two results, another one from the first seed, and how far its gradient is from the slope of its loss."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(100 + torch.distributed.get_rank())
+    plan = net_plan(compile={"modules": ["layers.*"], "backend": backend})
+    if checkpoint:
+        plan["activation_checkpointing"] = {"modules": ["layers.*"]}
+    # As with `from_pretrained`: in evaluation mode.
+    model = TellingNet(before).double().eval()
+    shardplan.apply_plan(model, mesh, plan, inputs=double_inputs, prove=False).train()
+    x = torch.ones(2, 64, 16, dtype=torch.float64)
+    first, second = model(x).detach(), model(x).detach()
+    streams = shardplan.applied(model).streams
+    assert isinstance(streams, Streams)
+
+    def loss(x: Tensor) -> Tensor:
+        streams.calls = 0
+        return model(x).square().sum() / 2
+
+    streams.calls = 0
+    again = model(x).detach()
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    at = x.clone().requires_grad_()
+    loss(at).backward()
+    assert at.grad is not None
+    slope = (loss(x + 1e-4 * direction) - loss(x - 1e-4 * direction)) / 2e-4  # exact: the loss is quadratic
+    return first, second, again, float(abs(slope - (at.grad * direction).sum()) / abs(slope))
+
+
+def double_inputs(seed: int) -> dict[str, Tensor]:
+    return {"x": inputs(seed)["x"].double()}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("before", [True, False], ids=["split", "whole"])
+@pytest.mark.parametrize("checkpoint", [True, False], ids=["checkpointed", "plain"])
+def test_a_compiled_layer_drops_what_it_must(before: bool, checkpoint: bool, backend: str):
+    results = on_ranks(2, compiled, before, backend, checkpoint, seconds=240.0)
+    for first, second, again, error in results:
+        assert torch.equal(first, results[0][0]) and torch.equal(second, results[0][1]), (
+            "the sum is the same on all ranks"
+        )
+        assert torch.equal(first, again), "the numbers follow from the seed and the call"
+        assert not torch.equal(first, second)
+        assert error < 1e-9, "backward drops what forward dropped"
+        # Two masks that differ: half of the elements cancel. With one mask all would.
+        assert abs((first == 0).double().mean() - 0.5) < 0.06
+
+
 # Evaluation, and parts of a model.
 
 
@@ -479,9 +564,51 @@ def test_split_values_alone_are_right():
     }
 
 
-def test_compiled_modules_do_not_drop():
-    ((code, message),) = codes(Split, compile={"modules": ["layers.*"]})
-    assert code == "SP370" and message == "dropout is above 0 in layers.*, in modules that the plan compiles, at tp=2"
+class Outer(nn.Module):
+    """A compiled module with both kinds in modules of its own."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.inner, self.after = Split(p), nn.Dropout(p)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.inner(x))
+
+
+def nested_plan(compiled: str) -> dict[str, Any]:
+    rules = {"layers.*.inner.up": "colwise", "layers.*.inner.down": "rowwise"}
+    return {"version": "1", "name": "net", "tensor_parallel": rules, "compile": {"modules": [compiled]}}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+def test_a_compiled_module_drops_elements_of_one_kind_of_values(train: bool):
+    """`from_pretrained` gives models in evaluation mode, and they train later."""
+    model = Net(Outer).train(train)
+    report = shardplan.validate(model, nested_plan("layers.*"), tp=2, inputs=inputs)
+    (finding,) = (one for one in report.diagnostics if one.is_error)
+    assert finding.code == "SP370" and finding.message == (
+        "layers.*, which the plan compiles as one, drops elements of whole values and of split ones: layers.*.{inner,after}"
+    )
+    assert shardplan.validate(Net(Outer), nested_plan("layers.*"), tp=1, inputs=inputs).ok
+    found = shardplan.compile_plan(Net(Outer), {"tp": 2}, nested_plan("layers.*.inner"), inputs=inputs)
+    assert {name: one.draws for name, one in found.modules.items() if one.draws and name.startswith("layers.0")} == {
+        "layers.0.inner": "own",
+        "layers.0.after": "common",
+    }
+
+
+def test_the_compiled_module_is_where_the_numbers_change():
+    model = Case("llama", {"attention_dropout": 0.4}).build(meta_model)
+    found = shardplan.compile_plan(model, {"tp": 2}, "auto", compile=True).modules
+    assert found["model.layers.0"].draws == "own" and found["model.layers.0.self_attn"].draws == "inside"
+
+
+def test_sections_that_arguments_switch_are_checked():
+    """The plan's own are not."""
+    with pytest.raises(PlanError) as raised:
+        shardplan.compile_plan(PLAIN.build(meta_model), {"tp": 2}, "auto", compile=True)
+    assert [one.code for one in raised.value.diagnostics if one.is_error] == ["SP370"]
+    assert shardplan.compile_plan(Net(Outer), {"tp": 2}, nested_plan("layers.*"), inputs=inputs, compile=False)
 
 
 def test_a_plan_that_is_not_proven_has_no_dropout():

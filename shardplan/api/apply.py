@@ -131,21 +131,17 @@ def apply_plan(
         RuntimeError: ranks compiled different programs (untouched), or a step failed on one of them (the model is unusable
             then, and its forward raises).
     """
-    from shardplan.model.adapters import unwrapped
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
     from shardplan.proof.stage import Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
-    from shardplan.runtime.apply.before_weights import refuse_before_weights
     from shardplan.runtime.apply.early_optimizers import Originals
     from shardplan.runtime.apply.failed_steps import Ranks
+    from shardplan.runtime.apply.guards import guard
     from shardplan.runtime.apply.phases import apply_program, refuse_used
     from shardplan.runtime.apply.plan_mesh import read_mesh
     from shardplan.runtime.apply.random_numbers import draws_of, shared_seed
-    from shardplan.runtime.apply.same_inputs import compare_inputs
-    from shardplan.runtime.apply.same_weights import compare_weights
-    from shardplan.runtime.apply.sampling import sample_alike
     from shardplan.runtime.apply.unfit_models import refuse_source, refuse_unfit
 
     of_model, changes = split_options("apply_plan", options, LiveModelOptions, Changes)
@@ -182,13 +178,7 @@ def apply_plan(
         ranks=Ranks(mesh),
     )
     originals.refuse_optimizers(result)
-    if plan_mesh.tp is not None and plan_mesh.tp_size > 1:
-        if check_inputs:
-            compare_inputs(result, plan_mesh.tp)
-        sample_alike(unwrapped(model), plan_mesh.tp)
-    if check_inputs:
-        compare_weights(result, mesh)
-    refuse_before_weights(result)  # its hook runs first: there is nothing to compare without weights
+    guard(result, plan_mesh, compare=check_inputs)
     if patch_is_packed_sequence:
         patch_packed()
     return result

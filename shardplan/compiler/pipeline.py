@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 from shardplan.core.diagnostics import Diagnostic
@@ -13,7 +14,7 @@ from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, overlays_of
 from shardplan.core.report import as_errors
 from shardplan.core.sources import SourceMap
 
-from .overrides import Logits, Override, overriding_document, with_parent
+from .overrides import Logits, Override, overriding_document, switch, with_parent
 from .user_inputs import AnyPlan, Model, find_model, read_plan
 from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts
 
@@ -68,10 +69,25 @@ class Given:
         assert self.found is not None and self.plan is not None, self.findings
         return self.found, self.plan
 
-    def structure(self, sizes: MeshSizes, wanted: Iterable[Overlays], *, seq_len: int | None = None) -> Variants:
-        """Bind the variants and check their structure."""
+    def structure(
+        self,
+        sizes: MeshSizes,
+        wanted: Iterable[Overlays],
+        *,
+        seq_len: int | None = None,
+        sections: Mapping[str, Override] | None = None,
+    ) -> Variants:
+        """Bind the variants and check their structure.
+
+        Args:
+            sections: those to switch on or off.
+
+        Raises:
+            ValueError: the plan has no modules for a section that is switched on.
+        """
         found, plan = self.both
-        return check_variants(bind_variants(plan, found.tree, sizes, wanted), seq_len=seq_len)
+        bound = bind_variants(plan, found.tree, sizes, wanted)
+        return check_variants(bound.changed(partial(switch, overrides=sections or {})), seq_len=seq_len)
 
 
 def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None = None) -> Given:
@@ -142,7 +158,7 @@ def compile_variant(
         return Compiled(None, findings, given)
     found, read = given.both
     overlays = overlays_of(changes.get("sequence_parallel", False) and sizes.tp != 1)
-    variants = given.structure(sizes, {NO_OVERLAYS, overlays}, seq_len=seq_len)
+    variants = given.structure(sizes, {NO_OVERLAYS, overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
     small = ModelLayouts(found, sizes.tp or 1)
@@ -155,7 +171,6 @@ def compile_variant(
         overlays,
         logits=changes.get("logits", "plan"),
         regather=changes.get("regather"),
-        sections=sections,
     )
     return Compiled(program, findings, given, small if variants.layouts and small.runs else None)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -55,8 +55,11 @@ class Variants:
 
     def at(self, tp: int | None) -> Variants:
         """The same at another size of the tp axis."""
-        moved = {on: replace(one, sizes=replace(one.sizes, tp=tp)) for on, one in self.resolved.items()}
-        return replace(self, resolved=moved)
+        return self.changed(lambda one: replace(one, sizes=replace(one.sizes, tp=tp)))
+
+    def changed(self, change: Callable[[ResolvedPlan], ResolvedPlan]) -> Variants:
+        """The same with a change to each bound plan."""
+        return replace(self, resolved={on: change(one) for on, one in self.resolved.items()})
 
 
 def wanted_variants(plan: PlanFile, sequence_parallel: bool | None) -> tuple[Overlays, ...]:
@@ -99,7 +102,9 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
         variants = variants.with_findings(dict.fromkeys(variants.findings, about))
     if (sizes.tp or 1) == 1:
         return variants
-    reports = {on: model.check(plan, on, allow_unproven=allow_unproven) for on in variants.resolved}
+    reports = {
+        on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven) for on, one in variants.resolved.items()
+    }
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 

@@ -11,8 +11,8 @@ from .moves import move_ops
 
 StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place of a bias
 # Whose random numbers a module's own code draws: "common" are the same on all tp ranks, "own" are this rank's. "unseen": it
-# drew none when the plan was checked, and may draw none.
-Draws = Literal["common", "own", "unseen"]
+# drew none when the plan was checked, and may draw none. "inside": those of the compiled module around it.
+Draws = Literal["common", "own", "unseen", "inside"]
 
 
 @dataclass(frozen=True, slots=True)

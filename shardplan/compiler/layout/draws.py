@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shardplan.compiler.check.dropout import DROPOUT, active_probabilities, probabilities
 from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.module_program import Draws
 from shardplan.core.tree import ModuleTree, ancestors, full_name, named
@@ -27,6 +26,8 @@ from shardplan.model.reduced.nests import tensors_in
 from shardplan.model.reduced.trace import SourceLine
 
 from .drawing_operands import ELEMENTWISE, LINEAR, WHOLE_FEATURES, DrawingOperand
+from .dropout import active_probabilities, probabilities
+from .layout_codes import DROPOUT
 from .randomness import acting_sites
 from .run import Workbench
 

@@ -145,6 +145,34 @@ meet in another way (attention that is written out, a sliding window, a convolut
 sequence), and whether the model reads `position_ids`, which give the position of a chunk. Load the model with
 `attn_implementation="sdpa"`, or use a mesh without a cp axis.""",
 )
+DROPOUT = Code(
+    code="SP370",
+    title="dropout that tp ranks cannot draw alike",
+    text="""Dropout draws random numbers. Under tensor parallelism a module that drops elements of a whole value draws the same
+numbers on all tp ranks; one that drops elements of a split value (heads, a slice of the sequence) draws numbers of its
+rank's own. The layout check finds out which is which, for each module, on a run of the reduced model. It refuses, in
+evaluation mode too, as `.train()` may follow: a module whose own forward drops elements of both kinds of values;
+dropout in code that runs only where its probability is above 0 (layer drop, a router's jitter, stochastic depth); dropout of
+whole features of a split value; a probability that the reduced model does not have; a plan that could not be
+proven; a compiled module that drops elements of both kinds of values, as its graph begins with one state of the generator.""",
+    bad="""# shardplan validate gpt2.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.h.*.mlp.c_fc: colwise
+  transformer.h.*.mlp.c_proj: rowwise
+compile:
+  modules: [transformer.h.*]
+""",
+    good="""# shardplan validate gpt2.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  transformer.h.*.mlp.c_fc: colwise
+  transformer.h.*.mlp.c_proj: rowwise
+""",
+)
+
 RANDOM = Code(
     code="SP371",
     title="random numbers drawn in forward with tp above 1",
@@ -176,4 +204,19 @@ the last one. Without `sum_outputs` each output is reduced by itself.""",
     good=_LLAMA,
 )
 
-CODES = (PARTIAL, MISFIT, SUM, SLICES, OUTPUT, COMPLETE, UNTYPED, CRASH, MEETING, OUTSIDE, CHUNKS, UNSUMMED, RANDOM)
+CODES = (
+    PARTIAL,
+    MISFIT,
+    SUM,
+    SLICES,
+    OUTPUT,
+    COMPLETE,
+    UNTYPED,
+    CRASH,
+    MEETING,
+    OUTSIDE,
+    CHUNKS,
+    UNSUMMED,
+    DROPOUT,
+    RANDOM,
+)

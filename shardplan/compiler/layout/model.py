@@ -8,7 +8,6 @@ from functools import cached_property
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
-from shardplan.compiler.check.dropout import active_probabilities
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
@@ -23,6 +22,7 @@ from shardplan.torchlib.modes import reduced_runs
 from . import randomness
 from .cross_module_reads import cross_module_reads_of
 from .draws import Noise, decide, noise_of, unmanaged
+from .dropout import active_probabilities, around_compiled
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
 from .run import Workbench
@@ -105,13 +105,20 @@ class ModelLayouts:
 
     @reduced_runs()
     def check(
-        self, plan: PlanFile, overlays: Overlays = NO_OVERLAYS, *, help: bool = True, allow_unproven: bool = False
+        self,
+        plan: PlanFile,
+        overlays: Overlays = NO_OVERLAYS,
+        *,
+        of_model: ResolvedPlan | None = None,
+        help: bool = True,
+        allow_unproven: bool = False,
     ) -> LayoutReport:
         """Check a plan that is free of structural errors for the model itself.
 
         The incoming layouts and shared reads are those of the model's modules.
 
         Args:
+            of_model: the variant bound to the model itself, which says what is compiled.
             help: look for the changes that fix what is wrong.
             allow_unproven: what keeps the check from running is a warning, and else an error: an unproven plan does not
                 count as right.
@@ -130,7 +137,7 @@ class ModelLayouts:
         if structure:
             return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
         report = self.layouts_of(plan, resolved, help=help)
-        draws, undrawn = self._draws(report)
+        draws, undrawn = self._draws(report, of_model)
         return replace(
             report,
             draws=draws,
@@ -158,7 +165,9 @@ class ModelLayouts:
         with self.reduced_model.running():
             return tuple(noise_of(bench, self.found.tree) for bench in self.benches)
 
-    def _draws(self, report: LayoutReport) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
+    def _draws(
+        self, report: LayoutReport, of_model: ResolvedPlan | None
+    ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
         """Whose random numbers each module draws. A plan with errors is right about none."""
         if self.tp == 1 or not report.ok:
             return {}, ()
@@ -166,7 +175,11 @@ class ModelLayouts:
             noise = self.noise
         except PlanError as error:
             return {}, error.diagnostics
-        return decide(self.found.tree, self.tree, noise, report.operands)
+        draws, wrong = decide(self.found.tree, self.tree, noise, report.operands)
+        if of_model is None:
+            return draws, wrong
+        draws, mixed = around_compiled(draws, of_model)
+        return draws, (*wrong, *mixed)
 
     def _untyped(self, why: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
         """Why layouts are not known. Where that is accepted, a model with dropout is not (SP370)."""

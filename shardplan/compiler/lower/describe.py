@@ -12,6 +12,7 @@ NUMBERS: dict[Draws, str] = {
     "common": "the same on all tp ranks",
     "own": "each tp rank's own",
     "unseen": "none, or an error",
+    "inside": "those of the compiled module around it",
 }
 # How the gradient of what is read arrives, by its layout.
 GRADIENTS: dict[LayoutKind, str] = {"V": "shard", "I": "complete", "R": "partial", "P": "divided"}

@@ -48,6 +48,8 @@ def streams_of(mesh: PlanMesh, seed: int) -> Streams:
 def use_own_streams(model: nn.Module, draws: ByVariant, streams: Streams, regime: Regime) -> None:
     """What is to stand inside of checkpoints: they compute it again from the same state."""
     for name, of_module in draws.items():
+        if set(of_module.values()) == {"inside"}:
+            continue
         switches = frozenset(v for v, whose in of_module.items() if whose == "own" and _around(draws, name, v) != "own")
         module = model.get_submodule(name)
         wrap_forward(module, OnOwnStream(streams, regime, name, of_module, switches, _below(model, draws, name)))

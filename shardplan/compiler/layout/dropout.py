@@ -1,0 +1,70 @@
+"""Which dropout probabilities of a model are above 0, and whose random numbers compiled modules draw under tensor parallelism."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from shardplan.compiler.check.field_places import field_label
+from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.module_program import Draws
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import ModuleTree, ancestors, named
+
+from .layout_codes import DROPOUT
+
+WORDS = ("drop", "jitter")  # in the names of attributes that are probabilities, or widths of noise
+
+
+def active_probabilities(tree: ModuleTree) -> Mapping[str, Mapping[str, float]]:
+    """Module -> attribute -> probability, of those above 0."""
+    return {name: found for name, m in tree.modules.items() if (found := probabilities(m.kind, m.numbers))}
+
+
+def probabilities(kind: str, numbers: Mapping[str, int | float]) -> dict[str, float]:
+    """The dropout probabilities above 0: `p` of an nn.Dropout, any float in (0, 1] whose name speaks of dropping or of a
+    router's jitter."""
+    return {
+        name: value
+        for name, value in numbers.items()
+        if isinstance(value, float)
+        and 0 < value <= 1
+        and ((kind == "dropout" and name == "p") or any(word in name.rpartition(".")[2] for word in WORDS))
+    }
+
+
+def around_compiled(
+    draws: Mapping[str, Draws], resolved: ResolvedPlan
+) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
+    """The same where some modules are compiled: a graph begins with one state of the generator, so all modules inside of it draw the
+    same kind of numbers, and the outermost compiled module is where the state is exchanged. A finding where they do not.
+
+    Args:
+        draws: whose random numbers each module draws.
+        resolved: says which modules are compiled.
+    """
+    compiled = frozenset(resolved.compile_modules)
+    found, kinds = dict(draws), defaultdict[str, set[Draws]](set)
+    for name, whose in draws.items():
+        region = next((above for above in (*reversed(ancestors(name)), name) if above in compiled), None)
+        if region is not None and whose != "unseen":
+            kinds[region].add(whose)
+            found[name] = "inside"
+    mixed = tuple(region for region, both in kinds.items() if len(both) > 1)
+    if not mixed:
+        return {**found, **{region: next(iter(kind)) for region, kind in kinds.items()}}, ()
+    inside = tuple(
+        name for name, whose in found.items() if whose == "inside" and not {name, *ancestors(name)}.isdisjoint(mixed)
+    )
+    return {}, (
+        Diagnostic(
+            code=DROPOUT.code,
+            severity=Severity.ERROR,
+            message=f"{named(mixed)}, which the plan compiles as one, drops elements of whole values and of split ones: "
+            f"{named(inside)}",
+            primary=field_label(resolved.compile, "modules"),
+            help="compile smaller modules, each with one of the two, leave these out of `compile`, or set one of the "
+            "probabilities to 0",
+            modules=mixed,
+        ),
+    )

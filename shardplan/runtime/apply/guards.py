@@ -1,0 +1,28 @@
+"""What watches the run of a planned model. Each guard stands in a file of its own (docs/decisions/0045)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from shardplan.model.adapters import unwrapped
+
+from .before_weights import refuse_before_weights
+from .plan_mesh import PlanMesh
+from .same_inputs import compare_inputs
+from .same_weights import compare_weights
+from .sampling import sample_alike
+
+
+def guard(model: nn.Module, mesh: PlanMesh, *, compare: bool) -> None:
+    """Attach the guards to a model that a plan was applied to.
+
+    Args:
+        compare: compare the inputs of tp ranks and the weights of replicas.
+    """
+    if mesh.tp is not None and mesh.tp_size > 1:
+        if compare:
+            compare_inputs(model, mesh.tp)
+        sample_alike(unwrapped(model), mesh.tp)
+    if compare:
+        compare_weights(model, mesh.mesh)
+    refuse_before_weights(model)  # last, as its hook runs first: there is nothing to compare without weights
