@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from processes import on_ranks
 from small_models import batch, small_model
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 import shardplan
 
@@ -87,6 +88,48 @@ def test_parameters_and_gradients_are_those_of_the_unsharded_model(sizes):
                 assert torch.equal(values[key], parameter), (name, key)
                 assert parameter.grad is not None
                 torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def said_by_torch(folder: str) -> tuple[list[str], list[str]]:
+    """What torch warns of when shardplan clips and saves, and when a parameter is gathered without it."""
+    handler = Heard()
+    logger = logging.getLogger(_redistribute.__name__)
+    logger.setLevel(logging.WARNING)  # tests/processes.py asks for errors alone
+    logger.addHandler(handler)
+    _redistribute._warned_flatten_issues.clear()  # it warns once of each mesh
+    model = planned("llama", {"dp_shard": 2, "tp": 2})
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = batch(3)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    shardplan.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    shardplan.save_training_state(model, optimizer, f"{folder}/state")
+    shardplan.load_training_state(model, optimizer, f"{folder}/state")
+    shardplan.save_checkpoint(model, f"{folder}/checkpoint")
+    dict(shardplan.full_parameters(model))
+    ours = handler.messages.copy()
+    split_twice = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert isinstance(split_twice, DTensor)
+    _redistribute._warned_flatten_issues.clear()
+    split_twice.full_tensor()
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+    return ours, handler.messages[len(ours) :]
+
+
+def test_torch_gives_no_advice_about_our_own_calls(tmp_path):
+    for ours, theirs in on_ranks(4, said_by_torch, str(tmp_path)):
+        assert ours == []
+        assert len(theirs) == 1 and "sequential" in theirs[0], "this test would hear it"
 
 
 def gathered_ones() -> str:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shardplan.torchlib.gathering import full_tensor
 from shardplan.torchlib.packing import pack, unpack
 
 
@@ -82,7 +83,7 @@ def gathered(stored: DTensor) -> Tensor:
     placed = DTensor.from_local(
         local, stored.device_mesh, stored.placements, run_check=False, shape=stored.shape, stride=stored.stride()
     )
-    return placed.full_tensor()
+    return full_tensor(placed)
 
 
 def in_original_order(whole: Tensor, packed: Packing | None, tp: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from shardplan.compiler.lower.program import Program
 from shardplan.core.module_program import ParameterProgram
 from shardplan.core.tree import full_name, parent
+from shardplan.torchlib.gathering import full_tensor
 
 from .slices import Packing, gathered, in_original_order, like, splits
 
@@ -34,7 +35,7 @@ def to_stored(value: Tensor, stored: DTensor, packed: Packing | None) -> Tensor:
         return value  # torch's own message about the sizes names the parameter
     if packed is None and _fits(value, stored):
         return value
-    return like(value.full_tensor() if isinstance(value, DTensor) else value, stored, packed)
+    return like(full_tensor(value) if isinstance(value, DTensor) else value, stored, packed)
 
 
 def _fits(value: Tensor, stored: DTensor) -> bool:

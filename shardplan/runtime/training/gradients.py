@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardplan.torchlib.gathering import full_tensor
 from shardplan.torchlib.private import private
 
 _foreach_norm = private("foreach_norm")
@@ -239,7 +240,7 @@ def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm
     if not max_norm >= 0:
         raise ValueError(f"max_norm must be at least 0, not {max_norm}")
     if isinstance(total_norm, DTensor):  # as torch.nn.utils gives it
-        total_norm = total_norm.full_tensor()
+        total_norm = full_tensor(total_norm)
     norm = float(total_norm)
     if not math.isfinite(norm):
         warnings.warn(
