@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardplan.runtime.apply.applied import applied
 
 from .all_ranks import all_or_none, is_first
+from .checksums import CHECKSUMS, check_checksums, write_checksums
 from .folders import abandon, begin, beside, commit, repair
 
 METADATA, EXTRA, RANDOM = ".metadata", "extra.pt", "random.pt"
@@ -62,6 +63,9 @@ def save_training_state(
                 torch.save(dict(extra or {}), new / EXTRA)
                 if (streams := applied(model).streams) is not None:
                     torch.save({"seed": streams.seed, "calls": streams.calls}, new / RANDOM)
+        write_checksums(new)
+        with all_or_none(None, f"finishing {folder}"):
+            if first:
                 commit(new, folder, lambda name: False)
     except BaseException:
         if first:
@@ -73,25 +77,26 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
     """Read what `save_training_state` wrote, on any mesh, into a planned model with memory and its optimizer. To be called
     on all ranks.
 
-    Files are looked for, and their lengths compared, before anything is changed. If reading fails after that, model and
-    optimizer hold parts of the checkpoint and are not to be used.
+    Every file is compared with the checksum that was saved with it, each by one rank, before anything is changed. If reading
+    fails after that, model and optimizer hold parts of the checkpoint and are not to be used.
 
     Returns:
         What was saved as `extra`.
 
     Raises:
         ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or a file is
-            shorter than it was.
+            not as it was written.
         FileNotFoundError: the folder or a file of it is missing.
-        RuntimeError: names or shapes do not fit, a file is damaged, or another rank failed. Every rank raises.
+        RuntimeError: names or shapes do not fit, or another rank failed. Every rank raises.
     """
     folder = Path(folder).resolve()
     with all_or_none(None, f"looking for {folder}"):
         if is_first(None):
             repair(folder)
-    with all_or_none(None, f"preparing to load {folder}"):
+    with all_or_none(None, f"checking {folder}"):
         applied(model).keep_checkpoints_portable(optimizer)
         _check_files(folder)
+    with all_or_none(None, f"preparing to load {folder}"):
         extra = torch.load(folder / EXTRA, weights_only=True)
         random = torch.load(folder / RANDOM, weights_only=True) if (folder / RANDOM).is_file() else None
     weights, moments = get_state_dict(model, optimizer)
@@ -115,15 +120,7 @@ def _named_rank(doing: str) -> Iterator[None]:
 
 
 def _check_files(folder: Path) -> None:
-    for name in (METADATA, EXTRA):
+    for name in (METADATA, EXTRA, CHECKSUMS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: save_training_state did not write it, or did not finish")
-    lengths: dict[str, int] = {}
-    for place in dcp.FileSystemReader(folder).read_metadata().storage_data.values():
-        end = place.offset + place.length
-        lengths[place.relative_path] = max(end, lengths.get(place.relative_path, 0))
-    for name, length in lengths.items():
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is missing, but {METADATA} names it")
-        if (size := (folder / name).stat().st_size) < length:
-            raise ValueError(f"{folder / name} has {size:,} bytes, and needs at least {length:,}: it is truncated")
+    check_checksums(folder)
