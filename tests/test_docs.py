@@ -115,6 +115,16 @@ def test_the_table_of_rooms_has_every_room():
     assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) == rooms
 
 
+def test_every_fault_has_a_test():
+    """But for those that nothing sees, which say so in bold."""
+    rows = [line.split(" | ") for line in TEXTS["docs/faults.md"].splitlines() if line.startswith("| ")]
+    faults = [row for row in rows if row[0] != "| fault" and not row[0].startswith("| **")]
+    assert len(faults) > 15
+    for *_, tests in faults:
+        for name in tests.strip(" |").split(", "):
+            assert (ROOT / "tests" / f"{name}.py").is_file(), name
+
+
 def test_every_decision_is_listed():
     listed = re.findall(r"\]\((\d{4}-[^)]+)\) \| (.+) \|", (ROOT / "docs/decisions/README.md").read_text("utf-8"))
     files = sorted((ROOT / "docs" / "decisions").glob("0*.md"))

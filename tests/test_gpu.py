@@ -46,6 +46,32 @@ def test_a_step_on_one_device(mesh, name):
         assert error <= 1e-5, (parameter_name, error)
 
 
+def gradients_of(model, inputs):
+    loss = model(**inputs).loss
+    loss.backward()
+    named = model.named_parameters()
+    return loss.float(), {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in named}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3"])
+def test_bfloat16_is_as_exact_as_the_unsharded_model(mesh, name):
+    """docs/training.md, "What bfloat16 may differ by"."""
+    reduced_model = make_reduced_model(find_model(name), tp=1)
+    inputs = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in reduced_model.inputs().items()}
+    exact_loss, exact = gradients_of(reduced_model.build().cuda(), inputs)
+    plain = reduced_model.build().cuda()
+    for parameter in plain.parameters():  # and nothing else, as FSDP2 does it
+        parameter.data = parameter.data.bfloat16()
+    plain_loss, plain = gradients_of(plain, inputs)
+    sections = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}
+    model = apply_plan(reduced_model.build().cuda(), mesh, name, data_parallel=sections)
+    loss, gradients = gradients_of(model, inputs)
+    assert abs(loss - exact_loss) <= max(2 * abs(plain_loss - exact_loss), 2**-9 * exact_loss)
+    assert gradients.keys() == exact.keys()
+    for key, value in exact.items():
+        assert relative_error(gradients[key], value) <= 2 * relative_error(plain[key], value), key
+
+
 def test_a_checkpoint_is_read_and_written(mesh, tmp_path):
     reduced_model = make_reduced_model(find_model("qwen3"), tp=1)
     unsharded = reduced_model.build()
