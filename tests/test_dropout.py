@@ -314,6 +314,7 @@ def resumed(case: Case, folder: str) -> bool:
     return all(torch.equal(step(other, again, i + 1), loss) for i, loss in enumerate(expected))
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_bit_by_bit(tmp_path):
     assert all(on_ranks(4, resumed, CASES["gpt2, fsdp2"], str(tmp_path / "state"), seconds=240.0))
 

@@ -39,6 +39,7 @@ LIBRARY.impl("noted", lambda x, direction: torch.empty_like(x), "Meta")
 LIBRARY.impl("noted", lambda x, direction: _Formula.apply(x, direction), "Autograd")
 
 
+@pytest.mark.slow
 def test_graphs_run_below_autograd_in_both_directions():
     layer = torch.nn.Linear(4, 4)
     x = torch.randn(3, 4)

@@ -238,7 +238,9 @@ def graphs(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[list[int], l
     )
 
 
-@pytest.mark.parametrize(("rules", "forward"), [(SPLIT, 2), (SUMMED, 1)], ids=["reads", "sums"])
+@pytest.mark.parametrize(
+    ("rules", "forward"), [pytest.param(SPLIT, 2, marks=pytest.mark.slow), (SUMMED, 1)], ids=["reads", "sums"]
+)
 def test_blocks_compile_whole_with_one_reduction(rules: Mapping[str, Any], forward: int) -> None:
     plan, _ = checked(Stack, rules)
     model = made(Stack)

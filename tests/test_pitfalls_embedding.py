@@ -78,7 +78,7 @@ def test_a_call_that_fails_between_embedding_and_door_leaves_nothing_behind():
     assert_equal(case("llama", sp=True, call=after_failure).rows())
 
 
-@pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize("kind", ["text", pytest.param("image", marks=pytest.mark.slow)])
 def test_image_features_need_complete_embeddings(kind, monkeypatch):
     """The embedding runs before the language model's forward, which holds the block input, so its sum is completed at once.
     Scattered into a partial sum, the features would be counted tp times."""

@@ -57,6 +57,7 @@ def test_both_judges_see_a_silent_mistake() -> None:
     assert [d.code for d in verdict.layout.diagnostics] == ["SP401"] and verdict.fixed
 
 
+@pytest.mark.slow
 def test_an_embedding_that_runs_outside_the_module_around_the_door_completes_its_sum() -> None:
     """Image features are put into the embeddings before the language model runs."""
     model = subject("gemma3", 2)

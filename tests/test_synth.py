@@ -85,7 +85,7 @@ def test_slices_that_leave_gaps_are_no_parts() -> None:
     assert cut(flow("gpt_oss"), made) == ()
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
 def test_what_is_found_for_a_known_model_is_its_plan(name: str) -> None:
     tree = flow(name).tree
     plans = derived(name).draft.plan(), parse_plan(name).plan
