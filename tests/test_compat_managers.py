@@ -14,8 +14,9 @@ from small_models import small_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
-from shardplan import PlanError, compat
+from shardplan import PlanError, applied, compat
 from shardplan.compat import (
     DDPConfig,
     DDPManager,
@@ -105,6 +106,13 @@ def test_a_manager_takes_what_its_backend_has(world: None) -> None:
 def test_there_is_no_default_plan(world: None) -> None:
     with pytest.raises(PlanError, match="SP511"):
         FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(dp_shard=4, tp=2)).parallelize(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_without_tensor_parallelism_no_plan_is_needed(world: None) -> None:
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+    FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(dp_shard=8)).parallelize(model)
+    assert applied(model).program.resolved.dp_units == ("layers.0", "layers.1")
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("axis", ["pp", "ep"])

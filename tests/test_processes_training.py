@@ -113,7 +113,7 @@ def refused(sizes: dict[str, int], options: dict[str, object]) -> str:
         ({"rows": 2, "tp": 2}, {}, ["'rows'", "axes="]),
         ({"dp": 2, "fsdp": 2}, {}, ["dp_shard"]),
         ({"dp_replicate": 2, "tp": 2}, {}, ["dp_shard"]),
-        ({"dp_shard": 2, "tp": 2}, {"data_parallel": False}, ["2 data-parallel ranks", "data_parallel"]),
+        ({"dp_shard": 2, "tp": 2}, {"data_parallel": False}, ["SP553", "dp_shard=2", "no data_parallel section"]),
         ({"dp_shard": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "dp_shard"]),
         ({"dp_replicate": 2, "tp": 2}, {"data_parallel": {"backend": "ddp"}}, ["ddp", "tp=2"]),
     ],

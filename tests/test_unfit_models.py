@@ -42,6 +42,7 @@ def refused() -> dict[str, tuple[str, str]]:
     return {
         "word": said_of("llama", tp),
         "nothing": said_of(None, tp),
+        "no forward": said_of(torch.nn.ModuleList([torch.nn.Linear(4, 4)]), dp),
         "compiled": said_of(torch.compile(small_model("llama")), tp),
         "compiled inside": said_of(compiled_inside, tp),
         "ddp": said_of(DistributedDataParallel(small_model("llama")), tp),
@@ -57,6 +58,7 @@ def refused() -> dict[str, tuple[str, str]]:
 SAID = {
     "word": ("TypeError", "model must be a torch Module, not the word 'llama': build the model first"),
     "nothing": ("TypeError", "model must be a torch Module, not a NoneType"),
+    "no forward": ("ValueError", "the model is a ModuleList, which has no forward"),
     "compiled": ("ValueError", "the model is compiled: unwrap it (`_orig_mod`)"),
     "compiled inside": ("ValueError", "the module model.layers.1 is compiled: unwrap it"),
     "ddp": ("ValueError", "the model is in the wrapper DistributedDataParallel: unwrap it (`.module`)"),

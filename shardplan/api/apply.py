@@ -156,8 +156,10 @@ def apply_plan(
         plan_mesh.check_sections(program.resolved)
         autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
         say(f"{intention(program)}\nautocast {autocast}")
-    proof = "not proven: nothing is split" if plan_mesh.sizes.tp == 1 else "not proven: it cannot be (allow_unproven)"
-    if not prove:
+    proof = "not proven: it cannot be (allow_unproven)"
+    if (plan_mesh.sizes.tp or 1) == 1:
+        proof = "data parallel only: nothing is split"
+    elif not prove:
         proof = "not proven: prove=False"
     elif compiled.small is not None:
         _, read = compiled.given.both

@@ -100,13 +100,14 @@ def _look(
     """Look at the model itself, up to the stage `last`; `report` is of what was looked at before."""
     from shardplan.compiler.layout import ModelLayouts
 
-    given = look_up(model, plan)
+    sizes = report.sizes
+    assert sizes is not None  # `look_early` was given them
+    given = look_up(model, plan, split=sizes.tp != 1)
     report = replace(report, sources=given.sources, diagnostics=given.findings)
     if given.found is None or given.plan is None:
         return report
     wanted = wanted_variants(given.plan, sequence_parallel)
-    assert report.sizes is not None  # `look_early` was given them
-    variants, allowed = at_a_size(given, report.sizes, wanted, seq_len=seq_len)
+    variants, allowed = at_a_size(given, sizes, wanted, seq_len=seq_len)
     report = replace(
         report,
         stages=(*report.stages, "structure"),
@@ -200,7 +201,7 @@ def verify(
         raise TypeError("verify needs a tp size")
     if sizes.world_size > sizes.tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    given = look_up(named, plan)
+    given = look_up(named, plan, split=sizes.tp != 1)
     raise_errors(given.findings, given.sources)
     found, read = given.both
     wanted = wanted_variants(read, sequence_parallel)

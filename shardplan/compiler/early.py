@@ -86,7 +86,7 @@ def look_early(
         quick: also what is not certain, and a plan `auto` by the names in the configuration.
 
     Raises:
-        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`.
+        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`, or `auto` at tp 1.
     """
     file, about_model = config_file(source)
     named = isinstance(plan, str) and plan in ("auto", "hf")  # depends on the model
@@ -101,9 +101,10 @@ def look_early(
     if not report.ok or (named and not quick):
         return report
     checkpoint = checkpoint_of(file, source.settings or {})
-    if checkpoint is None or (quick and plan == "hf"):
+    needs_model = plan == "hf" or (plan == "auto" and sizes.tp == 1)
+    if checkpoint is None or (quick and needs_model):
         if quick:
-            raise NoCheckpoint(_why(source, file, plan))
+            raise NoCheckpoint(_why(source, file, plan, needs_model))
         return report
     if named:
         try:
@@ -116,10 +117,11 @@ def look_early(
     return replace(report, diagnostics=(*report.diagnostics, *found), stages=("plan", "names"))
 
 
-def _why(source: Model, file: ConfigFile | None, plan: AnyPlan) -> str:
+def _why(source: Model, file: ConfigFile | None, plan: AnyPlan, needs_model: bool) -> str:
     """Why there is nothing to look at quickly."""
-    if plan == "hf":
-        return "the plan `hf` is read from the model itself, which a quick look does not build"
+    if needs_model:
+        at = " at tp 1" if plan == "auto" else ""
+        return f"the plan `{plan}` is read from the model itself{at}, which a quick look does not build"
     if source.settings:
         return "a quick look reads a checkpoint as it is: its numbers cannot be changed"
     if file is None:

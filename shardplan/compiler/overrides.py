@@ -98,7 +98,7 @@ def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
     if logits not in HEADS:
         raise ValueError(f'logits must be "plan", "replicated" or "sharded", not {logits!r}')
     heads = [a for a in resolved.assignments.values() if a.rule.style in HEADS.values()]
-    if not heads and logits == "sharded":
+    if not heads and logits == "sharded" and (resolved.sizes.tp or 1) > 1:
         raise ValueError(
             f'logits="sharded": no module of the model has the style {HEADS["replicated"]} or {HEADS["sharded"]} '
             f"in plan {resolved.plan.name!r}"

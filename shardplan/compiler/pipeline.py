@@ -90,11 +90,14 @@ class Given:
         return check_variants(bound.changed(partial(switch, overrides=sections or {})), seq_len=seq_len)
 
 
-def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None = None) -> Given:
+def look_up(
+    model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None = None, *, split: bool = True
+) -> Given:
     """Find a model and read a plan for it.
 
     Args:
         sections: laid over the plan's.
+        split: whether tp may be above 1.
 
     Raises:
         TypeError: something that is not a model, a plan or a section.
@@ -102,7 +105,7 @@ def look_up(model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None
     from shardplan.language import parse_plan
 
     found, about_model = find_model(model)
-    read, sources, about_plan = read_plan(plan, found)
+    read, sources, about_plan = read_plan(plan, found, split=split)
     findings = (*about_model, *about_plan)
     if (document := overriding_document(sections or {})) is not None:
         over = parse_plan(document, name="<arguments>")
@@ -151,13 +154,14 @@ def compile_variant(
     from .lowering_stage import program_of
 
     sections = sections_of(changes)
-    given = look_up(model, plan, sections)
+    split = (sizes.tp or 1) > 1
+    given = look_up(model, plan, sections, split=split)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
     if any_error(findings):
         return Compiled(None, findings, given)
     found, read = given.both
-    overlays = overlays_of(changes.get("sequence_parallel", False) and sizes.tp != 1)
+    overlays = overlays_of(changes.get("sequence_parallel", False) and split)
     variants = given.structure(sizes, {NO_OVERLAYS, overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)

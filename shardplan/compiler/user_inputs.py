@@ -69,9 +69,17 @@ def find_model(source: Model) -> tuple[FoundModel | None, tuple[Diagnostic, ...]
     return found, found.diagnostics
 
 
-def read_plan(plan: AnyPlan, found: FoundModel | None) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
-    """The plan and its text, or None and why not. A plan that depends on a model that was not found has no findings."""
+def read_plan(
+    plan: AnyPlan, found: FoundModel | None, *, split: bool = True
+) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
+    """The plan and its text, or None and why not. A plan that depends on a model that was not found has no findings.
+
+    Args:
+        split: whether tp may be above 1; if not, `auto` is for data parallelism alone.
+    """
     from shardplan.language import parse_plan
+
+    from .unsplit import unsplit_plan
 
     if isinstance(plan, Plan):
         return plan.file, plan.sources, plan.diagnostics
@@ -81,7 +89,7 @@ def read_plan(plan: AnyPlan, found: FoundModel | None) -> tuple[PlanFile | None,
     if found is None:
         return None, SourceMap(), ()
     try:
-        parsed = auto_plan(found.tree) if plan == "auto" else _hf_plan(found)
+        parsed = _hf_plan(found) if plan == "hf" else auto_plan(found.tree) if split else unsplit_plan(found)
     except PlanError as error:
         return None, SourceMap(), error.diagnostics
     return parsed.plan, parsed.sources, parsed.diagnostics

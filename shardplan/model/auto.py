@@ -52,4 +52,6 @@ def _suggestion(tree: ModuleTree, plans: tuple[Named, ...]) -> str:
     wanted = [word for word in (tree.model_type, *tree.class_names[:1]) if word]
     near = dict.fromkeys(for_model[model] for word in wanted for model in nearest(word, for_model))
     listed = f"nearest: {', '.join(near)}" if near else "`shardplan init` writes a plan for any model"
-    return f"name a plan file; a built-in plan may serve as its parent (`extends`); {listed}"
+    return (
+        f"name a plan file (at tp 1 `auto` needs none); a built-in plan may serve as its parent (`extends`); {listed}"
+    )

@@ -86,7 +86,8 @@ NO_PLAN = Code(
     "SP511",
     "no built-in plan for the model",
     "`auto` chooses the one built-in plan whose `models` names the model's class, else its model type. There "
-    "is no default plan: a plan for another architecture may use the same module names for something else.",
+    "is no default plan: a plan for another architecture may use the same module names for something else. At tp 1 "
+    "`auto` is data parallelism alone, of any model.",
     bad="$ shardplan validate mamba auto",
     good="$ shardplan validate mamba ./my-mamba-plan.yaml",
 )

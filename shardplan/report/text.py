@@ -36,6 +36,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     body = "\n\n".join(part for part in parts if part)
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
+    if report.checked_tp == 1:
+        body += "\ndata parallel only: at tp 1 nothing is split, and no layout is checked"
     body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.stages[-1] == "names":
         body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"

@@ -16,12 +16,17 @@ def refuse_unfit(model: object) -> nn.Module:
 
     Raises:
         TypeError: it is no module.
-        ValueError: it, or a module in it, is compiled or in a data-parallel wrapper, or its weights are quantized.
+        ValueError: it has no forward; it, or a module in it, is compiled or in a data-parallel wrapper, or its weights are
+            quantized.
     """
     if not isinstance(model, nn.Module):
         said = f"the word {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
         raise TypeError(
             f"model must be a torch Module, not {said}: build the model first; `shardplan.validate` accepts names"
+        )
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and type(model).forward is nn.Module.forward:
+        raise ValueError(
+            f"the model is a {type(model).__name__}, which has no forward: pass the module that calls its parts"
         )
     for name, module in model.named_modules():
         where = f"the module {name}" if name else "the model"
