@@ -161,9 +161,9 @@ def apply_plan(
         proof = "data parallel only: nothing is split"
     elif not prove:
         proof = "not proven: prove=False"
-    elif compiled.small is not None:
+    elif compiled.reduced_model is not None:
         _, read = compiled.given.both
-        asked = Question(compiled.small, named, read, changes.get("logits", "plan"), allow_unproven)
+        asked = Question(compiled.reduced_model, named, read, changes.get("logits", "plan"), allow_unproven)
         found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
         raise_errors(found, compiled.given.sources, strict=strict)
         warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"

@@ -117,14 +117,14 @@ def _look(
     )
     if last != "structure" and not variants.any_error:
         progress("checking layouts")
-        small = ModelLayouts(given.found, report.checked_tp or 1)
-        variants = prove_layouts(variants, given.plan, small, allow_unproven=allow_unproven)
+        reduced_model = ModelLayouts(given.found, report.checked_tp or 1)
+        variants = prove_layouts(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
         report = replace(report, stages=(*report.stages, "layouts") if variants.layouts else report.stages)
         report = replace(report, allowed_tp=variants.allowed(allowed))
-        if last == "proof" and variants.layouts and small.runs and not variants.any_error:
+        if last == "proof" and variants.layouts and reduced_model.runs and not variants.any_error:
             from shardplan.proof.stage import Question, prove_stage
 
-            asked = Question(small, model, given.plan, allow_unproven=allow_unproven)
+            asked = Question(reduced_model, model, given.plan, allow_unproven=allow_unproven)
             proven, about = prove_stage(asked, tuple(variants.resolved), progress)
             variants = variants.with_findings(about)
             report = replace(report, stages=(*report.stages, "proof"), proof=proven)

@@ -96,10 +96,14 @@ def init_plan(
     variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
     about_rules = [d for d in variants.all_findings if d.primary is not None]
     raise_errors(about_rules, parsed.sources)
-    small = ModelLayouts(found, tp)
-    layouts = prove_layouts(replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, small)
+    reduced_model = ModelLayouts(found, tp)
+    layouts = prove_layouts(
+        replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, reduced_model
+    )
     raise_errors(layouts.all_findings, parsed.sources)
-    asked = Question(small, named, parsed.plan, allow_unproven=True)  # what no run reaches is reported, and stays whole
+    asked = Question(
+        reduced_model, named, parsed.plan, allow_unproven=True
+    )  # what no run reaches is reported, and stays whole
     proof, about_proof = prove_stage(asked, wanted, progress)
     assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
     found_late = layouts.with_findings(about_proof).all_findings

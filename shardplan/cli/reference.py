@@ -37,7 +37,7 @@ def _command(name: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _table(parser: argparse.ArgumentParser) -> str:
-    """Arguments and options; `--debug` is told of once, with the exit codes."""
+    """Arguments and options; `--debug` is described once, with the exit codes."""
     rows = [(_spelling(action), _help(action)) for action in parser._actions if _is_shown(action)]
     if not rows:
         return "No arguments."

@@ -52,7 +52,7 @@ def _of_torch(style: Style, kind: TorchStyle) -> ParallelStyle:
 
 def get_hf_tp_shard_plan(model: nn.Module) -> dict[str, ParallelStyle]:
     """The model's own plan of transformers for `parallelize_module`: that of its class, of the instance and of the models
-    inside it, under their names; with an embedding split over the vocabulary, and a head that hands on split logits as a
+    inside it, under their names; with an embedding split over the vocabulary, and a head that returns split logits as a
     DTensor.
 
     Args:

@@ -123,13 +123,13 @@ class Compiled:
         program: None where a stage found errors.
         findings: of all stages up to that one.
         given: what was compiled.
-        small: the reduced model, where there is something to prove and something to prove it on.
+        reduced_model: the reduced model, where there is something to prove and something to prove it on.
     """
 
     program: Program | None
     findings: tuple[Diagnostic, ...]
     given: Given
-    small: ModelLayouts | None = None
+    reduced_model: ModelLayouts | None = None
 
 
 def compile_variant(
@@ -165,8 +165,8 @@ def compile_variant(
     variants = given.structure(sizes, {NO_OVERLAYS, overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
-    small = ModelLayouts(found, sizes.tp or 1)
-    variants = prove_layouts(variants, read, small, allow_unproven=allow_unproven)
+    reduced_model = ModelLayouts(found, sizes.tp or 1)
+    variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = severity((*findings, *variants.findings[overlays]))
     if any_error(findings):
         return Compiled(None, findings, given)
@@ -176,7 +176,7 @@ def compile_variant(
         logits=changes.get("logits", "plan"),
         regather=changes.get("regather"),
     )
-    return Compiled(program, findings, given, small if variants.layouts and small.runs else None)
+    return Compiled(program, findings, given, reduced_model if variants.layouts and reduced_model.runs else None)
 
 
 def at_a_size(

@@ -58,9 +58,9 @@ def _calls(found: FoundModel) -> Mapping[str, int] | None:
             runs = [_counted(model, reduced.inputs(kind=kind)) for kind in reduced.kinds]
     except PlanError:
         return None
-    small, most = tree_of(model), dict[str, int]()
-    for name in small.modules:
-        pattern = small.pattern(name)
+    reduced_tree, most = tree_of(model), dict[str, int]()
+    for name in reduced_tree.modules:
+        pattern = reduced_tree.pattern(name)
         most[pattern] = max(most.get(pattern, 0), *(run[name] for run in runs))
     return most
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +14,7 @@ from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.styles.backends import BACKENDS
+from shardplan.torchlib.gathering import without_advice
 
 from .depth import cut, depths_of, restricted, whole
 from .fake_rank import fake_mesh
@@ -106,7 +105,7 @@ def step_ledger(
     """
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     shorten(model)
-    with fake_mesh(program.resolved.sizes) as mesh, _quietly():
+    with fake_mesh(program.resolved.sizes) as mesh, without_advice():
         mesh.check_sections(program.resolved)
         applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
         return trace(
@@ -149,15 +148,3 @@ def _memory(ledger: Ledger, offloaded: bool) -> Memory:
 def _tied(found: FoundModel) -> int:
     """Elements of parameters that are another one under a second name."""
     return sum(found.tree.parameters[name][1].numel for group in found.tree.tied for name in group[1:])
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence torch's warnings about implicit redistributions of DTensors, such as an optimizer's on a small mesh."""
-    logger = logging.getLogger("torch.distributed.tensor")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)

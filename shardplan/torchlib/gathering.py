@@ -18,12 +18,14 @@ def full_tensor(value: DTensor) -> Tensor:
     torch (2.11 to 2.13) warns on every rank that two mesh axes are gathered one after the other, which nothing that the caller
     could do would change.
     """
-    with _without_advice():
+    with without_advice():
         return value.full_tensor()
 
 
 @contextmanager
-def _without_advice() -> Iterator[None]:
+def without_advice() -> Iterator[None]:
+    """Leave out what torch says of redistributions over several mesh axes."""
+
     def about_something_else(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("While redistributing from")
 

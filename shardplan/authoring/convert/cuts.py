@@ -1,4 +1,4 @@
-"""Results that a source hands on as DTensors, split over their features, to code that cuts them into parts: DTensor gathers them
+"""Results that a source returns as DTensors, split over their features, to code that cuts them into parts: DTensor gathers them
 there, and a plan says which parts each rank holds a slice of."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TP = 2  # the size for which the reduced model is made; what is cut does not dep
 
 
 def with_cuts(entries: Iterable[Entry], found: FoundModel, findings: list[Diagnostic]) -> list[Entry]:
-    """The entries, with `packed` for each result that the model's code cuts and that the source hands on as a DTensor.
+    """The entries, with `packed` for each result that the model's code cuts and that the source returns as a DTensor.
 
     Args:
         findings: a warning (SP546) is added for each.

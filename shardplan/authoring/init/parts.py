@@ -65,13 +65,13 @@ def _places(whole: torch.Tensor, part: torch.Tensor) -> Iterator[tuple[int, int]
             return
 
 
-def packed(lengths: tuple[int, ...], small: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
+def packed(lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
     """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
     for the reduced model and for the model itself.
 
     Args:
         lengths: in the reduced model.
-        small: its picture.
+        reduced_tree: of the reduced model.
         tree: the model's.
         size: the length of the whole in the model.
     """
@@ -79,7 +79,7 @@ def packed(lengths: tuple[int, ...], small: ModuleTree, tree: ModuleTree, size: 
         return len(lengths)
     if len(lengths) > MOST_PARTS:
         return None
-    choices = [list(_expressions(length, small)) for length in lengths]
+    choices = [list(_expressions(length, reduced_tree)) for length in lengths]
     for chosen in product(*choices):
         if sum(_value(words, tree) for words in chosen) == size:
             return [" * ".join(map(str, words)) for words in chosen]

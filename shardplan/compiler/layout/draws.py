@@ -191,13 +191,13 @@ class _Decision:
 
 
 def decide(
-    tree: ModuleTree, small: ModuleTree, noise: Iterable[Noise], operands: Iterable[DrawingOperand]
+    tree: ModuleTree, reduced_tree: ModuleTree, noise: Iterable[Noise], operands: Iterable[DrawingOperand]
 ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:
     """Whose numbers each module of the model draws, and a diagnostic for each pattern of modules where that cannot be right.
 
     Args:
         tree: the model's own.
-        small: the reduced model's.
+        reduced_tree: the reduced model's.
         noise: of each kind of input.
         operands: those of one variant of a plan.
     """
@@ -207,9 +207,9 @@ def decide(
     found: dict[str, _Decision] = defaultdict(_Decision)
     for run in noise:
         for drawing in run.drawings:
-            _add(found[small.pattern(drawing.module)], drawing, by_place)
+            _add(found[reduced_tree.pattern(drawing.module)], drawing, by_place)
         for module, words in run.unmanaged:
-            at = found[small.pattern(module)]
+            at = found[reduced_tree.pattern(module)]
             at.places[words] = None
             at.wrong["draws random numbers that are not dropout's"] = SWITCH_OFF
         for pattern, attribute in run.lost:

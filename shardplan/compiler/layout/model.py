@@ -245,10 +245,12 @@ def incoming_of(tree: ModuleTree, incoming: Mapping[str, Layout]) -> Mapping[str
     return {name: next(iter(found)) for name in tree.modules if len(found := known.get(tree.pattern(name), set())) == 1}
 
 
-def modules_of(tree: ModuleTree, small: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+def modules_of(
+    tree: ModuleTree, reduced_tree: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]
+) -> tuple[str, ...]:
     """The modules or parameters of a model that those of its reduced model stand for: every layer where all kinds of layers
     are among them, else the layers that were copied."""
-    here, there = ({*one.modules, *one.parameters} for one in (tree, small))
+    here, there = ({*one.modules, *one.parameters} for one in (tree, reduced_tree))
     result: dict[str, None] = {}
     for name in names:
         pattern = tree.pattern(name)

@@ -1,6 +1,6 @@
 """The type of what an operation gives, from how it is spread and from the types of what it reads.
 
-How a value is spread over the ranks (whole, split, a sum) is told by comparing what each rank has with what the
+How a value is spread over the ranks (whole, split, a sum) is found by comparing what each rank has with what the
 unsharded model has at the same place. Whether the gradient of a whole value is complete (I) or a partial sum (R)
 follows from how it is read, as the chain rule has it, operation by operation:
 

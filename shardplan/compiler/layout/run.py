@@ -1,4 +1,4 @@
-"""A plan on a small model: run it unsharded and as every rank, and type the runs."""
+"""A plan on a reduced model: run it unsharded and as every rank, and type the runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATOMS = ("linear", "conv1d", "embedding")
 
 
 class Workbench:
-    """A small model, run once unsharded.
+    """A reduced model, run once unsharded.
 
     Args:
         model: with its weights; it is not changed.

@@ -1,4 +1,4 @@
-"""How a value is spread over the ranks, told from what every rank has and what the unsharded model has."""
+"""How a value is spread over the ranks, found from what every rank has and what the unsharded model has."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ class IncomingLayouts:
         self.outputs = {n: output for n, one in modules.items() if (output := one.boundary.output) is not None}
 
     def source(self, name: str, move: InputBoundary) -> Layout:
-        """What arrives of an argument: where R and I may, the one that does; the sum of an embedding that waits for it."""
+        """The layout of an argument: where R and I are accepted, the one that comes; the sum of an embedding that waits for it."""
         if R in move.sources and I in move.sources:
             return self._incoming(name)
         waits = P in move.sources and any(output.until_block_input for output in self.outputs.values())
         return P if waits else move.sources[0]
 
     def output_layout(self, name: str) -> Layout:
-        """What a module hands on that says so: where its readers decide, what the layout check found, else R where a head
+        """The output of a module that says so: where its readers decide, what the layout check found, else R where a head
         follows that takes R, else I."""
         output = self.outputs[name]
         if not output.unresolved_gradient:

@@ -43,7 +43,7 @@ class Program:
 
     @property
     def sharded_logits(self) -> bool:
-        """Whether the model hands on logits that are split over the vocabulary."""
+        """Whether the model returns logits that are split over the vocabulary."""
         return any(module.logits is not None for module in self.modules.values())
 
     def describe(self) -> str:

@@ -14,7 +14,7 @@ from .agreement import least
 
 
 class OtherRankFailed(RuntimeError):
-    """A rank that failed has told the others, of which this is one."""
+    """Another rank failed, and reported it to this one."""
 
 
 class Ranks:
@@ -43,7 +43,7 @@ class Ranks:
             try:
                 self._first_failed(here=True)
             except Exception as broken:
-                error.add_note(f"the other ranks could not be told: {broken}")
+                error.add_note(f"this could not be reported to the other ranks: {broken}")
             raise
         self.go_on()
 

@@ -47,7 +47,7 @@ class Unit:
     def restore(self) -> None:
         """Bring back what was found, also out of a forward that was left by an exception."""
         root, training_state, running = self.found
-        # The first forward of all finds the root, which then stays unsharded after forward unless it was told not to.
+        # The first forward of all finds the root, which then stays unsharded after forward unless it was set not to.
         became_root = root is None and self.state._is_root and self.state._auto_reshard_after_forward
         self.state._training_state = training_state
         self.state._state_ctx.iter_forward_root = running
