@@ -88,7 +88,7 @@ class _Saves:
                 trainer.state.save_to_json(str(written / _TRAINER_STATE))
                 commit(written, folder, lambda name: False)
                 abandon(hidden)
-                _remove_older(run, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+                _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as an ordinary folder of Hugging Face, beside what else is in the folder. Call it on all ranks."""
@@ -150,16 +150,14 @@ def _own(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _remove_older(run: Path, limit: int | None, best: str | None) -> None:
+def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
     """Keep the newest checkpoint and the best, and of the others as many as the limit allows. The Trainer's own function
     leaves a part of a checkpoint under its name when it is killed."""
-    for unfinished in run.glob(".checkpoint-*.new"):
+    for unfinished in newest.parent.glob(".checkpoint-*.new"):
         abandon(unfinished)
-    saved = sorted(
-        (path for path in run.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdigit()),
-        key=lambda path: int(path.name.removeprefix("checkpoint-")),
-    )
-    kept = {saved[-1], *(path for path in saved if best is not None and path.samefile(best))}
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*")}
+    saved = sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
+    kept = {path for path in saved if path == newest or (best is not None and path == Path(best))}
     surplus = len(saved) - max(limit or len(saved), len(kept))
     for path in [path for path in saved if path not in kept][: max(surplus, 0)]:
         remove(path)

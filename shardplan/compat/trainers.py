@@ -78,7 +78,7 @@ def _check_accelerator(accelerator: Any) -> None:
     if accelerator.mixed_precision != "no":
         raise ValueError(
             f"the Accelerator would not autocast a planned model to {accelerator.mixed_precision}: leave bf16, fp16 and "
-            "mixed_precision off, and write `mixed_precision` into the plan's data_parallel"
+            "mixed_precision off, and write `mixed_precision` into the plan's data_parallel, or give apply_plan autocast_dtype"
         )
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise ValueError(
