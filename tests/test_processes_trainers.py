@@ -14,14 +14,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DataLoaderConfiguration
 from processes import RanksFailed, on_ranks
 from small_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import shardplan
 from shardplan.compat import adopt
+from shardplan.compat.trainer_saves import _remove_older
 
 ROOT = Path(__file__).parent.parent
 STEPS = 4
@@ -105,7 +107,7 @@ def kill(*_: object) -> None:
 
 
 def life(folder: str, killed: str) -> None:
-    """Six steps with dropout, an evaluation and a save after each two, the first of which is the best."""
+    """Six steps with dropout, an evaluation and a save after each two, the first of which is the best. An epoch has four."""
     as_torchrun()
     script, arguments = given("trainer", Path(folder), "--tp", "2", "--sequence-parallel", "--steps", "6")
 
@@ -119,7 +121,18 @@ def life(folder: str, killed: str) -> None:
 
     script.adopt = adopt_and_kill
     output = str(Path(folder, "run"))
-    arguments += ["--model", str(Path(folder, "config.json")), "--save-steps", "2", "--keep", "2", "--output", output]
+    arguments += [
+        "--seq-len",
+        "512",
+        "--model",
+        str(Path(folder, "config.json")),
+        "--save-steps",
+        "2",
+        "--keep",
+        "2",
+        "--output",
+        output,
+    ]
     script.train(script.arguments(arguments))
 
 
@@ -176,19 +189,41 @@ def test_a_loop_with_accelerate_is_resumed(tmp_path):
     assert second == whole[2:]
 
 
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(8))
+
+
 def each_sample_once() -> list[int]:
     as_torchrun()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     accelerator = Accelerator(cpu=True)
     adopt(accelerator, shardplan.apply_plan(small_model("llama"), mesh, "auto", prove=False))
-    loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))
+    loaders = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2), DataLoader(Stream(), batch_size=2))
     with pytest.raises(TypeError):
         accelerator.gather_for_metrics(["text"])
-    return torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).tolist()
+    with pytest.raises(ValueError, match="leave use_gather_object off"):
+        accelerator.gather_for_metrics(torch.ones(1), use_gather_object=True)
+    return [torch.cat([accelerator.gather_for_metrics(batch) for batch in one]).tolist() for one in loaders]
 
 
 def test_metrics_have_each_sample_once():
-    assert on_ranks(4, each_sample_once) == [list(range(7))] * 4
+    assert on_ranks(4, each_sample_once) == [[list(range(7)), list(range(8))]] * 4
+
+
+def test_the_newest_and_the_best_checkpoint_are_kept(tmp_path):
+    def left(newest: int, limit: int | None, best: int) -> set[str]:
+        for number in (2, 4, 6, 10):
+            (tmp_path / f"checkpoint-{number}").mkdir(exist_ok=True)
+        (tmp_path / ".checkpoint-8.new").mkdir()
+        (tmp_path / "checkpoint-mine").mkdir(exist_ok=True)
+        _remove_older(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}"))
+        return {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} - {"mine"}
+
+    assert left(10, None, 4) == {"2", "4", "6", "10"}
+    assert left(10, 3, 10) == {"4", "6", "10"}
+    assert left(10, 2, 2) == left(10, 1, 2) == {"2", "10"}
+    assert left(4, 2, 4) == {"4", "10"}
 
 
 def refuse(folder: str) -> None:
@@ -226,6 +261,11 @@ def refuse(folder: str) -> None:
     late.optimizer = torch.optim.SGD(small_model("llama").parameters())
     with pytest.raises(ValueError, match="not parameters of the model"):
         adopt(late, model)
+    split = shardplan.apply_plan(small_model("llama"), mesh, "auto", logits="sharded", prove=False)
+    late = trainer(split)
+    late.compute_metrics = len
+    with pytest.raises(ValueError, match="compute_metrics needs whole logits"):
+        adopt(late, split)
     late = trainer(model, save_only_model=True)
     adopt(late, model)
     late.save_model(f"{folder}/checkpoint-1")
@@ -241,6 +281,9 @@ def refuse(folder: str) -> None:
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="would not autocast a planned model to bf16"):
         adopt(Accelerator(cpu=True, mixed_precision="bf16"), model)
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="dispatch_batches would give all ranks one batch"):
+        adopt(Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), model)
     AcceleratorState._reset_state()
     with pytest.raises(ValueError, match="would not compile a planned model"):
         adopt(Accelerator(cpu=True, dynamo_backend="inductor"), model)

@@ -52,6 +52,8 @@ def _check(trainer: Any, model: nn.Module) -> None:
     for setting, instead in _IGNORED.items():
         if getattr(trainer.args, setting):
             raise ValueError(f"the Trainer cannot do {setting} with a planned model: {instead}")
+    if trainer.compute_metrics is not None and applied(model).program.sharded_logits:
+        raise ValueError("compute_metrics needs whole logits: apply the plan with logits='replicated'")
     if trainer.optimizer is not None:
         applied(model).check_optimizer(_own(trainer.optimizer))
     if trainer.args.save_strategy != "no":
@@ -158,6 +160,7 @@ def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
     numbers = {path: path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*")}
     saved = sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
     kept = {path for path in saved if path == newest or (best is not None and path == Path(best))}
-    surplus = len(saved) - max(limit or len(saved), len(kept))
-    for path in [path for path in saved if path not in kept][: max(surplus, 0)]:
-        remove(path)
+    if limit is not None and limit > 0:
+        surplus = max(len(saved) - max(limit, len(kept)), 0)
+        for path in [path for path in saved if path not in kept][:surplus]:
+            remove(path)

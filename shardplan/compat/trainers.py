@@ -34,7 +34,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
     Raises:
         ValueError: no plan was applied to the model; its mesh is not all processes, has an axis that accelerate
             does not know, or a cp axis, over which accelerate would split sequences its own way; the owner was set up to
-            shard, compile or autocast models itself; a Trainer of another model, or with a setting that would be ignored
+            shard, compile or autocast models itself, or to dispatch batches; a Trainer of another model, or with a setting that would be ignored
             or fail later.
         TypeError: neither an Accelerator nor a Trainer.
     """
@@ -48,6 +48,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
     if trainer is not None:
         save_and_resume(trainer, model)
     accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
+    accelerator.dataloader_config.dispatch_batches = False  # the default of streams, which ignores the axes for data
     accelerator.gather_for_metrics = _from_each_share(accelerator, mesh.tp_size)
     if trainer is not None:
         trainer.gather_function = accelerator.gather_for_metrics
@@ -83,6 +84,10 @@ def _check_accelerator(accelerator: Any) -> None:
     if accelerator.state.dynamo_plugin.backend.value != "NO":
         raise ValueError(
             "the Accelerator would not compile a planned model: leave torch_compile off, and write `compile` into the plan"
+        )
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches would give all ranks one batch: leave it off, and let each rank read its own"
         )
 
 
