@@ -23,6 +23,7 @@ _IGNORED = {
     "push_to_hub": "upload the folder that save_model writes",
     "save_on_each_node": "name an output_dir that all nodes see",
     "auto_find_batch_size": "set the batch size: a rank that runs out of memory alone would leave the others waiting",
+    "eval_use_gather_object": "let compute_metrics work on tensors",
     "bf16_full_eval": "it would cast the sharded parameters",
     "fp16_full_eval": "it would cast the sharded parameters",
 }
