@@ -139,7 +139,8 @@ def life(folder: str, killed: str) -> None:
 def contents(folder: Path) -> dict[str, bytes]:
     """The files of a folder, as far as equal runs write them equal."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
-    named = {name: path.read_bytes() for name, path in files.items() if not name.endswith((".metadata", "args.bin"))}
+    other = (".metadata", "checksums.json", "args.bin")  # an identity of each save, and the name of the folder
+    named = {name: path.read_bytes() for name, path in files.items() if not name.endswith(other)}
     for name in [name for name in named if name.endswith("trainer_state.json")]:
         state = json.loads(named[name])
         del state["best_model_checkpoint"]
