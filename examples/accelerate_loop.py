@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardplan import apply_plan, build_mesh
+from shardplan import apply_plan, build_mesh, load_training_state, save_training_state
 from shardplan.compat import adopt
 
 
@@ -28,6 +28,8 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens in a sequence")
+    parser.add_argument("--resume", type=Path, help="a checkpoint folder to continue from")
+    parser.add_argument("--checkpoint", type=Path, help="a folder for a checkpoint at the end")
     parser.add_argument("--losses", type=Path, help="a file for the losses, one JSON object per line")
     return parser.parse_args(words)
 
@@ -48,8 +50,10 @@ def train(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
+    # In place of accelerator.load_state and save_state, which do not know the shards.
+    done = load_training_state(model, optimizer.optimizer, args.resume)["step"] if args.resume else 0
     losses = []
-    for step, ids in zip(range(1, args.steps + 1), loader, strict=False):
+    for step, ids in zip(range(done + 1, args.steps + 1), accelerator.skip_first_batches(loader, done), strict=False):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -57,8 +61,10 @@ def train(args: argparse.Namespace) -> None:
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
         accelerator.print(f"step {step:3}  loss {losses[-1]:.6f}", flush=True)
+    if args.checkpoint:
+        save_training_state(model, optimizer.optimizer, args.checkpoint, extra={"step": args.steps}, overwrite=True)
     if args.losses and accelerator.is_main_process:
-        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, 1)]
+        rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, done + 1)]
         args.losses.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

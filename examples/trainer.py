@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/trainer.py --tp 2 --sequence-parallel --text demo/text.txt
 
-It runs on GPUs (nccl) or on CPUs (gloo). In one process it trains the unsharded model, with the same losses.
+It runs on GPUs (nccl) or on CPUs (gloo). In one process it trains the unsharded model, with the same losses. The same
+command again continues a run that was killed, from its last checkpoint.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from shardplan import apply_plan, build_mesh
 from shardplan.compat import adopt
@@ -26,7 +28,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--batch", type=int, default=8, help="sequences in a step, over all ranks")
     parser.add_argument("--seq-len", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--output", type=Path, default=Path("trained"), help="a folder for the trained model")
+    parser.add_argument("--save-steps", type=int, default=5, help="evaluate and save after so many steps")
+    parser.add_argument("--keep", type=int, default=2, help="the number of checkpoints that are kept")
+    parser.add_argument("--output", type=Path, default=Path("trained"), help="a folder for checkpoints and the model")
     parser.add_argument("--losses", type=Path, help="a file for the losses, one JSON object per line")
     return parser.parse_args(words)
 
@@ -45,7 +49,13 @@ def train(args: argparse.Namespace) -> None:
         per_device_train_batch_size=args.batch // shares,
         learning_rate=2e-3,
         logging_steps=1,
-        save_strategy="no",
+        save_strategy="steps",
+        save_steps=args.save_steps,
+        save_total_limit=args.keep,
+        eval_strategy="steps",
+        eval_steps=args.save_steps,
+        per_device_eval_batch_size=args.batch // shares,
+        load_best_model_at_end=True,
         report_to=[],
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
@@ -55,13 +65,16 @@ def train(args: argparse.Namespace) -> None:
     if dist.is_initialized():
         mesh = build_mesh(tp=args.tp)
         model = apply_plan(model.to(settings.device), mesh, "auto", sequence_parallel=args.sequence_parallel)
-    trainer = Trainer(model=model, args=settings, train_dataset=sequences(args.text, args.seq_len))
+    samples = sequences(args.text, args.seq_len)
+    trainer = Trainer(
+        model=model, args=settings, train_dataset=samples[args.batch :], eval_dataset=samples[: args.batch]
+    )
     if dist.is_initialized():
         adopt(trainer, model)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(args.output) if args.output.exists() else None)
     trainer.save_model()
     if args.losses and trainer.is_world_process_zero():
-        rows = [{"step": row["step"], "loss": row["loss"]} for row in trainer.state.log_history if "loss" in row]
+        rows = [row for row in trainer.state.log_history if "loss" in row or "eval_loss" in row]
         args.losses.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardplan.weights.folders import begin, beside, commit, repair
+from shardplan.weights.folders import begin, beside, commit, remove, repair
 
 MARK = "config.json"
 FILES = (MARK, "weights")
@@ -138,6 +138,28 @@ def test_a_second_save_that_is_killed_too_removes_nothing_that_is_whole(tmp_path
         if not first_killed[0]:
             return
     raise AssertionError("more steps than the test runs")
+
+
+def test_a_removal_that_is_killed_leaves_no_part_under_the_name(tmp_path, monkeypatch):
+    for step in STEPS:
+        folder = tmp_path / str(step)
+        save(folder, "1")
+        with killed_at(step, monkeypatch) as killed:
+            remove(folder)
+        assert not folder.exists() or content(folder) == "1"
+        if not killed[0]:
+            assert step > 0 and not folder.exists() and kinds(folder) == set()
+            return
+    raise AssertionError("more steps than the test runs")
+
+
+def test_only_folders_that_are_named_are_overwritten(tmp_path):
+    folder = tmp_path / "model"
+    save(folder, "1")
+    (folder / "state").mkdir()
+    with pytest.raises(ValueError, match="contains the folder 'state', which would be lost"):
+        begin(folder, overwrite=True, marks=(MARK,))
+    assert begin(folder, overwrite=True, marks=(MARK, "state")) == beside(folder, "new")
 
 
 def test_a_rename_that_fails_leaves_the_old_folder_and_nothing_beside(tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from processes import on_ranks
+from accelerate.utils import DataLoaderConfiguration
+from processes import RanksFailed, on_ranks
 from small_models import small_model
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import shardplan
 from shardplan.compat import adopt
+from shardplan.compat.trainer_saves import _IGNORED, _remove_older
 
 ROOT = Path(__file__).parent.parent
 STEPS = 4
@@ -32,13 +36,19 @@ def example(name: str) -> ModuleType:
     return module
 
 
-def losses(name: str, folder: Path, *words: str) -> list[float]:
-    """What the example logs."""
-    script, file = example(name), folder / "losses"
+def given(name: str, folder: Path, *words: str) -> tuple[ModuleType, list[str]]:
+    """The example and its arguments."""
     text = str(ROOT / "demo/text.txt")
-    given = ["--text", text, "--steps", str(STEPS), "--seq-len", "64", "--losses", str(file), *words]
-    script.train(script.arguments(given))
-    return [json.loads(line)["loss"] for line in file.read_text().splitlines()] if file.exists() else []
+    return example(name), ["--text", text, "--seq-len", "64", "--losses", str(folder / "losses"), *words]
+
+
+def losses(name: str, folder: Path, *words: str) -> list[float]:
+    """What the example logs, the losses in evaluation too."""
+    script, arguments = given(name, folder, "--steps", str(STEPS), *words)
+    script.train(script.arguments(arguments))
+    file = folder / "losses"
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return [row.get("loss") or row["eval_loss"] for row in rows]
 
 
 def as_torchrun() -> None:
@@ -67,15 +77,154 @@ def on_this_rank(name: str, folder: str, *words: str) -> list[float]:
 )
 @pytest.mark.slow
 def test_the_losses_are_those_of_the_unsharded_model(name, words, tmp_path):
-    outputs = {one: ("--output", str(tmp_path / one)) if name == "trainer" else () for one in ("sharded", "whole")}
+    outputs = {
+        one: ("--save-steps", "2", "--output", str(tmp_path / one)) if name == "trainer" else ()
+        for one in ("sharded", "whole")
+    }
     (tmp_path / "one").mkdir()
     found, *_ = on_ranks(4, on_this_rank, name, str(tmp_path), *words, *outputs["sharded"], seconds=240)
     wanted = losses(name, tmp_path / "one", *outputs["whole"])
-    assert len(found) == STEPS and found == pytest.approx(wanted, rel=2e-5)
+    assert len(found) == STEPS + 2 * (name == "trainer") and found == pytest.approx(wanted, rel=2e-5)
     if name == "trainer":
         sharded, whole = (AutoModelForCausalLM.from_pretrained(tmp_path / one) for one in ("sharded", "whole"))
         for key, value in whole.state_dict().items():
             torch.testing.assert_close(sharded.state_dict()[key], value, rtol=1e-3, atol=1e-4)
+
+
+class Killed(TrainerCallback):
+    """The process ends without a word after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == self.step:
+            kill()
+
+
+def kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def life(folder: str, killed: str) -> None:
+    """Six steps with dropout, an evaluation and a save after each two, the first of which is the best. An epoch has four."""
+    as_torchrun()
+    script, arguments = given("trainer", Path(folder), "--tp", "2", "--sequence-parallel", "--steps", "6")
+
+    def adopt_and_kill(trainer, model):
+        adopt(trainer, model)
+        trainer.args.greater_is_better = True  # the loss is, and it falls
+        if killed == "after a step":
+            trainer.add_callback(Killed(3))
+        if killed == "while it saves" and dist.get_rank() == 1:
+            trainer._save_rng_state = kill
+
+    script.adopt = adopt_and_kill
+    output = str(Path(folder, "run"))
+    arguments += [
+        "--seq-len",
+        "512",
+        "--model",
+        str(Path(folder, "config.json")),
+        "--save-steps",
+        "2",
+        "--keep",
+        "2",
+        "--output",
+        output,
+    ]
+    script.train(script.arguments(arguments))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of a folder, as far as equal runs write them equal."""
+    files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    other = (".metadata", "checksums.json", "args.bin")  # an identity of each save, and the name of the folder
+    named = {name: path.read_bytes() for name, path in files.items() if not name.endswith(other)}
+    for name in [name for name in named if name.endswith("trainer_state.json")]:
+        state = json.loads(named[name])
+        del state["best_model_checkpoint"]
+        state["log_history"] = [
+            {key: value for key, value in row.items() if "runtime" not in key and "second" not in key}
+            for row in state["log_history"]
+        ]
+        named[name] = json.dumps(state).encode()
+    return named
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_ends_like_one_that_was_not(tmp_path):
+    config = json.loads((ROOT / "examples/tiny-qwen3.json").read_text())
+    config |= {"num_hidden_layers": 2, "attention_dropout": 0.2}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for folder in (whole, killed):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config))
+    on_ranks(4, life, str(whole), "never", seconds=240)
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        on_ranks(4, life, str(killed), "after a step", seconds=240)
+    assert [path.name for path in (killed / "run").iterdir()] == ["checkpoint-2"]
+    with pytest.raises(RanksFailed, match="exit code -9"):
+        on_ranks(4, life, str(killed), "while it saves", seconds=240)
+    assert {path.name for path in (killed / "run").iterdir()} == {"checkpoint-2", ".checkpoint-4.new"}
+    on_ranks(4, life, str(killed), "never", seconds=240)
+
+    assert {path.name for path in (killed / "run").iterdir() if path.is_dir()} == {"checkpoint-2", "checkpoint-6"}
+    found, wanted = contents(killed / "run"), contents(whole / "run")
+    assert found.keys() == wanted.keys()
+    assert [name for name in wanted if found[name] != wanted[name]] == []
+    best, best_saved, last = (
+        AutoModelForCausalLM.from_pretrained(killed / "run" / name).lm_head.weight
+        for name in ("", "checkpoint-2", "checkpoint-6")
+    )
+    assert torch.equal(best, best_saved) and not torch.equal(best, last)
+
+
+@pytest.mark.slow
+def test_a_loop_with_accelerate_is_resumed(tmp_path):
+    words = ("--tp", "2", "--checkpoint", str(tmp_path / "saved"))
+    whole, *_ = on_ranks(4, on_this_rank, "accelerate_loop", str(tmp_path), *words, seconds=240)
+    on_ranks(4, on_this_rank, "accelerate_loop", str(tmp_path), *words, "--steps", "2", seconds=240)
+    resumed = ("--resume", str(tmp_path / "saved"))
+    second, *_ = on_ranks(4, on_this_rank, "accelerate_loop", str(tmp_path), *words, *resumed, seconds=240)
+    assert second == whole[2:]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(8))
+
+
+def each_sample_once() -> list[int]:
+    as_torchrun()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    accelerator = Accelerator(cpu=True)
+    adopt(accelerator, shardplan.apply_plan(small_model("llama"), mesh, "auto", prove=False))
+    loaders = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2), DataLoader(Stream(), batch_size=2))
+    with pytest.raises(TypeError):
+        accelerator.gather_for_metrics(["text"])
+    with pytest.raises(ValueError, match="leave use_gather_object off"):
+        accelerator.gather_for_metrics(torch.ones(1), use_gather_object=True)
+    return [torch.cat([accelerator.gather_for_metrics(batch) for batch in one]).tolist() for one in loaders]
+
+
+def test_metrics_have_each_sample_once():
+    assert on_ranks(4, each_sample_once) == [[list(range(7)), list(range(8))]] * 4
+
+
+def test_the_newest_and_the_best_checkpoint_are_kept(tmp_path):
+    def left(newest: int, limit: int | None, best: int) -> set[str]:
+        for number in (2, 4, 6, 10):
+            (tmp_path / f"checkpoint-{number}").mkdir(exist_ok=True)
+        (tmp_path / ".checkpoint-8.new").mkdir()
+        (tmp_path / "checkpoint-mine").mkdir(exist_ok=True)
+        _remove_older(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}"))
+        return {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} - {"mine"}
+
+    assert left(10, None, 4) == {"2", "4", "6", "10"}
+    assert left(10, 3, 10) == {"4", "6", "10"}
+    assert left(10, 2, 2) == left(10, 1, 2) == {"2", "10"}
+    assert left(4, 2, 4) == {"4", "10"}
 
 
 def refuse(folder: str) -> None:
@@ -90,12 +239,55 @@ def refuse(folder: str) -> None:
         adopt(accelerator, small_model("llama"))
     with pytest.raises(ValueError, match="does not know the mesh axis 'data'"):
         adopt(accelerator, shardplan.apply_plan(small_model("llama"), other, "auto", prove=False))
-    given = {"output_dir": folder, "use_cpu": True, "report_to": []}
-    trainer = Trainer(small_model("llama"), TrainingArguments(**given, save_strategy="no"))
+    part = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("other", "dp_shard", "tp"))["dp_shard"]
+    with pytest.raises(ValueError, match="the mesh must be all of them"):
+        adopt(accelerator, shardplan.apply_plan(small_model("llama"), part, "auto", prove=False))
+
+    def trainer(model: torch.nn.Module, **settings: object) -> Trainer:
+        arguments = {"output_dir": folder, "use_cpu": True, "report_to": [], **settings}
+        return Trainer(model, TrainingArguments(**arguments))
+
     with pytest.raises(ValueError, match="made with another model"):
-        adopt(trainer, model)
-    with pytest.raises(ValueError, match="save_only_model=True"):
-        adopt(Trainer(model, TrainingArguments(**given)), model)
+        adopt(trainer(small_model("llama")), model)
+    for setting in _IGNORED:
+        late = trainer(model)
+        setattr(late.args, setting, True)  # push_to_hub would ask the network for a repository
+        with pytest.raises(ValueError, match=f"cannot do {setting} with a planned model"):
+            adopt(late, model)
+    late = trainer(model)
+    late.model_init = lambda: small_model("llama")
+    with pytest.raises(ValueError, match="model_init would replace the planned model"):
+        adopt(late, model)
+    late = trainer(model)
+    late.optimizer = torch.optim.SGD(small_model("llama").parameters())
+    with pytest.raises(ValueError, match="not parameters of the model"):
+        adopt(late, model)
+    split = shardplan.apply_plan(small_model("llama"), mesh, "auto", logits="sharded", prove=False)
+    late = trainer(split)
+    late.compute_metrics = len
+    with pytest.raises(ValueError, match="compute_metrics needs whole logits"):
+        adopt(late, split)
+    late = trainer(model, save_only_model=True)
+    adopt(late, model)
+    late.save_model(f"{folder}/checkpoint-1")
+    with pytest.raises(ValueError, match="cannot be resumed from .* has no training_state"):
+        late.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
+    for name, instead in {
+        "save_state": "save_training_state",
+        "load_state": "load_training_state",
+        "save_model": "save_checkpoint",
+    }.items():
+        with pytest.raises(ValueError, match=f"accelerate's {name} .* call shardplan.{instead}"):
+            getattr(late.accelerator, name)(folder)
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="would not autocast a planned model to bf16"):
+        adopt(Accelerator(cpu=True, mixed_precision="bf16"), model)
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="dispatch_batches would give all ranks one batch"):
+        adopt(Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), model)
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="would not compile a planned model"):
+        adopt(Accelerator(cpu=True, dynamo_backend="inductor"), model)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

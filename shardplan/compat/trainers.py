@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Never
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from shardplan.runtime.apply import applied
-from shardplan.weights import save_checkpoint
+from shardplan.runtime.apply.plan_mesh import PlanMesh
+
+from .trainer_saves import save_and_resume
+
+_INSTEAD = {
+    "save_state": "shardplan.save_training_state(model, optimizer.optimizer, folder, extra={...})",
+    "load_state": "shardplan.load_training_state(model, optimizer.optimizer, folder)",
+    "save_model": "shardplan.save_checkpoint(model, folder)",
+}
 
 
 def adopt(owner: Any, model: nn.Module) -> None:
     """Make an Accelerator or a Trainer take a planned model as it is, and feed the ranks of one tp group the same batches.
 
-    Call it before `accelerator.prepare(...)` or `trainer.train()`. The Trainer's checkpoints are its model alone, written
-    by `save_checkpoint`.
+    Call it before `accelerator.prepare(...)` or `trainer.train()`. The Trainer saves, resumes and loads its best model with
+    shardplan's functions. The Accelerator's own functions for that (`save_state`, `load_state`, `save_model`) raise and name
+    the function to call.
 
     Args:
         owner: an `accelerate.Accelerator`, or a `transformers.Trainer` that was made with the model.
         model: what `apply_plan` returned.
 
     Raises:
-        ValueError: no plan was applied to the model; it was on a mesh whose axes accelerate does not know, or with a cp axis,
-            over which accelerate would split sequences its own way; the owner was set up to shard models itself; a Trainer
-            of another model, or one that writes the optimizer's state too.
+        ValueError: no plan was applied to the model; its mesh is not all processes, has an axis that accelerate
+            does not know, or a cp axis, over which accelerate would split sequences its own way; the owner was set up to
+            shard, compile or autocast models itself, or to dispatch batches; a Trainer of another model, or with a setting that would be ignored
+            or fail later.
         TypeError: neither an Accelerator nor a Trainer.
     """
     trainer = owner if hasattr(owner, "accelerator") else None
@@ -31,6 +43,22 @@ def adopt(owner: Any, model: nn.Module) -> None:
     if not hasattr(accelerator, "prepare_model"):
         raise TypeError(f"an accelerate.Accelerator or a transformers.Trainer is needed, not a {type(owner).__name__}")
     mesh = applied(model).mesh
+    _check_mesh(mesh)
+    _check_accelerator(accelerator)
+    if trainer is not None:
+        save_and_resume(trainer, model)
+    accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
+    accelerator.dataloader_config.dispatch_batches = False  # the default of streams, which ignores the axes for data
+    accelerator.gather_for_metrics = _from_each_share(accelerator, mesh.tp_size)
+    if trainer is not None:
+        trainer.gather_function = accelerator.gather_for_metrics
+        model.__dict__["_tp_size"] = mesh.tp_size  # tp ranks share a batch: the Trainer counts its tokens once
+    for name, instead in _INSTEAD.items():
+        setattr(accelerator, name, _refused(name, instead))
+    model.__dict__["_is_accelerate_prepared"] = True
+
+
+def _check_mesh(mesh: PlanMesh) -> None:
     if mesh.sizes.cp > 1:
         raise ValueError(
             "accelerate splits sequences over a cp axis its own way: train with a loop of your own, or with cp 1"
@@ -38,27 +66,61 @@ def adopt(owner: Any, model: nn.Module) -> None:
     foreign = [name for axis, name in mesh.names.items() if axis != name]
     if foreign:
         raise ValueError(f"accelerate does not know the mesh axis {foreign[0]!r}: name the axes as `build_mesh` does")
+    if mesh.mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        raise ValueError("accelerate counts the batches of all processes: the mesh must be all of them, in order")
+
+
+def _check_accelerator(accelerator: Any) -> None:
     if accelerator.distributed_type.value not in ("NO", "MULTI_CPU", "MULTI_GPU") or accelerator.parallelism_config:
         raise ValueError(
             f"the Accelerator is set up to shard models itself ({accelerator.distributed_type.value}): take its FSDP, DeepSpeed "
             "and parallelism settings away, the plan has them"
         )
-    accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
-    model.__dict__["_is_accelerate_prepared"] = True
-    if trainer is not None:
-        _adopt_trainer(trainer, model, mesh.tp_size)
-
-
-def _adopt_trainer(trainer: Any, model: nn.Module, tp: int) -> None:
-    if trainer.model is not model:
-        raise ValueError("the Trainer was made with another model: pass it what apply_plan returned")
-    if trainer.args.save_strategy != "no" and not trainer.args.save_only_model:
+    if accelerator.mixed_precision != "no":
         raise ValueError(
-            "the Trainer would write its optimizer's state from one rank: set save_only_model=True or save_strategy='no'"
+            f"the Accelerator would not autocast a planned model to {accelerator.mixed_precision}: leave bf16, fp16 and "
+            "mixed_precision off, and write `mixed_precision` into the plan's data_parallel, or give apply_plan autocast_dtype"
         )
-    model._tp_size = tp  # tp ranks share a batch: the Trainer counts its tokens once
+    if accelerator.state.dynamo_plugin.backend.value != "NO":
+        raise ValueError(
+            "the Accelerator would not compile a planned model: leave torch_compile off, and write `compile` into the plan"
+        )
+    if accelerator.dispatch_batches:
+        raise ValueError(
+            "dispatch_batches would give all ranks one batch: leave it off, and let each rank read its own"
+        )
 
-    def save_model(output_dir: str | None = None, _internal_call: bool = False) -> None:
-        save_checkpoint(model, output_dir or trainer.args.output_dir)
 
-    trainer.save_model = save_model
+def _from_each_share(accelerator: Any, tp: int) -> Callable[..., Any]:
+    """`gather_for_metrics` with each sample once: the ranks of a tp group have the same ones."""
+    from accelerate.utils import recursively_apply
+
+    gather, stock = accelerator.gather, accelerator.gather_for_metrics
+
+    def once(data: Any) -> Any:
+        def first_of_each_group(tensor: Tensor) -> Tensor:
+            return tensor.unflatten(0, (dist.get_world_size(), -1))[::tp].flatten(0, 1)
+
+        return recursively_apply(first_of_each_group, gather(data))
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        """Tensors, or tuples, lists and dicts of them, from each data-parallel rank."""
+        if use_gather_object:
+            raise ValueError(
+                "beside a planned model gather_for_metrics gathers tensors alone: leave use_gather_object off"
+            )
+        recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)
+        accelerator.gather = once
+        try:
+            return stock(input_data)
+        finally:
+            accelerator.gather = gather
+
+    return gather_for_metrics
+
+
+def _refused(name: str, instead: str) -> Callable[..., Never]:
+    def refuse(*_: Any, **__: Any) -> Never:
+        raise ValueError(f"accelerate's {name} does not know the shards of a planned model: call {instead}")
+
+    return refuse

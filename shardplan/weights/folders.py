@@ -18,7 +18,7 @@ def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
 
     Args:
         overwrite: `folder` may exist and have files.
-        marks: names of files, one of which a folder must have to be overwritten.
+        marks: names of files and folders, one of which a folder must have to be overwritten. It has no other folders.
 
     Raises:
         ValueError: `folder` is a file, has files and `overwrite` is not given, or is not such a folder.
@@ -47,7 +47,7 @@ def _check_existing(folder: Path, overwrite: bool, marks: tuple[str, ...]) -> No
         raise ValueError(
             f"{folder} has files but none of {', '.join(marks)}: it is not a checkpoint, so it is not overwritten"
         )
-    below = [path.name for path in folder.iterdir() if path.is_dir()]
+    below = [path.name for path in folder.iterdir() if path.is_dir() and path.name not in marks]
     if below:
         raise ValueError(f"{folder} contains the folder {below[0]!r}, which would be lost: name another folder")
 
@@ -103,6 +103,14 @@ def _remove_old(folder: Path) -> None:
     if old.exists():
         old.rename(removed)
         abandon(removed)
+
+
+def remove(folder: Path) -> None:
+    """Remove a complete folder: no part of it ever has its name."""
+    removed = beside(folder, "removed")
+    abandon(removed)
+    folder.rename(removed)
+    abandon(removed)
 
 
 def abandon(new: Path) -> None:

@@ -1,0 +1,167 @@
+"""Saving, resuming and exporting a planned model in transformers' Trainer, with shardplan's own functions."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shardplan.runtime.apply import applied
+from shardplan.weights import load_checkpoint, load_training_state, save_checkpoint, save_training_state
+from shardplan.weights.all_ranks import all_or_none, is_first
+from shardplan.weights.checkpoint_names import inner_model
+from shardplan.weights.folders import abandon, begin, beside, commit, remove
+
+# A checkpoint-N of the Trainer is a Hugging Face folder, with this folder of `save_training_state` in it.
+_TRAINING_STATE, _TRAINER_STATE = "training_state", "trainer_state.json"
+_IGNORED = {
+    "push_to_hub": "upload the folder that save_model writes",
+    "save_on_each_node": "name an output_dir that all nodes see",
+    "auto_find_batch_size": "set the batch size: a rank that runs out of memory alone would leave the others waiting",
+    "eval_use_gather_object": "let compute_metrics work on tensors",
+    "bf16_full_eval": "it would cast the sharded parameters",
+    "fp16_full_eval": "it would cast the sharded parameters",
+}
+
+
+def save_and_resume(trainer: Any, model: nn.Module) -> None:
+    """Give a Trainer the methods by which it saves and loads a planned model.
+
+    Raises:
+        ValueError: the Trainer has another model, or a setting that it could not follow.
+    """
+    _check(trainer, model)
+    saves = _Saves(trainer, model)
+    trainer._save_checkpoint = saves.save
+    trainer.save_model = saves.save_model
+    trainer._save_optimizer_and_scheduler = saves.save_optimizer
+    trainer._load_from_checkpoint = saves.check
+    trainer._load_optimizer_and_scheduler = saves.load
+    trainer._load_best_model = saves.load_best
+
+
+def _check(trainer: Any, model: nn.Module) -> None:
+    if trainer.model is not model:
+        raise ValueError("the Trainer was made with another model: pass it what apply_plan returned")
+    if trainer.model_init is not None:
+        raise ValueError("model_init would replace the planned model when training starts: pass the model alone")
+    for setting, instead in _IGNORED.items():
+        if getattr(trainer.args, setting):
+            raise ValueError(f"the Trainer cannot do {setting} with a planned model: {instead}")
+    if trainer.compute_metrics is not None and applied(model).program.sharded_logits:
+        raise ValueError("compute_metrics needs whole logits: apply the plan with logits='replicated'")
+    if trainer.optimizer is not None:
+        applied(model).check_optimizer(_own(trainer.optimizer))
+    if trainer.args.save_strategy != "no":
+        inner_model(model)
+
+
+class _Saves:
+    """What replaces methods of one Trainer."""
+
+    def __init__(self, trainer: Any, model: nn.Module):
+        self.trainer, self.model = trainer, model
+        self.write_checkpoint = trainer._save_checkpoint
+
+    def save(self, model: nn.Module, trial: Any) -> None:
+        """Write `checkpoint-N`: the Trainer writes into a hidden folder, which gets its name when all ranks are done."""
+        trainer, run = self.trainer, Path(self.trainer._get_output_dir(trial=trial))
+        folder = run / f"checkpoint-{trainer.state.global_step}"
+        with all_or_none(None, f"preparing to save {folder}"):
+            if is_first(None):
+                begin(folder, overwrite=True, marks=(_TRAINER_STATE, _TRAINING_STATE))
+        hidden = beside(folder, "new")
+        written = hidden / folder.name
+        trainer._get_output_dir = lambda trial: str(hidden)
+        try:
+            with all_or_none(None, f"saving {folder}"):
+                self.write_checkpoint(model, trial)
+        finally:
+            del trainer._get_output_dir
+        best = trainer.state.best_model_checkpoint
+        if best is not None and Path(best) == written:
+            trainer.state.best_model_checkpoint = str(folder)
+        with all_or_none(None, f"finishing {folder}"):
+            if is_first(None):
+                trainer.state.save_to_json(str(written / _TRAINER_STATE))
+                commit(written, folder, lambda name: False)
+                abandon(hidden)
+                _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model as an ordinary folder of Hugging Face, beside what else is in the folder. Call it on all ranks."""
+        folder = Path(output_dir or self.trainer.args.output_dir).resolve()
+        hidden = folder / ".model"
+        with all_or_none(None, f"preparing to save {folder}"):
+            if is_first(None):
+                abandon(hidden)
+        save_checkpoint(self.model, hidden, progress=False)
+        with all_or_none(None, f"finishing {folder}"):
+            if is_first(None):
+                self._write_beside_model(hidden)
+                for old in (*folder.glob("model*.index.json"), *folder.glob("model*.safetensors")):
+                    old.unlink()
+                for file in sorted(hidden.iterdir(), key=lambda file: file.name.endswith(".index.json")):
+                    file.replace(folder / file.name)  # the index last: without it, a part of a model is not read
+                hidden.rmdir()
+
+    def _write_beside_model(self, folder: Path) -> None:
+        trainer = self.trainer
+        words = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+        if words is not None:
+            words.save_pretrained(folder)
+        torch.save(trainer.args, folder / "training_args.bin")
+
+    def save_optimizer(self, output_dir: str) -> None:
+        extra = {"scheduler": self.trainer.lr_scheduler.state_dict(), "ranks": dist.get_world_size()}
+        save_training_state(self.model, _own(self.trainer.optimizer), Path(output_dir, _TRAINING_STATE), extra=extra)
+
+    def check(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Refuse a folder that training cannot be resumed from. `load` reads the weights, with the optimizer's state."""
+        folder = Path(resume_from_checkpoint)
+        for name in (_TRAINING_STATE, _TRAINER_STATE):
+            if not (folder / name).exists():
+                raise ValueError(
+                    f"training cannot be resumed from {folder}, which has no {name}: a Trainer with a planned model writes "
+                    "it unless save_only_model is set. load_checkpoint reads the weights alone"
+                )
+
+    def load(self, checkpoint: str | None) -> None:
+        """Read weights, optimizer, schedule and the place of the model's random numbers."""
+        if checkpoint is None:
+            return
+        extra = load_training_state(self.model, _own(self.trainer.optimizer), Path(checkpoint, _TRAINING_STATE))
+        self.trainer.lr_scheduler.load_state_dict(extra["scheduler"])
+        if extra["ranks"] != dist.get_world_size():
+            warnings.warn(
+                f"{checkpoint} is of {extra['ranks']} processes, not {dist.get_world_size()}: the random state of each process "
+                "(data collators, dropout outside of the plan) is not that of the run that wrote it",
+                stacklevel=2,
+            )
+
+    def load_best(self) -> None:
+        load_checkpoint(self.model, self.trainer.state.best_model_checkpoint, progress=False)
+
+
+def _own(optimizer: Any) -> Optimizer:
+    """The optimizer inside of accelerate's wrapper, which has no hooks."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
+    """Keep the newest checkpoint and the best, and of the others as many as the limit allows. The Trainer's own function
+    leaves a part of a checkpoint under its name when it is killed."""
+    for unfinished in newest.parent.glob(".checkpoint-*.new"):
+        abandon(unfinished)
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*")}
+    saved = sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
+    kept = {path for path in saved if path == newest or (best is not None and path == Path(best))}
+    if limit is not None and limit > 0:
+        surplus = max(len(saved) - max(limit, len(kept)), 0)
+        for path in [path for path in saved if path not in kept][:surplus]:
+            remove(path)
