@@ -217,6 +217,10 @@ def test_suggestions():
         ('{"model_type": "llama", "num_attention_heads": 0}', "SP509", ""),
         ('{"model_type": "llama", "vocab_size": 1e400}', "SP509", ""),
         ('{"model_type": "llama", "get_text_config": "x"}', "SP509", ""),
+        ('{"model_type": "llama", "attention_dropout": 1.5}', "SP509", "attention_dropout is 1.5, and must be a prob"),
+        ('{"model_type": "llama", "attention_dropout": -0.1}', "SP509", "attention_dropout is -0.1"),
+        ('{"model_type": "gpt2", "resid_pdrop": NaN}', "SP509", "resid_pdrop is nan"),
+        ('\ufeff{"model_type": "llama"}', "SP502", "begins with a byte order mark"),
         ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "SP509", "at most 1000 layers can be built"),
         ('{"model_type": "gpt2", "n_layer": 1000000000}', "SP509", "at most 1000 layers can be built"),
         (

@@ -27,6 +27,17 @@ def said_of(model: object, sizes: dict[str, int], **options: object) -> tuple[st
     return type(error.value).__name__, str(error.value)
 
 
+def tied_units() -> tuple[str, str]:
+    """FSDP2 over one rank refuses what it refuses over several: one parameter in two units."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    model = small_model("llama", tied=True)
+    section = {"backend": "fsdp2", "units": ["model.layers.*", "lm_head"]}
+    with pytest.raises(ValueError, match="different FSDP units") as error:
+        shardplan.apply_plan(model, mesh, "llama", data_parallel=section, prove=False)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return type(error.value).__name__, str(error.value).splitlines()[0]
+
+
 def refused() -> dict[str, tuple[str, str]]:
     tp, dp = {"tp": 2}, {"dp_shard": 2}
     compiled_inside = small_model("llama")
@@ -39,7 +50,13 @@ def refused() -> dict[str, tuple[str, str]]:
     scattered = small_model("llama")
     weight = scattered.model.layers[0].mlp.up_proj.weight
     weight.data = weight.data.t().contiguous().t()
+    dropping = {}
+    for name, probability in (("too often", 1.5), ("below zero", -0.5), ("not a number", float("nan"))):
+        dropping[name] = small_model("gpt2")
+        dropping[name].transformer.drop.p = probability
     return {
+        **{name: said_of(model, tp) for name, model in dropping.items()},
+        "tied units": tied_units(),
         "word": said_of("llama", tp),
         "nothing": said_of(None, tp),
         "no forward": said_of(torch.nn.ModuleList([torch.nn.Linear(4, 4)]), dp),
@@ -56,6 +73,13 @@ def refused() -> dict[str, tuple[str, str]]:
 
 
 SAID = {
+    "too often": (
+        "ValueError",
+        "the module transformer.drop drops with the probability 1.5, which must be from 0 to 1",
+    ),
+    "below zero": ("ValueError", "the module transformer.drop drops with the probability -0.5"),
+    "not a number": ("ValueError", "the module transformer.drop drops with the probability nan"),
+    "tied units": ("PlanError", "error[SP341]: "),
     "word": ("TypeError", "model must be a torch Module, not the word 'llama': build the model first"),
     "nothing": ("TypeError", "model must be a torch Module, not a NoneType"),
     "no forward": ("ValueError", "the model is a ModuleList, which has no forward"),

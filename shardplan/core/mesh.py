@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -55,7 +55,12 @@ def canonical_axis(name: str) -> Axis | None:
 
 @dataclass(frozen=True, slots=True)
 class MeshSizes:
-    """The number of ranks on each axis. `tp` None means that no size is given."""
+    """The number of ranks on each axis. `tp` None means that no size is given.
+
+    Args:
+        shards: how many axes of a DeviceMesh split parameters (dp_shard, cp): with one, a backend wraps the model even over
+            one rank. Other meshes are sizes alone, where an axis of one rank is none.
+    """
 
     tp: int | None = None
     dp_shard: int = 1
@@ -63,6 +68,7 @@ class MeshSizes:
     cp: int = 1
     ep: int = 1
     pp: int = 1
+    shards: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:

@@ -4,5 +4,5 @@ MAX_BYTES = 2**20  # of a file; a plan that lists every module of a 126-layer mo
 MAX_DEPTH = 16  # of nested lists and mappings; the language needs 4
 MAX_NODES = 100_000  # keys and values, what an alias repeats counted each time
 MAX_ALTERNATIVES = 20_000  # of all patterns of one plan together
-MAX_FINDINGS = 200  # about one file
+MAX_FINDINGS = 200  # about one file, and about the rules of one plan for a model
 MAX_ANCESTORS = 8  # plans that a plan extends, and those extend

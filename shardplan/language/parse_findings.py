@@ -16,7 +16,7 @@ TOO_LARGE = Code(
     A plan is read in bounded time and memory, whatever it contains: a file of at most 1 MiB with at most
     100,000 keys and values, at most 16 levels deep; patterns of at most 1,000 characters that stand for at
     most 1,000 alternatives each and 20,000 together. Aliases (`*name`) count each time they are used.
-    Only the first 200 findings about a file are shown.
+    Only the first 200 findings about a file, and about its rules for a model, are shown.
 
     Real plans are far below: one that lists every module of a model of 126 layers by name has 0.1 MiB. Write
     one pattern where many entries say the same.

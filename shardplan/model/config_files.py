@@ -106,11 +106,16 @@ def read(path: Path, shown: str, *, trust_remote_code: bool) -> ConfigFile:
 def _parse(path: Path, shown: str) -> Any:
     try:
         size = path.stat().st_size
-        text = path.read_bytes().decode("utf-8-sig") if size <= MAX_BYTES else None
+        text = path.read_bytes().decode("utf-8") if size <= MAX_BYTES else None
     except (OSError, UnicodeDecodeError) as error:
         raise refuse(NOT_JSON, f"{shown} cannot be read: {error}", file=shown) from None
     if text is None:
         raise refuse(NOT_JSON, f"{shown} is {size} bytes long; at most {MAX_BYTES} bytes are read", file=shown)
+    if text.startswith("\ufeff"):  # transformers reads no such file
+        help = "save it as UTF-8 without the mark"
+        raise refuse(
+            NOT_JSON, f"{shown} begins with a byte order mark, which JSON does not have", help=help, file=shown
+        )
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

@@ -69,8 +69,8 @@ BAD_CALLABLE = Code(
 CANNOT_BUILD = Code(
     "SP509",
     "a model that cannot be built",
-    "transformers refuses the configuration, or building the model from it fails. The note has the reason. Numbers of layers or experts that no machine could build are refused before they are "
-    "tried.",
+    "transformers refuses the configuration, or building the model from it fails. The note has the reason. Numbers of layers or experts that no machine could build, and dropout probabilities outside "
+    "0 to 1, are refused before they are tried.",
     bad='{"model_type": "llama", "hidden_size": "4096"}',
     good='{"model_type": "llama", "hidden_size": 4096}',
 )

@@ -22,6 +22,7 @@ from .settings import Setting, with_settings
 MAX_LAYERS = 1_000  # the deepest models on the hub have some 130
 MAX_EXPERTS = 1_000_000  # layers times experts
 LAYERS = re.compile(r"(^|_)(n_?layers?|num_.*layers|layers|depth|num_blocks)$")
+DROPOUT = re.compile(r"(dropout|pdrop|layerdrop)(_prob|_rate|_p)?$")
 EXPERTS = re.compile(r"(^|_)experts$|^expert_num$")
 
 
@@ -95,7 +96,7 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
 
 
 def _excess(config: PreTrainedConfig) -> Iterator[str]:
-    """Each number that is too large or too small to build, in this configuration and those nested in it."""
+    """Each number that is too large or too small to build or to run, in this configuration and those nested in it."""
     layers, experts = 1, 1
     width = getattr(config, "hidden_size", None)
     if isinstance(width, int) and width < 1:
@@ -103,6 +104,8 @@ def _excess(config: PreTrainedConfig) -> Iterator[str]:
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _excess(value)
+        elif DROPOUT.search(name) and isinstance(value, int | float) and not 0 <= value <= 1:
+            yield f"{name} is {value}, and must be a probability, from 0 to 1"  # some classes draw with it only in a step
         elif isinstance(value, int) and LAYERS.search(name):
             layers = max(layers, value)
             if value > MAX_LAYERS:

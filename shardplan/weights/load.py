@@ -107,7 +107,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: no plan was applied; the model has adapters, or is on the meta device in part; a file is damaged; the
-            index names a file outside the folder; names or shapes do not fit, with all of them; tied parameters have
+            index names a file outside the folder; names, shapes or dtypes do not fit (integers for floating-point numbers, or the reverse), with all of them; tied parameters have
             different values; the checkpoint is quantized.
         FileNotFoundError: the folder or a file of it is missing.
         RuntimeError: another rank failed, or sees other files. Every rank raises.
@@ -188,6 +188,11 @@ def _prepare(model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str
         for entry in tensors
         if (source := sources[entry.name]) is not None and source.shape != entry.tensor.shape
     ]
+    wrong += [
+        f"{entry.name} is {_short(source.dtype)} in the checkpoint and {_short(entry.tensor.dtype)} in the model"
+        for entry in tensors
+        if (source := sources[entry.name]) is not None and _is_inexact(source.dtype) != _is_inexact(entry.tensor.dtype)
+    ]
     if wrong or (strict and (missing or unexpected)):
         known = [name for entry in tensors for name in entry.names]
         raise ValueError(_misfit(folder, [entry.name for entry in missing], unexpected, wrong, known))
@@ -204,6 +209,15 @@ def _prepare(model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str
         found.conversions,
         sum(one.dtype.itemsize * torch.Size(one.shape).numel() for one in stored.values()),
     )
+
+
+def _is_inexact(dtype: torch.dtype) -> bool:
+    """Whether a dtype's numbers are real or complex: none of the other kind have the same meaning when they are cast."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _source(entry: StateEntry, found: Resolved) -> Lazy | None:

@@ -14,6 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shardplan.model.stored_tensors import MAX_DIGITS
+
 from .lazy import Box
 
 ONE_FILE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
@@ -32,6 +34,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+LONGEST = 200  # characters of a name in a message
 OPEN_FILES = 4  # the experts of one layer may be spread over some files
 
 
@@ -50,7 +53,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: there is no such folder, no safetensors in it, or a file that its index names is missing.
-        ValueError: a file is damaged, or the index names a file outside the folder or a tensor that is not there.
+        ValueError: a file is damaged, a name has an absurd index, or the index names a file outside the folder or a tensor that is not there.
     """
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -100,7 +103,7 @@ def _index(folder: Path) -> dict[str, str] | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8-sig"))  # some editors write a byte order mark
     except ValueError as error:
         raise ValueError(f"{path} is not JSON ({error}): it is damaged") from error
     if not isinstance(content, dict):
@@ -126,7 +129,16 @@ def _header(path: Path) -> list[StoredTensor]:
     unknown = [(name, dtype) for name, (_, dtype) in kinds.items() if dtype not in DTYPES]
     if unknown:
         raise ValueError(f"{path}: the dtype {unknown[0][1]} of {unknown[0][0]} is not supported")
+    absurd = next((name for name in kinds if any(map(_is_absurd, name.split(".")))), None)
+    if absurd is not None:
+        shown = absurd if len(absurd) <= LONGEST else f"{absurd[:LONGEST]}..."
+        raise ValueError(f"{path}: the index in {shown!r} is not a number of at most {MAX_DIGITS} digits")
     return [StoredTensor(name, path, shape, DTYPES[dtype]) for name, (shape, dtype) in kinds.items()]
+
+
+def _is_absurd(part: str) -> bool:
+    """Whether a part of a name looks like an index, but counts no layers or experts: transformers makes an integer of it."""
+    return part.isdigit() and not (part.isascii() and len(part) <= MAX_DIGITS)
 
 
 class Reader:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from shardplan.core.diagnostics import Code, Diagnostic
+from collections.abc import Iterable
+from itertools import islice
+
+from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.language.inherit import effective_sections
+from shardplan.language.limits import MAX_FINDINGS
+from shardplan.language.parse_findings import TOO_LARGE
 
 from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .combine import CONTRADICTION, contradictions
@@ -59,7 +64,7 @@ def bind(
     )
     return resolved, (
         *other_model(plan, tree),
-        *findings(plan, stack, names),
+        *_first(findings(plan, stack, names)),
         *contradictions(resolved),
         *about_sums,
         *about_units,
@@ -67,6 +72,23 @@ def bind(
         *about_checkpointed,
         *about_compiled,
     )
+
+
+def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """The first findings, and one that says that there are more: a plan of a megabyte can have 20,000 wrong rules, each for
+    all layers."""
+    findings = tuple(islice(found, MAX_FINDINGS + 1))
+    if len(findings) <= MAX_FINDINGS:
+        return findings
+    *first, next_one = findings
+    more = Diagnostic(
+        code=TOO_LARGE.code,
+        severity=Severity.ERROR,
+        message=f"there are more than {MAX_FINDINGS} findings about the rules",
+        primary=next_one.primary,
+        help="fix the first ones; that may fix others",
+    )
+    return (*first, more)
 
 
 __all__ = ["CODES", "bind"]

@@ -138,10 +138,11 @@ def fully_shards(resolved: ResolvedPlan) -> bool:
 
 
 def severity(resolved: ResolvedPlan) -> Severity:
-    """An error where FSDP2 takes part; a warning where the sizes leave it out but the plan would not work
-    with it."""
+    """An error where FSDP2 takes part, also over one rank (torch refuses the same there); a warning where the sizes leave it
+    out but the plan would not work with it."""
     sizes = resolved.sizes
-    return Severity.ERROR if sizes.dp_shard * sizes.dp_replicate * sizes.cp > 1 else Severity.WARNING
+    wraps = sizes.shards > 0 and resolved.data_parallel is not None
+    return Severity.ERROR if wraps or sizes.dp_shard * sizes.dp_replicate * sizes.cp > 1 else Severity.WARNING
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:

@@ -28,7 +28,8 @@ class PlanMesh:
 
     @property
     def sizes(self) -> MeshSizes:
-        return MeshSizes(**{axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp())
+        sizes = {axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp()
+        return MeshSizes(**sizes, shards=sum(axis in self.names for axis in (Axis.DP_SHARD, Axis.CP)))
 
     def _no_tp(self) -> dict[str, int]:
         return {} if Axis.TP in self.names else {"tp": 1}

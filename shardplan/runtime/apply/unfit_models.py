@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 QUANTIZED = (torch.int8, torch.uint8)
 
 
@@ -17,7 +18,7 @@ def refuse_unfit(model: object) -> nn.Module:
     Raises:
         TypeError: it is no module.
         ValueError: it has no forward; it, or a module in it, is compiled or in a data-parallel wrapper, or its weights are
-            quantized.
+            quantized; a dropout probability is not from 0 to 1.
     """
     if not isinstance(model, nn.Module):
         said = f"the word {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
@@ -39,6 +40,10 @@ def refuse_unfit(model: object) -> nn.Module:
                 f"{where} is in the wrapper {type(module).__name__}: unwrap it (`.module`), and write `data_parallel` in the "
                 "plan, which wraps after it shards"
             )
+        if (
+            isinstance(module, DROPOUTS) and not 0 <= module.p <= 1
+        ):  # torch looks only when it is made, and lets NaN pass
+            raise ValueError(f"{where} drops with the probability {module.p}, which must be from 0 to 1")
     _refuse_quantized(model)
     return model
 
