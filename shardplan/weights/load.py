@@ -107,7 +107,8 @@ def load_checkpoint(
 
     Raises:
         ValueError: no plan was applied; the model has adapters, or is on the meta device in part; a file is damaged; the
-            index names a file outside the folder; names, shapes or dtypes do not fit (integers for floating-point numbers, or the reverse), with all of them; tied parameters have
+            index names a file outside the folder; names, shapes or dtypes do not fit (integers for floating-point numbers, or
+            the reverse), with all of them; tied parameters have
             different values; the checkpoint is quantized.
         FileNotFoundError: the folder or a file of it is missing.
         RuntimeError: another rank failed, or sees other files. Every rank raises.

@@ -53,7 +53,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises:
         FileNotFoundError: there is no such folder, no safetensors in it, or a file that its index names is missing.
-        ValueError: a file is damaged, a name has an absurd index, or the index names a file outside the folder or a tensor that is not there.
+        ValueError: a file is damaged, a name has an absurd index, or the index names a file outside the folder or a tensor that
+            is not there.
     """
     if not folder.is_dir():
         raise FileNotFoundError(

@@ -40,9 +40,8 @@ def refuse_unfit(model: object) -> nn.Module:
                 f"{where} is in the wrapper {type(module).__name__}: unwrap it (`.module`), and write `data_parallel` in the "
                 "plan, which wraps after it shards"
             )
-        if (
-            isinstance(module, DROPOUTS) and not 0 <= module.p <= 1
-        ):  # torch looks only when it is made, and lets NaN pass
+        # torch looks only when it is made, and lets NaN pass.
+        if isinstance(module, DROPOUTS) and not 0 <= module.p <= 1:
             raise ValueError(f"{where} drops with the probability {module.p}, which must be from 0 to 1")
     _refuse_quantized(model)
     return model
