@@ -18,4 +18,6 @@ def apply_ddp(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped
         mesh: dp_replicate.
         wrapped: not used: DDP has buckets, not units.
     """
-    return DistributedDataParallel(model, process_group=mesh.get_group(), **(section.ddp or DDP()).values)
+    defaults = DDP().values  # torch's own; passing one can warn
+    changed = {name: value for name, value in (section.ddp or DDP()).values.items() if value != defaults[name]}
+    return DistributedDataParallel(model, process_group=mesh.get_group(), **changed)
