@@ -15,6 +15,7 @@ from shardplan.language.parse_findings import TOO_LARGE
 
 from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .combine import CONTRADICTION, contradictions
+from .conditions import NO_VALUE, OTHER_CONFIGURATION, decided
 from .dead import DEAD
 from .matching import Names
 from .models import OTHER_MODEL, other_model
@@ -22,7 +23,18 @@ from .section_globs import PARAMETERS, expand, wrapped
 from .summed_blocks import SUMMED, declared_sums
 from .units import ignored, units_and_parts
 
-CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS, SUMMED)
+CODES: tuple[Code, ...] = (
+    DEAD,
+    BOTH,
+    CONFLICT,
+    TWICE,
+    OTHER_MODEL,
+    CONTRADICTION,
+    PARAMETERS,
+    SUMMED,
+    NO_VALUE,
+    OTHER_CONFIGURATION,
+)
 
 
 def bind(
@@ -31,7 +43,7 @@ def bind(
     """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
 
     Args:
-        plan: the plan, with what it extends.
+        plan: the plan, with what it extends; its conditions are decided.
         tree: the picture of the model.
         sizes: of the mesh.
         overlays: the sections that are laid over the tensor-parallel rules.
@@ -91,4 +103,4 @@ def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return (*first, more)
 
 
-__all__ = ["CODES", "bind"]
+__all__ = ["CODES", "bind", "decided"]
