@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass
 from functools import cache
 
-from shardplan.compiler.bind import bind, decided
+from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
@@ -61,6 +61,5 @@ def command(line: str) -> Command:
 def findings(example: str) -> tuple[Diagnostic, ...]:
     """What binding and checking say about an example."""
     said = command(example.partition("\n")[0])
-    file, undecided = decided(plan(example), tree(said.model))
-    resolved, about = bind(file, tree(said.model), said.sizes, overlays_of(said.sequence_parallel))
-    return (*undecided, *about, *check(resolved, seq_len=said.seq_len))
+    resolved, about = bind(plan(example), tree(said.model), said.sizes, overlays_of(said.sequence_parallel))
+    return (*about, *check(resolved, seq_len=said.seq_len))

@@ -130,9 +130,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 
 
 def bound(rules: str, tree: ModuleTree = LLAMA, head: str = "") -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
-    file, about = decided(plan(f'version: "1"\nname: mine\n{head}tensor_parallel:\n{rules}'), tree)
-    resolved, more = bind(file, tree, MeshSizes())
-    return resolved, (*about, *more)
+    return bind(plan(f'version: "1"\nname: mine\n{head}tensor_parallel:\n{rules}'), tree, MeshSizes())
 
 
 def styles(resolved: ResolvedPlan) -> dict[str, str]:
@@ -171,8 +169,7 @@ def test_a_child_removes_an_inherited_rule_that_does_not_apply(tmp_path: Path) -
         (tmp_path / "child.yaml").write_text(child)
         parsed = lint_plan(tmp_path / "child.yaml")
         assert parsed.plan is not None
-        file, found = decided(parsed.plan, LLAMA)
-        assert (*parsed.diagnostics, *found, *bind(file, LLAMA, MeshSizes())[1]) == ()
+        assert (*parsed.diagnostics, *bind(parsed.plan, LLAMA, MeshSizes())[1]) == ()
 
 
 def test_an_inherited_rule_that_a_false_one_would_remove_answers_for_itself(tmp_path: Path) -> None:
@@ -183,8 +180,13 @@ def test_an_inherited_rule_that_a_false_one_would_remove_answers_for_itself(tmp_
         (tmp_path / "child.yaml").write_text(child)
         parsed = lint_plan(tmp_path / "child.yaml")
         assert parsed.plan is not None
-        file, found = decided(parsed.plan, LLAMA)
-        assert [d.code for d in (*found, *bind(file, LLAMA, MeshSizes())[1])] == codes
+        assert [d.code for d in bind(parsed.plan, LLAMA, MeshSizes())[1]] == codes
+
+
+def test_the_first_configuration_decides() -> None:
+    file, _ = decided(plan(f'version: "1"\ntensor_parallel:\n  {Q}: {{style: colwise, when: heads > 8}}\n'), LLAMA)
+    resolved, found = bind(file, replace(LLAMA, fields={"heads": 2}), MeshSizes())  # as of a reduced model
+    assert (styles(resolved), found) == ({"self_attn.q_proj": "colwise"}, ())
 
 
 def test_sums_have_conditions() -> None:

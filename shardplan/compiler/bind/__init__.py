@@ -43,11 +43,12 @@ def bind(
     """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
 
     Args:
-        plan: the plan, with what it extends; its conditions are decided.
+        plan: the plan, with what it extends. Conditions that are not decided yet are decided by this tree's configuration.
         tree: the picture of the model.
         sizes: of the mesh.
         overlays: the sections that are laid over the tensor-parallel rules.
     """
+    plan, undecided = decided(plan, tree)
     names = Names(tree)
     stack = layers(plan, names, overlays)
     sections = effective_sections(plan)
@@ -75,6 +76,7 @@ def bind(
         sums=sums,
     )
     return resolved, (
+        *undecided,
         *other_model(plan, tree),
         *_first(findings(plan, stack, names)),
         *contradictions(resolved),

@@ -107,12 +107,13 @@ def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...
     for overlay in OVERLAYS:
         if overlay in overlays:
             sections += [(file, overlay, file.rules(overlay)) for file in plan.lineage]
-    return tuple(
-        Layer(file, section, acting, tuple(names.reach(parse_glob(rule.pattern)) for rule in acting), keys)
-        for file, section, rules in sections
-        if (keys := frozenset(rule.pattern for rule in rules))
-        for acting in [tuple(rule for rule in rules if applies(rule))]
-    )
+    return tuple(_layer(file, section, rules, names) for file, section, rules in sections if rules)
+
+
+def _layer(file: PlanFile, section: Section, rules: tuple[Rule, ...], names: Names) -> Layer:
+    acting = tuple(rule for rule in rules if applies(rule))
+    reached = tuple(names.reach(parse_glob(rule.pattern)) for rule in acting)
+    return Layer(file, section, acting, reached, frozenset(rule.pattern for rule in rules))
 
 
 def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
