@@ -60,6 +60,8 @@ SLOW = [
         "falcon", {"new_decoder_architecture": True, "num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8}
     ),  # 40B
     Row("falcon", {"multi_query": False, "alibi": True, "parallel_attn": False, "bias": True}),  # RW 1B
+    Row("gemma3_text", {"num_attention_heads": 4, "num_key_value_heads": 1}),  # Gemma 3 1B
+    Row("doge", {"is_moe": True}),  # Doge 120M MoE
     Row("youtu", {"q_lora_rank": None}),
     Row("minicpm3", {"q_lora_rank": None}),
     Row("kimi_linear", {"first_k_dense_replace": 0, "num_hidden_layers": 8}),
