@@ -11,6 +11,7 @@ from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
 from shardplan.core.suggest import closest, did_you_mean
 from shardplan.core.sum_outputs import SumRule
 from shardplan.core.tree import ModuleTree
+from shardplan.language.limits import MAX_FINDINGS
 
 NO_VALUE = Code(
     code="SP209",
@@ -95,7 +96,7 @@ class _Conditions:
             location = Location(plan.file, (*path, "when"), "value")
             value = self.value(rule.when, location)
             if value is None and (section, rule.pattern) in restated:
-                del self.findings[location]
+                self.findings.pop(location, None)
             return bool(value)
 
         own = replace(
@@ -125,7 +126,9 @@ class _Conditions:
             )
 
     def value(self, condition: str, location: Location) -> bool | None:
-        """Whether a condition holds; None, and a finding, where it has no value."""
+        """Whether a condition holds; None, and a finding, where it has no value. After many findings no more are made."""
+        if len(self.findings) >= MAX_FINDINGS:
+            return None
         try:
             return holds(_parse(condition), self.tree.fields)
         except EvaluationError as error:
