@@ -35,6 +35,7 @@ QUICK = {
     "test_cli",
     "test_cli_fuzz",
     "test_cli_list",
+    "test_conditions",
     "test_fuzz_parse",
     "test_generated",
     "test_lazy",

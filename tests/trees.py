@@ -63,7 +63,7 @@ class Builder:
         tied: tuple[tuple[str, ...], ...] = (),
         base_prefix: str = "",
     ) -> ModuleTree:
-        return ModuleTree(class_names, model_type, self.modules, numbers, tied, base_prefix)
+        return ModuleTree(class_names, model_type, self.modules, numbers, tied, base_prefix, fields=numbers)
 
 
 def attention(

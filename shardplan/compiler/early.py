@@ -168,12 +168,16 @@ def early_findings(
         sequence_parallel: as for `validate`.
         sure: only errors that the whole check finds too; without it the others as well, as warnings with a note.
     """
+    from .bind import decided
     from .check.divisibility import check as check_sizes
     from .check.facts import Facts
 
     if sure and checkpoint.source is None:
         return ()
     folded = checkpoint.seen_by(plan)
+    plan, undecided = decided(plan, folded.tree)  # what config.json leaves out has the model's own default
+    if sure and undecided:
+        return ()
     variants = bind_variants(plan, folded.tree, sizes, wanted_variants(plan, sequence_parallel))
     certain: set[Diagnostic] = set()
     findings = {}
@@ -187,7 +191,7 @@ def early_findings(
                 certain.update(wrong)
             found += wrong
         shown = [d if d in certain else _unsure(d) for d in found if d in certain or not sure]
-        findings[on] = tuple(replace(d, modules=folded.all_of(d.modules)) for d in shown)
+        findings[on] = (*map(_unsure, undecided), *(replace(d, modules=folded.all_of(d.modules)) for d in shown))
     return replace(variants, findings=findings).all_findings
 
 

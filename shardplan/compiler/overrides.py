@@ -31,7 +31,7 @@ def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | N
 
 def with_parent(child: PlanFile, parent: PlanFile) -> PlanFile:
     """The child plan over a parent that was read before."""
-    return replace(child, name=parent.name, models=parent.models, parent=parent)
+    return replace(child, name=parent.name, models=parent.models, configurations=parent.configurations, parent=parent)
 
 
 def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> ResolvedPlan:

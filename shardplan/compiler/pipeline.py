@@ -112,7 +112,12 @@ def look_up(
         findings += over.diagnostics
         sources = SourceMap({**sources.files, **over.sources.files})
         read = with_parent(over.plan, read) if over.plan and read else None
-    return Given(model, found, read, sources, findings)
+    if found is not None and read is not None:
+        from .bind import decided
+
+        read, about = decided(read, found.tree)
+        findings += about
+    return Given(model, found, read if not any_error(findings) else None, sources, findings)
 
 
 @dataclass(frozen=True)

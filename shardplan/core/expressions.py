@@ -4,6 +4,10 @@
     term       = factor {("*" | "//") factor}
     factor     = whole number | name {"." name} | "(" expression ")"
 
+A condition over its numbers and booleans, such as `num_local_experts > 1 and not q_lora_rank`, adds comparisons (`==`, `!=`,
+`<`, `<=`, `>`, `>=`), `not`, `and` and `or`, which bind as in Python. Each of them is 1 or 0, a boolean of the configuration too,
+and a field that is None counts as 0. A condition holds where its value is not 0.
+
 Python's parser decides what binds to what. It never reads the text of a plan, only a skeleton such as `0*(1//2)` whose
 numbers stand for the operands. Names that Python does not allow (`layers.0.size`), its keywords, warnings and limits
 therefore do not matter.
@@ -16,20 +20,33 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Literal
 
 MAX_LENGTH = 200  # characters
 MAX_DIGITS = 12  # of a number written out
 MAX_NESTING = 10  # of parentheses
 
-Operator = Literal["+", "-", "*", "//"]
-OPERATORS: dict[Operator, Callable[[int, int], int]] = {
+Operator = Literal["+", "-", "*", "//", "==", "!=", "<", "<=", ">", ">=", "and", "or"]
+ARITHMETIC: dict[Operator, Callable[[float, float], float]] = {
     "+": operator.add,
     "-": operator.sub,
     "*": operator.mul,
     "//": operator.floordiv,
 }
+LOGIC: dict[Operator, Callable[[float, float], float]] = {  # in conditions alone
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "and": lambda a, b: bool(a) and bool(b),
+    "or": lambda a, b: bool(a) or bool(b),
+}
+OPERATORS = ARITHMETIC | LOGIC
+NOT = "not"
+WORDS = frozenset(sign for sign in (*LOGIC, NOT) if sign.isalpha())  # names elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +72,14 @@ class Operation:
     right: Expression
 
 
-Expression = Number | Name | Operation
+@dataclass(frozen=True, slots=True)
+class Negation:
+    """`not` of an expression, in a condition."""
+
+    operand: Expression
+
+
+Expression = Number | Name | Operation | Negation
 
 
 class ExpressionError(ValueError):
@@ -90,22 +114,40 @@ def parse_expression(text: str) -> Expression:
     Raises:
         ExpressionError: it is malformed or too long.
     """
+    return _parse(text, condition=False)
+
+
+def parse_condition(text: str) -> Expression:
+    """Reads a condition.
+
+    Raises:
+        ExpressionError: it is malformed or too long.
+    """
+    return _parse(text, condition=True)
+
+
+def _parse(text: str, *, condition: bool) -> Expression:
     if len(text) > MAX_LENGTH:
         reason = f"the expression has {len(text)} characters, at most {MAX_LENGTH} are allowed"
         raise ExpressionError(reason, 0, len(text))
+    signs = OPERATORS if condition else ARITHMETIC
     operands: list[Number | Name] = []
-    skeleton = ""
+    skeleton: list[str] = []
     depth, complete = 0, False  # open parentheses; whether an operand has ended
     for match in _TOKEN.finditer(text.rstrip()):
-        word, operand = match["word"], match["operand"]
+        word = match["word"]
+        operand = bool(match["operand"]) and not (condition and word in WORDS)
         wrong = partial(ExpressionError, start=match.start("word"), end=match.end())
-        if match["other"]:
-            raise wrong(f"`{word}` has no meaning here{'; write `//` to divide' if word == '/' else ''}")
+        if match["other"] or (word in LOGIC and not operand and not condition):
+            instead = "`//` to divide" if word == "/" else "`==` to compare" if word == "=" and condition else ""
+            raise wrong(f"`{word}` has no meaning here{instead and '; write '}{instead}")
         if complete:
-            fits = word in OPERATORS or word == (")" if depth else "")
-            expected = "an operator or `)`" if depth else "an operator (+ - * //)"
+            fits = word in signs or word == (")" if depth else "")
+            known = " ".join(signs)
+            expected = "an operator or `)`" if depth else f"an operator ({known})"
         else:
-            fits, expected = operand or word == "(", "a number or a name"
+            negates = condition and word == NOT and (skeleton or ["("])[-1] in ("(", "and", "or", NOT)
+            fits, expected = operand or word == "(" or negates, "a number or a name"
         if not fits:
             raise wrong(f"{f'`{word}`' if word else 'the end'} stands where {expected} is expected")
         if word.isdigit() and len(word) > MAX_DIGITS:
@@ -115,9 +157,12 @@ def parse_expression(text: str) -> Expression:
             raise wrong(f"parentheses are nested more than {MAX_NESTING} deep")
         if operand:
             operands.append(Number(int(word)) if word.isdigit() else Name(word))
-        complete = bool(operand) or word == ")"
-        skeleton += str(len(operands) - 1) if operand else word
-    return _read(ast.parse(skeleton, mode="eval").body, operands)
+        complete = operand or word == ")"
+        skeleton.append(str(len(operands) - 1) if operand else word)
+    tree = ast.parse(" ".join(skeleton), mode="eval").body
+    if any(isinstance(node, ast.Compare) and len(node.ops) > 1 for node in ast.walk(tree)):
+        raise ExpressionError("comparisons are not chained; join them with `and`", 0, len(text))
+    return _read(tree, operands)
 
 
 def evaluate(expression: Expression, numbers: Mapping[str, int | float]) -> int:
@@ -132,7 +177,23 @@ def evaluate(expression: Expression, numbers: Mapping[str, int | float]) -> int:
     unknown = tuple(dict.fromkeys(name for name in names(expression) if name not in numbers))
     if unknown:
         raise EvaluationError(f"the configuration has no number {' and no number '.join(unknown)}", unknown)
-    return _value(expression, numbers)
+    return int(_value(expression, lambda name: _whole(name, numbers[name])))
+
+
+def holds(condition: Expression, fields: Mapping[str, int | float | str | None]) -> bool:
+    """Whether a condition holds.
+
+    Args:
+        fields: the fields of the configuration by name (`ModuleTree.fields`).
+
+    Raises:
+        EvaluationError: names of no field (all of them), a field that is neither a number nor a boolean nor None, a division
+            by zero.
+    """
+    unknown = tuple(dict.fromkeys(name for name in names(condition) if name not in fields))
+    if unknown:
+        raise EvaluationError(f"the configuration has no field {' and no field '.join(unknown)}", unknown)
+    return bool(_value(condition, lambda name: _number(name, fields[name])))
 
 
 def names(expression: Expression) -> Iterator[str]:
@@ -143,19 +204,29 @@ def names(expression: Expression) -> Iterator[str]:
         case Operation(_, left, right):
             yield from names(left)
             yield from names(right)
+        case Negation(operand):
+            yield from names(operand)
 
 
-def _value(expression: Expression, numbers: Mapping[str, int | float]) -> int:
+def _value(expression: Expression, read: Callable[[str], float]) -> float:
     match expression:
         case Number(value):
             return value
         case Name(name):
-            return _whole(name, numbers[name])
+            return read(name)
+        case Negation(operand):
+            return not _value(operand, read)
         case Operation(sign, left, right):
-            a, b = _value(left, numbers), _value(right, numbers)
+            a, b = _value(left, read), _value(right, read)
             if sign == "//" and b == 0:
                 raise EvaluationError(f"{a} // 0 is a division by zero")
             return OPERATORS[sign](a, b)
+
+
+def _number(name: str, value: float | str | None) -> float:
+    if isinstance(value, str):
+        raise EvaluationError(f"{name} is {value}, not a number, a boolean or None")
+    return value or 0
 
 
 def _whole(name: str, value: int | float) -> int:
@@ -166,9 +237,22 @@ def _whole(name: str, value: int | float) -> int:
 
 # A word with the blanks before it: an operand, a sign, what has no meaning, or at the end nothing.
 _TOKEN = re.compile(
-    r"\s*(?P<word>(?P<operand>[0-9]+|[A-Za-z_]\w*(?:\.\w+)*)|//|[-+*()]|(?P<other>.)|)", re.ASCII | re.DOTALL
+    r"\s*(?P<word>(?P<operand>[0-9]+|[A-Za-z_]\w*(?:\.\w+)*)|//|[=!<>]=|[-+*()<>]|(?P<other>.)|)", re.ASCII | re.DOTALL
 )
-_OPERATORS: dict[type[ast.operator], Operator] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//"}
+_SIGNS: dict[type[ast.AST], Operator] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.FloorDiv: "//",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.And: "and",
+    ast.Or: "or",
+}
 
 
 def _read(node: ast.expr, operands: Sequence[Number | Name]) -> Expression:
@@ -176,6 +260,11 @@ def _read(node: ast.expr, operands: Sequence[Number | Name]) -> Expression:
     match node:
         case ast.Constant(int(index)):
             return operands[index]
-        case ast.BinOp(left, sign, right):
-            return Operation(_OPERATORS[type(sign)], _read(left, operands), _read(right, operands))
+        case ast.BinOp(left, sign, right) | ast.Compare(left, [sign], [right]):
+            return Operation(_SIGNS[type(sign)], _read(left, operands), _read(right, operands))
+        case ast.BoolOp(sign, values):
+            first, *others = (_read(value, operands) for value in values)
+            return reduce(partial(Operation, _SIGNS[type(sign)]), others, first)
+        case ast.UnaryOp(ast.Not(), operand):
+            return Negation(_read(operand, operands))
     raise AssertionError(ast.dump(node))

@@ -59,6 +59,7 @@ class Rule:
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
             every rank computes in full (router logits of an auxiliary loss).
         regather: what is gathered along the sequence is not kept for backward: its shard is, which is gathered again there.
+        when: a condition over the configuration: without it, the rule is none. A bool: whether it holds.
     """
 
     pattern: str
@@ -75,6 +76,7 @@ class Rule:
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
     regather: bool = False
+    when: str | bool = True
 
     @property
     def options(self) -> dict[str, Any]:
@@ -101,6 +103,7 @@ class PlanFile:
         file: the document's display name, as in `Location.file`.
         data_parallel, activation_checkpointing, compile: as this document has them; `language` gives what applies after `extends`.
         parent: what it extends.
+        configurations: a condition over the configuration, of models that the plan is for.
         lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
             of models).
         sums: by section, the `sum_outputs` of its rules.
@@ -117,6 +120,7 @@ class PlanFile:
     activation_checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
     parent: PlanFile | None = None
+    configurations: str | None = None
     lenient_dead_rules: bool = False
     sums: Mapping[Section, tuple[SumRule, ...]] = field(default_factory=dict)
 

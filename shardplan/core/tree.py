@@ -103,6 +103,8 @@ class ModuleTree:
         numbers: the numbers of the text config under their own names (`num_attention_heads`, and where an
             `attribute_map` renames them, under both names), those of nested configs also dotted
             (`vision_config.hidden_size`). Lists of numbers that are equal throughout count as that number.
+        fields: all fields of the configuration under the same names: their number, None, or what else they are in words
+            ("a list").
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
         base_prefix: what to put before a module's name to get the name it has in the model with a head: "model" for a
             LlamaModel on its own, "" otherwise. Rules are matched against the prefixed names (`address`).
@@ -122,6 +124,7 @@ class ModuleTree:
     inside: frozenset[str] = frozenset()
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     trains: bool = True
+    fields: Mapping[str, int | float | str | None] = field(default_factory=dict)
 
     def address(self, name: str) -> str:
         """The name that rules see for a module or parameter."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from shardplan.core.diagnostics import Location
 from shardplan.core.options import options
 from shardplan.core.plan import SECTIONS, PlanFile, Rule
@@ -31,31 +33,46 @@ def build_plan(document: Document, file: str, name: str, parent: PlanFile | None
         sequence_parallel=_rules(document.sequence_parallel, "sequence_parallel", file),
         **read_section(Sections, document, (), file).values,
         parent=parent,
+        configurations=document.configurations,
         sums={section: found for section in SECTIONS if (found := _sums(getattr(document, section), section, file))},
     )
 
 
-def _rules(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple[Rule, ...]:
+Rules = Mapping[str, str | RuleOptions | list[RuleOptions]]
+
+
+def _rules(rules: Rules, section: str, file: str) -> tuple[Rule, ...]:
     """Those that have a style; others say `sum_outputs` alone."""
     return tuple(
-        _rule(key, entry, Location(file, (section, key)))
-        for key, entry in rules.items()
+        _rule(key, entry, location)
+        for key, entry, location in _entries(rules, section, file)
         if isinstance(entry, str) or entry.style is not None
     )
 
 
-def _sums(rules: dict[str, str | RuleOptions], section: str, file: str) -> tuple[SumRule, ...]:
+def _sums(rules: Rules, section: str, file: str) -> tuple[SumRule, ...]:
     return tuple(
         SumRule(
             pattern=key,
             outputs=tuple(entry.sum_outputs),
-            location=Location(file, (section, key, "sum_outputs")),
+            location=Location(file, (*location.path, "sum_outputs")),
             styled=entry.style is not None,
             optional=entry.optional,
+            when=entry.when or True,
         )
-        for key, entry in rules.items()
+        for key, entry, location in _entries(rules, section, file)
         if not isinstance(entry, str) and entry.sum_outputs is not None
     )
+
+
+def _entries(rules: Rules, section: str, file: str) -> Iterator[tuple[str, str | RuleOptions, Location]]:
+    """Each rule with its key and its place: those of a list stand one after the other."""
+    for key, entry in rules.items():
+        if isinstance(entry, list):
+            for i, one in enumerate(entry):
+                yield key, one, Location(file, (section, key, i), "value")
+        else:
+            yield key, entry, Location(file, (section, key))
 
 
 def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:

@@ -206,7 +206,8 @@ def _fields(path: Path) -> tuple[str, ...]:
     for step in path:
         field = model.model_fields.get(str(step))
         model = (_model_in(field.annotation) if field else None) or model
-    return () if path and model is PlanDocument else tuple(model.model_fields)
+    names = tuple(field.alias or name for name, field in model.model_fields.items())
+    return () if path and model is PlanDocument else names
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

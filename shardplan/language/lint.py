@@ -7,11 +7,12 @@ depend on the model.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardplan.core.diagnostics import Code, Label, Severity
+from shardplan.core.diagnostics import Code, Label, Location, Severity
 from shardplan.core.plan import SECTIONS, PlanFile, Rule
 from shardplan.core.sources import SourceMap
 
@@ -95,12 +96,14 @@ def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str |
 
 
 def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
-    """Rules of one section against each other; linear in the alternatives of their patterns."""
-    holder: dict[str, Rule] = {}
-    left: dict[str, int] = {}  # pattern of a rule -> alternatives that no later rule has taken
+    """Rules of one section against each other; linear in the alternatives of their patterns. Of rules with different
+    conditions it is not known whether both apply.
+    """
+    holders: dict[str, list[Rule]] = defaultdict(list)  # those of one text have different conditions
+    left: dict[Location, int] = {}  # place of a rule -> alternatives that no later rule has taken
     for position, rule in enumerate(rules):
         texts = parse_glob(rule.pattern).texts
-        left[rule.pattern] = len(texts)
+        left[rule.location] = len(texts)
         if rule.override and position == 0:
             path = (*rule.location.path, "override")
             findings.add(
@@ -111,19 +114,21 @@ def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
                 help="remove it",
                 severity=Severity.WARNING,
             )
-        met: dict[str, str] = {}  # pattern of an earlier rule -> the first alternative that both have
+        met: dict[Location, tuple[Rule, str]] = {}  # an earlier rule, and the first alternative that both have
         for text in texts:
-            earlier = holder.get(text)
-            if earlier is not None and rule.override:
-                left[earlier.pattern] -= 1
-            elif earlier is not None:
-                met.setdefault(earlier.pattern, text)
+            earlier = [one for one in holders[text] if one.when is True or rule.when in (True, one.when)]
+            if rule.override:
+                replaced = [one for one in earlier if rule.when in (True, one.when)]
+                left.update((one.location, left[one.location] - 1) for one in replaced)
+                holders[text] = [one for one in holders[text] if one not in replaced]
+            elif earlier:
+                met.setdefault(earlier[0].location, (earlier[0], text))
                 continue
-            holder[text] = rule
-        for text in met.values():
-            _report_pair(holder[text], rule, text, findings)
+            holders[text].append(rule)
+        for one, text in met.values():
+            _report_pair(one, rule, text, findings)
     for rule in rules:
-        if not left[rule.pattern]:
+        if not left[rule.location]:
             message = f"later rules override {quoted(rule.pattern)} for everything that it matches"
             _warn_no_effect(message, rule, findings)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
 from shardplan.core.diagnostics import Code, Part, Span
 from shardplan.core.expressions import MAX_LENGTH as MAX_EXPRESSION
-from shardplan.core.expressions import ExpressionError, parse_expression
+from shardplan.core.expressions import Expression, ExpressionError, parse_condition, parse_expression
 from shardplan.core.plan import SECTIONS
 from shardplan.core.sections import Sections
 from shardplan.core.suggest import closest, did_you_mean
@@ -78,7 +78,8 @@ WRONG_EXPRESSION = Code(
     text="""
     `packed` and `divides` hold expressions over the numbers of the model's configuration: names (with dots
     for nested configurations), whole numbers, `+`, `-`, `*`, `//` and parentheses. All values are whole
-    numbers, so the division is `//`.
+    numbers, so the division is `//`. `when` and `for` hold conditions, which also have comparisons, `not`,
+    `and` and `or`.
     """,
     bad="""
     tensor_parallel:
@@ -132,6 +133,8 @@ def check_rules(root: Node, findings: Findings) -> None:
     What has the wrong type is passed over here: it is a finding about the form.
     """
     _check_globs(root, findings)
+    if isinstance(condition := node_at(root, ("for",)), Scalar):
+        _check_expression(condition, ("for",), parse_condition, "a condition", findings)
     extends = node_at(root, ("extends",)) is not None
     for rule in _rules(root):
         if findings.full:
@@ -146,17 +149,21 @@ def _rules(root: Node) -> Iterator[_Rule]:
         rules = node_at(root, (section,))
         for entry in rules.entries if isinstance(rules, MapNode) else ():
             path = (section, entry.key)
-            match entry.value:
-                case Scalar(str(style)):
-                    yield _Rule(path, style, path, None)
-                case MapNode() as options:
-                    style_node = options.get("style")
-                    text = (
-                        style_node.value
-                        if isinstance(style_node, Scalar) and isinstance(style_node.value, str)
-                        else None
-                    )
-                    yield _Rule(path, text, (*path, "style"), options)
+            if isinstance(entry.value, Scalar) and isinstance(entry.value.value, str):
+                yield _Rule(path, entry.value.value, path, None)
+            for at, options in _mappings(entry.value, path):
+                style = options.get("style")
+                text = style.value if isinstance(style, Scalar) and isinstance(style.value, str) else None
+                yield _Rule(at, text, (*at, "style"), options)
+
+
+def _mappings(entry: Node, path: Path) -> Iterator[tuple[Path, MapNode]]:
+    """The mappings of a key: one, or a list of them."""
+    if isinstance(entry, MapNode):
+        yield path, entry
+    for i, item in enumerate(entry.items if isinstance(entry, ListNode) else ()):
+        if isinstance(item, MapNode):
+            yield (*path, i), item
 
 
 def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
@@ -202,21 +209,29 @@ def _who_takes(option: str) -> str:
 
 
 def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None:
+    if isinstance(condition := options.get("when"), Scalar):
+        _check_expression(condition, (*path, "when"), parse_condition, "a condition", findings)
     for option in ("packed", "divides"):
         node = options.get(option)
         items = node.items if isinstance(node, ListNode) else (node,)
         for i, item in enumerate(items):
-            if not isinstance(item, Scalar) or not isinstance(item.value, str):
-                continue
-            if not 0 < len(item.value) <= MAX_EXPRESSION or (option == "packed" and item is node):
-                continue  # the form is wrong
-            try:
-                parse_expression(item.value)
-            except ExpressionError as error:
+            if isinstance(item, Scalar) and not (option == "packed" and item is node):  # else the form is wrong
                 at = (*path, option, i) if isinstance(node, ListNode) else (*path, option)
-                span = _part(item.span, item.value, error.start, error.end)
-                message = f"{quoted(item.value)} is not an expression: {error.reason}"
-                findings.add(WRONG_EXPRESSION, message, at, span=span)
+                _check_expression(item, at, parse_expression, "an expression", findings)
+
+
+def _check_expression(
+    node: Scalar, path: Path, parse: Callable[[str], Expression], what: str, findings: Findings
+) -> None:
+    """A text that has the form; what has not is a finding about the form."""
+    text = node.value
+    if not isinstance(text, str) or not 0 < len(text) <= MAX_EXPRESSION:
+        return
+    try:
+        parse(text)
+    except ExpressionError as error:
+        span = _part(node.span, text, error.start, error.end)
+        findings.add(WRONG_EXPRESSION, f"{quoted(text)} is not {what}: {error.reason}", path, span=span)
 
 
 def _check_globs(root: Node, findings: Findings) -> None:
@@ -249,10 +264,10 @@ def _globs(root: Node) -> Iterator[tuple[str, Path, Part, Span | None]]:
         rules = node_at(root, (section,))
         for entry in rules.entries if isinstance(rules, MapNode) else ():
             yield entry.key, (section, entry.key), "key", entry.span
-            outputs = entry.value.get("sum_outputs") if isinstance(entry.value, MapNode) else None
-            yield from _items(outputs, (section, entry.key, "sum_outputs"))
-    for path in GLOB_LISTS:
-        yield from _items(node_at(root, path), path)
+            for path, options in _mappings(entry.value, (section, entry.key)):
+                yield from _items(options.get("sum_outputs"), (*path, "sum_outputs"))
+    for listed in GLOB_LISTS:
+        yield from _items(node_at(root, listed), listed)
 
 
 def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, Part, Span | None]]:

@@ -78,7 +78,7 @@ def none_rule() -> dict[str, Any]:
             {"type": "object", "required": ["style"], "properties": {"style": {"const": NONE}}},
         ]
     }
-    section = {"additionalProperties": {"not": removal}}
+    section = {"additionalProperties": {"not": {"anyOf": [removal, {"type": "array", "contains": removal}]}}}
     return {
         "if": {"not": {"required": ["extends"]}},
         "then": {"properties": {"tensor_parallel": section, "sequence_parallel": section}},

@@ -11,7 +11,7 @@ from torch import nn
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo, ancestors, full_name
 
 from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
-from .config_numbers import Number, config_numbers, module_numbers, own_numbers
+from .config_numbers import Number, config_fields, config_numbers, module_numbers, own_numbers
 from .ties import tied_groups
 
 KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
@@ -64,6 +64,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
         model_type=model_type if isinstance(model_type, str) and model_type else None,
         modules=modules,
         numbers=config_numbers(config),
+        fields=config_fields(config),
         tied=tied_groups(module, declared),
         base_prefix=base_prefix(module),
         inside=inside,

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 Number = int | float  # a bool is an int
 
 LABELS = frozenset({"id2label", "label2id"})  # names of classes, not sizes
+WORDS: Mapping[type, str] = {str: "a text", list: "a list", tuple: "a list", Mapping: "a mapping", int: "a number"}
 STATE = frozenset({"training", "call_super_init", "dump_patches"})  # of every nn.Module; not of its shape
 
 
@@ -39,6 +40,13 @@ def config_numbers(config: Any) -> dict[str, Number]:
         if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 and hidden % heads == 0:
             numbers["head_dim"] = hidden // heads
     return numbers
+
+
+def config_fields(config: Any) -> dict[str, Number | str | None]:
+    """The fields of a configuration: see `ModuleTree.fields`."""
+    if config is None:
+        return {}
+    return dict(_described(config)) | dict(_described(text_config(config))) | config_numbers(config)
 
 
 def text_config(config: Any) -> Any:
@@ -87,6 +95,18 @@ def _plain(config: Any) -> dict[str, Number]:
         if stored in numbers:
             numbers.setdefault(alias, numbers[stored])
     return numbers
+
+
+def _described(config: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
+    """The fields of a configuration: None, or what the value is in words."""
+    attributes = {name: value for name, value in _attributes(config).items() if not name.startswith("_")}
+    aliases = getattr(config, "attribute_map", {}).items()
+    attributes = {alias: attributes[name] for alias, name in aliases if name in attributes} | attributes
+    for name, value in attributes.items():
+        words = next((words for kind, words in WORDS.items() if isinstance(value, kind)), "an object")
+        yield f"{prefix}{name}", None if value is None else words
+        if hasattr(value, "attribute_map"):
+            yield from _described(value, f"{prefix}{name}.")
 
 
 def own_numbers(config: Any) -> dict[str, Number]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInfo
 
-from .config_numbers import config_numbers
+from .config_numbers import config_fields, config_numbers
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The largest checkpoints have some 200 files and 100,000 tensors, with about 150 bytes of header each.
@@ -261,6 +261,7 @@ def fold(
         model_type=model_type if isinstance(model_type, str) else None,
         modules=modules,
         numbers=numbers,
+        fields=config_fields(config),
     )
     return Folded(tree, members)
 

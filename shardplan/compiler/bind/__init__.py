@@ -15,6 +15,7 @@ from shardplan.language.parse_findings import TOO_LARGE
 
 from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .combine import CONTRADICTION, contradictions
+from .conditions import NO_VALUE, OTHER_CONFIGURATION, decided
 from .dead import DEAD
 from .matching import Names
 from .models import OTHER_MODEL, other_model
@@ -22,7 +23,18 @@ from .section_globs import PARAMETERS, expand, wrapped
 from .summed_blocks import SUMMED, declared_sums
 from .units import ignored, units_and_parts
 
-CODES: tuple[Code, ...] = (DEAD, BOTH, CONFLICT, TWICE, OTHER_MODEL, CONTRADICTION, PARAMETERS, SUMMED)
+CODES: tuple[Code, ...] = (
+    DEAD,
+    BOTH,
+    CONFLICT,
+    TWICE,
+    OTHER_MODEL,
+    CONTRADICTION,
+    PARAMETERS,
+    SUMMED,
+    NO_VALUE,
+    OTHER_CONFIGURATION,
+)
 
 
 def bind(
@@ -31,11 +43,12 @@ def bind(
     """Bind a plan to a model; everything that does not fit is a finding, and the rest is bound.
 
     Args:
-        plan: the plan, with what it extends.
+        plan: the plan, with what it extends. Conditions that are not decided yet are decided by this tree's configuration.
         tree: the picture of the model.
         sizes: of the mesh.
         overlays: the sections that are laid over the tensor-parallel rules.
     """
+    plan, undecided = decided(plan, tree)
     names = Names(tree)
     stack = layers(plan, names, overlays)
     sections = effective_sections(plan)
@@ -63,6 +76,7 @@ def bind(
         sums=sums,
     )
     return resolved, (
+        *undecided,
         *other_model(plan, tree),
         *_first(findings(plan, stack, names)),
         *contradictions(resolved),
@@ -91,4 +105,4 @@ def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return (*first, more)
 
 
-__all__ = ["CODES", "bind"]
+__all__ = ["CODES", "bind", "decided"]

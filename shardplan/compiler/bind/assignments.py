@@ -12,6 +12,7 @@ from shardplan.core.tree import ModuleTree, full_name, named
 from shardplan.language.globs import parse_glob
 from shardplan.styles import NONE
 
+from .conditions import applies
 from .dead import dead
 from .matching import Names, Reached
 
@@ -82,16 +83,19 @@ tensor_parallel:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One section of one plan; later layers win. `reached` is what each rule matches."""
+    """One section of one plan; later layers win.
+
+    Args:
+        rules: those that apply.
+        reached: what each matches.
+        keys: of all rules.
+    """
 
     plan: PlanFile
     section: Section
     rules: tuple[Rule, ...]
     reached: tuple[Reached, ...] = field(repr=False)
-
-    @property
-    def keys(self) -> frozenset[str]:
-        return frozenset(rule.pattern for rule in self.rules)
+    keys: frozenset[str]
 
 
 def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...]:
@@ -103,11 +107,13 @@ def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...
     for overlay in OVERLAYS:
         if overlay in overlays:
             sections += [(file, overlay, file.rules(overlay)) for file in plan.lineage]
-    return tuple(
-        Layer(file, section, rules, tuple(names.reach(parse_glob(rule.pattern)) for rule in rules))
-        for file, section, rules in sections
-        if rules
-    )
+    return tuple(_layer(file, section, rules, names) for file, section, rules in sections if rules)
+
+
+def _layer(file: PlanFile, section: Section, rules: tuple[Rule, ...], names: Names) -> Layer:
+    acting = tuple(rule for rule in rules if applies(rule))
+    reached = tuple(names.reach(parse_glob(rule.pattern)) for rule in acting)
+    return Layer(file, section, acting, reached, frozenset(rule.pattern for rule in rules))
 
 
 def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
@@ -145,7 +151,7 @@ def findings(plan: PlanFile, stack: tuple[Layer, ...], names: Names) -> Iterator
     """What is wrong with the rules of each layer of a plan."""
     for i, layer in enumerate(stack):
         before = frozenset[str]().union(*(other.keys for other in stack[:i]))
-        after = frozenset[str]().union(*(other.keys for other in stack[i + 1 :]))
+        after = {rule.pattern for other in stack[i + 1 :] for rule in other.rules}
         for rule, reached in zip(layer.rules, layer.reached, strict=True):
             # A key that a later layer states again, letter for letter, is answered for there; `none` removes
             # the inherited rule of that key, whether or not it would have matched.

@@ -11,6 +11,7 @@ from shardplan.core.sum_outputs import SummedOutputs, SumRule
 from shardplan.core.tree import ModuleTree, named, starred
 from shardplan.language.globs import parse_glob
 
+from .conditions import applies
 from .dead import dead
 from .matching import Names
 
@@ -46,7 +47,13 @@ def declared_sums(
     a list changes nothing.
     """
     sections = [section for section in SECTIONS if section == "tensor_parallel" or section in overlays]
-    rules = [(file, rule) for section in sections for file in plan.lineage for rule in file.sums.get(section, ())]
+    rules = [
+        (file, rule)
+        for section in sections
+        for file in plan.lineage
+        for rule in file.sums.get(section, ())
+        if applies(rule)
+    ]
     in_force: dict[str, SumRule] = {}
     wrong: list[Diagnostic] = []
     for file, rule in rules:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from shardplan.core.sections import Sections
 from shardplan.language.rule_options import none_rule
 
-from .field_values import WORD, Given, GlobText, Strict
+from .field_values import WORD, ConditionText, Given, GlobText, Strict
 from .rule_models import Entry
 from .section_models import with_sections
 
@@ -32,6 +32,12 @@ class Document(Strict):
         default=[],
         description="The models that the plan is for: Hugging Face model types (`config.model_type`) or class names.",
         examples=[["llama", "LlamaForCausalLM"]],
+    )
+    configurations: Given[ConditionText] = Field(
+        default=None,
+        alias="for",
+        description="The plan is for models of whose configuration this condition holds; others are refused.",
+        examples=["num_local_experts > 0"],
     )
     extends: Given[Annotated[str, Field(pattern=r"^[^/\\]+$", max_length=255)]] = Field(
         default=None,

@@ -80,6 +80,15 @@ ExpressionText = Annotated[
         examples=["num_key_value_heads * (hidden_size // num_attention_heads)"],
     ),
 ]
+ConditionText = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=expressions.MAX_LENGTH,
+        description="A condition over the numbers and booleans of the model's configuration, with == != < <= > >=, not, and, or.",
+        examples=["use_qk_norm", "num_local_experts > 0 and not q_lora_rank"],
+    ),
+]
 AttributeName = Annotated[str, Field(pattern=ATTRIBUTE, max_length=200)]
 
 

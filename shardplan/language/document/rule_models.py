@@ -12,7 +12,7 @@ from typing_extensions import TypeAliasType
 from shardplan.core.plan import Output, Rule
 from shardplan.language.rule_options import option_rules, style_schema
 
-from .field_values import AttributeName, Either, ExpressionText, Given, GlobText, Strict, default_of
+from .field_values import AttributeName, ConditionText, Either, ExpressionText, Given, GlobText, Strict, default_of
 
 StyleName = TypeAliasType("StyleName", Annotated[str, WithJsonSchema(style_schema())])
 
@@ -31,7 +31,7 @@ Attributes = Annotated[
     Either({str: "the name of an attribute", list: "a list of them"}),
 ]
 
-ALONE = ("sum_outputs", "optional")  # what a rule without a style may say
+ALONE = ("sum_outputs", "optional", "when")  # what a rule without a style may say
 NOT_EMPTY: JsonDict = {
     "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
 }
@@ -122,6 +122,12 @@ class RuleOptions(Strict):
         examples=[["self_attn.o_proj", "mlp.down_proj"]],
     )
 
+    when: Given[ConditionText] = Field(
+        default=None,
+        description="The rule is for models of whose configuration this condition holds; for others the plan is without it.",
+        examples=["use_qk_norm"],
+    )
+
     @model_validator(mode="after")
     def _not_empty(self) -> RuleOptions:
         if self.style is None and (self.sum_outputs is None or not self.model_fields_set <= set(ALONE)):
@@ -129,9 +135,20 @@ class RuleOptions(Strict):
         return self
 
 
+RuleList = Annotated[
+    list[RuleOptions],
+    Field(min_length=2, description="Rules of one key, for different configurations: each says `when`."),
+]
 Entry = TypeAliasType(
     "Entry",
     Annotated[
-        StyleName | RuleOptions, Either({str: "the name of a style", dict: "a mapping with a style and its options"})
+        StyleName | RuleOptions | RuleList,
+        Either(
+            {
+                str: "the name of a style",
+                dict: "a mapping with a style and its options",
+                list: "a list of such mappings",
+            }
+        ),
     ],
 )

@@ -1,0 +1,146 @@
+"""Conditions of a plan (`for`, `when`): decided for a model's configuration before the plan is bound."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.expressions import EvaluationError, holds, names, parse_condition
+from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
+from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.sum_outputs import SumRule
+from shardplan.core.tree import ModuleTree
+from shardplan.language.limits import MAX_FINDINGS
+
+NO_VALUE = Code(
+    code="SP209",
+    title="a condition that has no value for the configuration",
+    text="""The conditions of `when` and `for` read fields of the model's configuration that are numbers, booleans or
+None. This configuration does not have such a field, or it is something else, such as a text or a list.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  model.layers.*.self_attn.{q,k}_norm: {style: replicated_with_grad_allreduce, when: use_qk_norm}
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+extends: llama
+tensor_parallel:
+  lm_head: {style: colwise_vocab, when: num_attention_heads > 8}
+""",
+)
+
+OTHER_CONFIGURATION = Code(
+    code="SP210",
+    title="a plan for other configurations",
+    text="""`for` is a condition over the model's configuration. It says which models of the types in `models` the plan is
+for. For any other configuration the plan is refused.""",
+    bad="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+models: [llama]
+for: num_key_value_heads == num_attention_heads
+extends: llama
+""",
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml
+version: "1"
+name: mine
+models: [llama]
+for: num_key_value_heads < num_attention_heads
+extends: llama
+""",
+)
+
+_parse = lru_cache(maxsize=1024)(parse_condition)
+
+
+def applies(rule: Rule | SumRule) -> bool:
+    """Whether a rule of a decided plan applies."""
+    assert isinstance(rule.when, bool), f"{rule.location} is not decided"
+    return rule.when
+
+
+def decided(plan: PlanFile, tree: ModuleTree) -> tuple[PlanFile, tuple[Diagnostic, ...]]:
+    """The plan with whether each of its conditions holds, and those that have no value. The model's own configuration
+    decides, for its reduced model too.
+    """
+    conditions = _Conditions(tree)
+    if plan.configurations is not None:
+        conditions.check_plan(plan, plan.configurations)
+    return conditions.decide(plan, frozenset()), tuple(conditions.findings.values())
+
+
+class _Conditions:
+    """The conditions of a plan and its ancestors, over the configuration of a model."""
+
+    def __init__(self, tree: ModuleTree) -> None:
+        self.tree = tree
+        self.findings: dict[Location, Diagnostic] = {}  # a rule with `sum_outputs` has its condition twice
+
+    def decide(self, plan: PlanFile, restated: frozenset[tuple[Section, str]]) -> PlanFile:
+        """
+        Args:
+            restated: the keys of rules that apply, of plans that extend this one. They answer for themselves, also where the condition of the
+                inherited rule reads a field that the child's models do not have.
+        """
+
+        def when(rule: Rule | SumRule, section: Section) -> bool:
+            if isinstance(rule.when, bool):
+                return rule.when
+            path = rule.location.path
+            path = path[:-1] if path[-1] == "sum_outputs" else path
+            location = Location(plan.file, (*path, "when"), "value")
+            value = self.value(rule.when, location)
+            if value is None and (section, rule.pattern) in restated:
+                self.findings.pop(location, None)
+            return bool(value)
+
+        own = replace(
+            plan,
+            tensor_parallel=tuple(replace(r, when=when(r, "tensor_parallel")) for r in plan.tensor_parallel),
+            sequence_parallel=tuple(replace(r, when=when(r, "sequence_parallel")) for r in plan.sequence_parallel),
+            sums={on: tuple(replace(r, when=when(r, on)) for r in sums) for on, sums in plan.sums.items()},
+        )
+        if own.parent is None:
+            return own
+        restated |= {(section, rule.pattern) for section in SECTIONS for rule in own.rules(section) if applies(rule)}
+        return replace(own, parent=self.decide(own.parent, restated))
+
+    def check_plan(self, plan: PlanFile, condition: str) -> None:
+        """Refuses a plan that is not for this configuration."""
+        location = Location(plan.file, ("for",), "value")
+        if self.value(condition, location) is False:
+            fields = ", ".join(
+                f"{name} is {self.tree.fields[name]}" for name in dict.fromkeys(names(_parse(condition)))
+            )
+            self.findings[location] = Diagnostic(
+                code=OTHER_CONFIGURATION.code,
+                severity=Severity.ERROR,
+                message=f"the plan is for configurations with `{condition}`, and {fields} in this one",
+                primary=Label(location, "does not hold"),
+                help="use a plan for this configuration",
+            )
+
+    def value(self, condition: str, location: Location) -> bool | None:
+        """Whether a condition holds; None, and a finding, where it has no value. After many findings no more are made."""
+        if len(self.findings) >= MAX_FINDINGS:
+            return None
+        try:
+            return holds(_parse(condition), self.tree.fields)
+        except EvaluationError as error:
+            self.findings[location] = Diagnostic(
+                code=NO_VALUE.code,
+                severity=Severity.ERROR,
+                message=f"the condition `{condition}` has no value: {error.reason}",
+                primary=Label(location),
+                help=self._help(error.unknown),
+            )
+            return None
+
+    def _help(self, unknown: tuple[str, ...]) -> str:
+        near = closest(unknown[0], self.tree.fields) if unknown else None
+        return did_you_mean(unknown[0], near) if near else "name numbers, booleans or fields that may be None"
