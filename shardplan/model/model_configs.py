@@ -98,9 +98,10 @@ def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting]
 def _excess(config: PreTrainedConfig) -> Iterator[str]:
     """Each number that is too large or too small to build or to run, in this configuration and those nested in it."""
     layers, experts = 1, 1
-    width = getattr(config, "hidden_size", None)
-    if isinstance(width, int) and width < 1:
-        yield f"{config.attribute_map.get('hidden_size', 'hidden_size')} is {width}, and must be at least 1"
+    for size in ("hidden_size", "vocab_size"):
+        value = getattr(config, size, None)
+        if isinstance(value, int) and value < 1:
+            yield f"{config.attribute_map.get(size, size)} is {value}, and must be at least 1"
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _excess(value)

@@ -54,4 +54,4 @@ def unreached(model: nn.Module, inputs: Mapping[str, Any], counts: set[int]) -> 
     except Exception:  # of the modelling code; the next run of the model reports it
         return 0
     stacks = [p for p in model.parameters() if p.ndim == 3 and p.shape[0] in counts and p.requires_grad]
-    return sum(p.shape[0] if p.grad is None else int((p.grad.flatten(1).abs().amax(1) == 0).sum()) for p in stacks)
+    return sum(p.shape[0] if p.grad is None else int((p.grad.flatten(1) == 0).all(1).sum()) for p in stacks)
