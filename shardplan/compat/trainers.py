@@ -34,8 +34,8 @@ def adopt(owner: Any, model: nn.Module) -> None:
     Raises:
         ValueError: no plan was applied to the model; its mesh is not all processes, has an axis that accelerate
             does not know, or a cp axis, over which accelerate would split sequences its own way; the owner was set up to
-            shard, compile or autocast models itself, or to dispatch batches; a Trainer of another model, or with a setting that would be ignored
-            or fail later.
+            shard, compile or autocast models itself, or to dispatch batches; a Trainer of another model, or with a setting
+            that would be ignored or fail later.
         TypeError: neither an Accelerator nor a Trainer.
     """
     trainer = owner if hasattr(owner, "accelerator") else None
