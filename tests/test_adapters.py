@@ -137,7 +137,12 @@ def test_equal_to_the_unsharded_model(name, tp, sp):
     assert {row.verdict for row in rows} == {"equal"}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Three on every change; the others belong to the slow rest.
+SOME = ("llama", "gpt2, tables", "mixtral")
+EACH = [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_the_model_itself_validates_with_the_plan_of_its_type(name):
     model = CASES[name].meta()
     report = shardplan.validate(model, "auto", tp=2, strict=False)
@@ -145,7 +150,7 @@ def test_the_model_itself_validates_with_the_plan_of_its_type(name):
     assert report.variants == ("tensor_parallel", "sequence_parallel")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EACH)
 def test_the_small_copy_has_the_adapters_of_the_original(name):
     def seen(model: nn.Module) -> set[tuple[str, str]]:
         tree = tree_of(model)
@@ -274,7 +279,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("sp", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tp", "sp"])
 @pytest.mark.parametrize(("name", "part", "shard", "wrong", "codes"), MISTAKES, ids=lambda value: str(value)[:24])
 def test_a_wrong_way_to_hold_an_adapter_is_caught_by_the_layout_check(monkeypatch, name, part, shard, wrong, codes, sp):
     model = find_any(CASES[name].meta())

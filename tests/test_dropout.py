@@ -160,7 +160,13 @@ def replayed(case: Case) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gpt2, sequence", "llama, LoRA") else pytest.param(name, marks=pytest.mark.slow)
+        for name in CASES
+    ],
+)
 def test_with_the_same_masks_the_step_is_the_unsharded_models(name: str):
     case = CASES[name]
     for found in on_ranks(2 * case.dp, replayed, case, seconds=240.0):
@@ -240,6 +246,7 @@ def test_ranks_drop_alike_what_is_whole_and_nothing_else(case: Case, kinds: list
     assert not alike(first[0][-1], first[0][-1 - layer]), "so does each layer"
 
 
+@pytest.mark.slow
 def test_data_parallel_ranks_drop_other_elements():
     results = on_ranks(4, drawn, CASES["gpt2, fsdp2"], seconds=240.0)
     first, second = results[0][0], results[2][0]
@@ -259,7 +266,9 @@ CHECKPOINTED = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize(
+    "name", [name if name == "inside" else pytest.param(name, marks=pytest.mark.slow) for name in CHECKPOINTED]
+)
 def test_recomputation_drops_what_forward_dropped(name: str):
     case = CHECKPOINTED[name]
     results = on_ranks(2 * case.dp, drawn, case, seconds=240.0)
@@ -390,7 +399,9 @@ def double_inputs(seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("before", [True, False], ids=["split", "whole"])
-@pytest.mark.parametrize("checkpoint", [True, False], ids=["checkpointed", "plain"])
+@pytest.mark.parametrize(
+    "checkpoint", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["checkpointed", "plain"]
+)
 def test_a_compiled_layer_drops_what_it_must(before: bool, checkpoint: bool, backend: str):
     results = on_ranks(2, compiled, before, backend, checkpoint, seconds=240.0)
     for first, second, again, error in results:

@@ -68,7 +68,7 @@ def run(sizes: dict[str, int]) -> list[tuple[dict[str, Tensor], dict[str, Tensor
     "sizes",
     [
         {"tp": 2},
-        {"dp_shard": 2, "tp": 2},
+        pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.slow),
         pytest.param({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -126,6 +126,7 @@ def said_by_torch(folder: str) -> tuple[list[str], list[str]]:
     return ours, handler.messages[len(ours) :]
 
 
+@pytest.mark.slow
 def test_torch_gives_no_advice_about_our_own_calls(tmp_path):
     for ours, theirs in on_ranks(4, said_by_torch, str(tmp_path)):
         assert ours == []

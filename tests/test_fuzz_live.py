@@ -171,11 +171,7 @@ def judge(seeds: range) -> tuple[int, int]:
     return sum(bool(row[1]) for row in ranks[0]), sum(not row[1] for row in ranks[0])
 
 
-def test_patched_models_are_refused_or_train_right():
-    judge(range(4))
-
-
 @pytest.mark.slow
-def test_more_patched_models_are_refused_or_train_right():
-    refused, trained = judge(range(4, 24))
+def test_patched_models_are_refused_or_train_right():
+    refused, trained = judge(range(24))
     assert min(refused, trained) >= 3, "both kinds were tried"

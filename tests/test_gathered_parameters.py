@@ -98,6 +98,7 @@ def count() -> tuple[Any, Any]:
     }
 
 
+@pytest.mark.slow
 def test_an_estimate_counts_what_is_gathered() -> None:
     step = {"seq_len": 32, "optimizer": "sgd", "precision": "fp32"}
     with gathered_styles():

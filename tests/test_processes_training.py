@@ -15,7 +15,7 @@ from training_runs import HYBRID, TWO_BY_TWO, Recipe, compare
 import shardplan
 
 ARCHITECTURES = [
-    Recipe("qwen3", TWO_BY_TWO, tied=True),
+    pytest.param(Recipe("qwen3", TWO_BY_TWO, tied=True), marks=pytest.mark.slow),
     pytest.param(Recipe("phi3", TWO_BY_TWO), marks=pytest.mark.slow),
     pytest.param(Recipe("qwen3_moe", TWO_BY_TWO, tied=True, mixture=True), marks=pytest.mark.slow),
 ]

@@ -25,13 +25,13 @@ LITE = {"num_experts_per_tok": 6, "moe_intermediate_size": 1408, "first_k_dense_
 
 QUICK = [
     Row("cohere", {"use_qk_norm": True}),  # Command R+
-    Row("glm4_moe", {"use_qk_norm": True, "first_k_dense_replace": 3}),  # GLM-4.5
-    Row("granitemoehybrid", {"num_local_experts": 0} | ATTENTION_ONLY),  # Granite 4.0 1b
     Row("deepseek_v3", {"q_lora_rank": None, "first_k_dense_replace": 1}),  # Moonlight
-    Row("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),  # Bamba 9B has three of 32
     Row("nemotron_h", {"hybrid_override_pattern": "M-M*-"}, sequence_parallel=False),  # Nemotron-H 8B
 ]
 SLOW = [
+    Row("glm4_moe", {"use_qk_norm": True, "first_k_dense_replace": 3}),  # GLM-4.5
+    Row("granitemoehybrid", {"num_local_experts": 0} | ATTENTION_ONLY),  # Granite 4.0 1b
+    Row("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1]}),  # Bamba 9B has three of 32
     Row("nemotron_h", {"hybrid_override_pattern": "M-M-"}, sequence_parallel=False),
     Row("nemotron_h", {"hybrid_override_pattern": "MEM*E"}, sequence_parallel=False),  # Nemotron 3 Nano
     Row("granitemoehybrid", {"num_local_experts": 0} | MIXED),  # Granite 4.0 350m
