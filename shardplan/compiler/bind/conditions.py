@@ -82,10 +82,11 @@ class _Conditions:
         self.findings: dict[Location, Diagnostic] = {}  # a rule with `sum_outputs` has its condition twice
 
     def decide(self, plan: PlanFile, restated: frozenset[tuple[Section, str]]) -> PlanFile:
-        """
+        """The plan and its ancestors with their conditions decided.
+
         Args:
-            restated: the keys of rules that apply, of plans that extend this one. They answer for themselves, also where the condition of the
-                inherited rule reads a field that the child's models do not have.
+            restated: the keys of rules that apply, of plans that extend this one. They answer for themselves, also where the
+                condition of the inherited rule reads a field that the child's models do not have.
         """
 
         def when(rule: Rule | SumRule, section: Section) -> bool:
