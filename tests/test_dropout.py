@@ -623,6 +623,14 @@ def test_sections_that_arguments_switch_are_checked():
     assert shardplan.compile_plan(Net(Outer), {"tp": 2}, nested_plan("layers.*"), inputs=inputs, compile=False)
 
 
+def test_findings_come_before_a_section_that_has_no_modules():
+    rules = {"version": "1", "name": "net", "tensor_parallel": {"layers.*.upp": "colwise"}}
+    with pytest.raises(PlanError, match="SP201"):
+        shardplan.compile_plan(Net(Split), {"tp": 2}, rules, inputs=inputs, activation_checkpointing=True)
+    with pytest.raises(ValueError, match="names no modules"):
+        shardplan.compile_plan(Net(Split), {"tp": 2}, net_plan(), inputs=inputs, activation_checkpointing=True)
+
+
 def test_a_plan_that_is_not_proven_has_no_dropout():
     with pytest.raises(PlanError) as raised:
         shardplan.compile_plan(Net(Split), {"tp": 2}, net_plan(), allow_unproven=True)
