@@ -8,6 +8,7 @@ sequence parallelism, arXiv 2205.05198, adds V):
 | I | equal on all ranks | equal on all ranks, complete |
 | R | equal on all ranks | a partial sum |
 | V(d) | this rank's slice of dim d | this rank's slice of dim d |
+| V(d)/r | a slice of dim d, the same on r neighbouring ranks | a partial sum over these ranks |
 | P | a partial sum | equal on all ranks, complete |
 """
 
@@ -24,17 +25,25 @@ SEQ: Literal["seq"] = "seq"  # the sequence dimension: 1 in [batch, sequence, hi
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """One of I, R, V(dim), P on an axis. `dim` counts as in torch; -1 is the feature dimension, SEQ the sequence."""
+    """One of I, R, V(dim), P on an axis. `dim` counts as in torch; -1 is the feature dimension, SEQ the sequence.
+
+    Args:
+        copies: on how many neighbouring ranks each slice of a V is (key-value heads that several ranks compute with); above 1
+            its gradient is a partial sum over them. A slice that is on all ranks is R.
+    """
 
     kind: LayoutKind
     dim: int | Literal["seq"] | None = None
     axis: Axis = Axis.TP
+    copies: int = 1
 
     def __post_init__(self) -> None:
         assert (self.dim is not None) == (self.kind == "V"), self
+        assert self.copies == 1 or (self.copies > 1 and self.kind == "V"), self
 
     def __str__(self) -> str:
-        return f"V({self.dim})" if self.kind == "V" else self.kind
+        copies = f"/{self.copies}" if self.copies > 1 else ""
+        return f"V({self.dim}){copies}" if self.kind == "V" else self.kind
 
     def at(self, seq_dim: int) -> Layout:
         """The same layout with SEQ replaced by a number."""

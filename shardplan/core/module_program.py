@@ -23,9 +23,11 @@ class ParameterProgram:
         name: its name in its module, dotted where it is a part of an adapted layer (`lora_A.default.weight`).
         stored: what the state_dict, the optimizer, FSDP2 and checkpoints see: I (a whole copy) or V(dim), dim from 0.
         computed: what the module's code reads: `stored`; R of a whole copy, whose gradient is a partial sum; P, 1/tp of it on
-            each rank; I or R of a split one, which is gathered.
+            each rank; I or R of a split one, which is gathered from all ranks; V(dim)/r of one, which is gathered from the
+            r neighbouring ranks of each slice.
         parts: sizes of the packed parts along the split dim; empty where the dim is one part. Every rank holds its share of
             each part, in the order of the parts.
+        copies: of each packed part, on how many neighbouring ranks each slice is where it is computed with; empty: on one.
         withheld: the parameter (a bias) takes no part in the module's own forward, which sees None or zeros instead;
             it is added after the output's reduction.
     """
@@ -34,11 +36,13 @@ class ParameterProgram:
     stored: Layout
     computed: Layout
     parts: tuple[int, ...] = ()
+    copies: tuple[int, ...] = ()
     withheld: StandIn | None = None
 
     def __post_init__(self) -> None:
         assert self.stored.kind in "IV" and move_ops(self.stored, self.computed) is not None, self
-        assert self.dim is None or not self.gathered or not self.parts, self  # packed parts lie apart on the ranks
+        assert not self.parts or self.stored == self.computed, self  # a packed parameter is gathered part by part
+        assert not self.copies or len(self.copies) == len(self.parts), self
 
     @property
     def dim(self) -> int | None:
@@ -48,13 +52,32 @@ class ParameterProgram:
 
     @property
     def gathered(self) -> bool:
-        """Whether the shards of the ranks are gathered where it is read."""
+        """Whether the shards of all ranks are gathered where it is read."""
         return self.stored.kind == "V" and self.computed.kind != "V"
 
     @property
+    def shared(self) -> bool:
+        """Whether several ranks compute with the same slices, so that the gradient is a partial sum over them: rows are gathered
+        where it is read, and the gradient is reduce-scattered."""
+        return (self.gathered and self.computed.kind == "R") or self.computed.copies > 1 or bool(self.copies)
+
+    def pieces(self, ranks: int, size: int) -> tuple[tuple[int, int], ...]:
+        """What a rank stores along the split dim, in order: (length, from how many ranks it is gathered).
+
+        Args:
+            ranks: the size of the axis.
+            size: the length of this rank's shard.
+        """
+        if self.parts:
+            copies = self.copies or (1,) * len(self.parts)
+            return tuple((part // ranks, n) for part, n in zip(self.parts, copies, strict=True))
+        return ((size, ranks if self.gathered else self.computed.copies),)
+
+    @property
     def moved(self) -> bool:
-        """Whether its read is a move of its own: it is gathered, or divided. (The sums of I -> R are the block's.)"""
-        return self.stored.kind != self.computed.kind and not self.summed
+        """Whether its read is a move of its own: it is gathered, or divided. (The sums of I -> R, and what several ranks
+        share, are the block's.)"""
+        return self.stored.kind != self.computed.kind and not self.summed and not self.shared
 
     @property
     def summed(self) -> bool:
@@ -72,6 +95,23 @@ class GradientGroup:
     """
 
     parameters: tuple[tuple[str, str], ...]
+    axis: Axis = Axis.TP
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """Parameters of a block whose shared rows are gathered together.
+
+    Args:
+        parameters: (module name relative to the block, parameter name).
+        copies: from how many neighbouring ranks.
+        trained: whether some of them are: their gradients are reduce-scattered together.
+        axis: of these ranks.
+    """
+
+    parameters: tuple[tuple[str, str], ...]
+    copies: int
+    trained: bool
     axis: Axis = Axis.TP
 
 
@@ -138,9 +178,10 @@ class ModuleProgram:
         logits: the length of the whole vocabulary, where the output is a DTensor Shard(-1).
         tail: how many trailing output features pass a move I -> R; 0: none do.
         outside: positions in the output that are read outside (R -> I).
-        divide: attributes of the instance to divide by tp; `config.x` is a number of this instance's config.
+        divide: attributes of the instance, and by what each is divided; `config.x` is a number of this instance's config.
         layer: the path to the layer itself inside this module, where adapters wrap it.
         group: the parameters below this module, itself included, whose partial gradients are summed together.
+        shared: those whose rows are gathered together.
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
             reads its out_proj): (module name relative to this one, parameter).
         draws: whose random numbers its own code draws in training; None: it draws none.
@@ -162,8 +203,9 @@ class ModuleProgram:
     logits: int | None = None
     tail: int = 0
     outside: tuple[int, ...] = ()
-    divide: tuple[str, ...] = ()
+    divide: tuple[tuple[str, int], ...] = ()
     layer: str = ""
     group: GradientGroup | None = None
+    shared: tuple[SharedGroup, ...] = ()
     also_reads: tuple[tuple[str, ParameterProgram], ...] = ()
     draws: Draws | None = None

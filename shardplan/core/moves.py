@@ -22,6 +22,8 @@ class MoveOps:
     backward: Operation
 
 
+SHARED = "V/r"  # a V whose slices are each on r neighbouring ranks, over which its collectives run
+
 # (kind of source, kind of destination) -> what happens. A pair that is not here is not a move.
 MOVES: dict[tuple[str, str], MoveOps] = {
     ("I", "R"): MoveOps("identity", "all_reduce"),
@@ -32,6 +34,7 @@ MOVES: dict[tuple[str, str], MoveOps] = {
     ("R", "P"): MoveOps("divide", "divide"),
     ("V", "R"): MoveOps("all_gather", "reduce_scatter"),
     ("V", "I"): MoveOps("all_gather", "slice"),
+    ("V", SHARED): MoveOps("all_gather", "reduce_scatter"),
     ("P", "I"): MoveOps("all_reduce", "identity"),
     ("P", "R"): MoveOps("all_reduce", "all_reduce"),
     ("P", "V"): MoveOps("reduce_scatter", "all_gather"),
@@ -43,4 +46,10 @@ def move_ops(src: Layout, dst: Layout) -> MoveOps | None:
     assert src.axis is dst.axis, (src, dst)
     if src == dst:
         return MoveOps("identity", "identity")
-    return MOVES.get((src.kind, dst.kind))
+    if src.kind == dst.kind == "V" and src.dim != dst.dim:
+        return None
+    return MOVES.get((_word(src), _word(dst)))
+
+
+def _word(layout: Layout) -> str:
+    return SHARED if layout.copies > 1 else layout.kind

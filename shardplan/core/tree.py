@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeGuard
 
 # By structure, never by name:
 #   linear     an nn.Linear, weight [out, in]            conv1d     transformers' Conv1D, weight [in, out]
@@ -82,6 +82,11 @@ class ModuleInfo:
         """The module's own parameter of that short name; an adapter's by its whole name."""
         own = (p for p in self.parameters if p.adapter is None and p.short == name)
         return next(own, next((p for p in self.parameters if p.name == name), None))
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether an attribute or a number of the configuration counts something."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def full_name(module: str, parameter: str) -> str:

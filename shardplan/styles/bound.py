@@ -11,6 +11,7 @@ from shardplan.core.tree import ModuleInfo
 
 from . import STYLES
 from .boundary import Boundary, boundary
+from .divided_numbers import divided
 from .links import Link, links
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
@@ -27,6 +28,7 @@ class BoundModule:
         boundary: the moves of the values that cross its boundary; SEQ is replaced by the rule's `seq_dim`.
         tail: how many trailing output features pass a move I -> R; 0: none do.
         link: as in `core.module_program.ModuleProgram`.
+        divide: attributes of the instance, and by what each is divided.
         scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
             module contains both.
     """
@@ -37,6 +39,7 @@ class BoundModule:
     boundary: Boundary
     tail: int = 0
     link: Link | None = None
+    divide: tuple[tuple[str, int], ...] = ()
     scope: str | None = None
 
     @property
@@ -46,11 +49,6 @@ class BoundModule:
     @property
     def style(self) -> Style | None:
         return STYLES[self.assignment.rule.style] if self.assignment else None
-
-    @property
-    def divide(self) -> tuple[str, ...]:
-        """Attributes of the instance to divide by tp."""
-        return self.assignment.rule.divide if self.assignment else ()
 
     @property
     def vocabulary(self) -> int | None:
@@ -77,8 +75,9 @@ def bound_modules(plan: ResolvedPlan) -> Mapping[str, BoundModule]:
 
 def _bound(plan: ResolvedPlan, module: ModuleInfo, link: Link | None, scope: str | None) -> BoundModule:
     assignment, parameters = plan.modules.get(module.name), lower_parameters(plan, module)
+    divide = divided(plan, module)
     if assignment is None:
-        return BoundModule(module, None, parameters, Boundary(), link=link)
+        return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     return BoundModule(
         module,
@@ -87,5 +86,6 @@ def _bound(plan: ResolvedPlan, module: ModuleInfo, link: Link | None, scope: str
         boundary=boundary(rule).at(rule.seq_dim),
         tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         link=link,
+        divide=divide,
         scope=scope if style.until_block_input else None,
     )

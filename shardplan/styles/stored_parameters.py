@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from shardplan.core.expressions import evaluate, parse_expression
-from shardplan.core.layout import I, Layout, V
+from shardplan.core.layout import I, Layout, R, V
 from shardplan.core.module_program import ParameterProgram, StandIn
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
 
 from . import STYLES, ParameterStyle, feature_dim
 from .adapter_styles import adapter_dim, adapter_style
+from .heads import copies_of, head_count
 from .style_record import WHOLE
 
 
@@ -48,20 +52,18 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
         return ParameterProgram(parameter.name, I, I)
     style = STYLES[assignment.rule.style]
     if parameter.adapter is not None:
-        return _lower_adapter(plan, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
+        return _lower_adapter(plan, module, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
     placement = parameter_style(assignment, parameter)
     withheld = own is None and style.bias is not None and parameter.short == "bias"
     return _program(plan, module, parameter, placement, assignment.rule, withheld=withheld)
 
 
 def _lower_adapter(
-    plan: ResolvedPlan, parameter: ParameterInfo, placement: ParameterStyle, rule: Rule
+    plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo, placement: ParameterStyle, rule: Rule
 ) -> ParameterProgram:
     if placement.shard is None:
         return ParameterProgram(parameter.name, I, Layout(placement.computed))
-    dim = adapter_dim(parameter, placement.shard)
-    parts = packed_parts(rule, parameter.shape[dim], plan) if placement.packed else ()
-    return ParameterProgram(parameter.name, V(dim), V(dim), parts)
+    return _split(plan, module, parameter, placement, rule, adapter_dim(parameter, placement.shard))
 
 
 def _program(
@@ -79,6 +81,55 @@ def _program(
         # A Linear skips a bias that is None; Conv1D's addmm needs one.
         stand_in: StandIn | None = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
         return ParameterProgram(parameter.name, I, computed, withheld=stand_in)
-    parts = packed_parts(rule, parameter.shape[dim], plan) if placement.packed else ()
-    computed = V(dim) if placement.computed == "V" else Layout(placement.computed)
-    return ParameterProgram(parameter.name, V(dim), computed, parts)
+    return _split(plan, module, parameter, placement, rule, dim)
+
+
+def _split(
+    plan: ResolvedPlan, module: ModuleInfo, parameter: ParameterInfo, placement: ParameterStyle, rule: Rule, dim: int
+) -> ParameterProgram:
+    """A parameter that is stored in shards; with fewer key-value heads than ranks, several compute with each."""
+    size, ranks = parameter.shape[dim], plan.sizes.tp or 1
+    parts = packed_parts(rule, size, plan) if placement.packed else ()
+    if placement.computed != "V":
+        return ParameterProgram(parameter.name, V(dim), Layout(placement.computed))
+    lengths = parts or (size,)
+    heads = heads_of(plan, module, placement, rule, lengths)
+    few = placement.shard == "out" and any(count is not None and count < ranks for count in heads)
+    copies = copies_of(heads, lengths, most_heads(plan, parent(module.name)), ranks) if few else ()
+    if parts or set(copies) <= {1}:
+        return ParameterProgram(parameter.name, V(dim), V(dim), parts, copies if set(copies) > {1} else ())
+    return ParameterProgram(parameter.name, V(dim), R if copies[0] == ranks else replace(V(dim), copies=copies[0]))
+
+
+def heads_of(
+    plan: ResolvedPlan, module: ModuleInfo, placement: ParameterStyle, rule: Rule, lengths: tuple[int, ...]
+) -> tuple[int | None, ...]:
+    """The number of heads of each length of a module's parameter that is split on its own."""
+    around = plan.tree.modules[parent(module.name)]
+    return tuple(head_count(placement, rule, around, plan.tree.numbers, length) for length in lengths)
+
+
+def most_heads(plan: ResolvedPlan, around: str) -> int:
+    """The largest number of heads of the matrices in a module: its queries'."""
+    most = 0
+    for name in plan.tree.children[around]:
+        for assignment, module, parameter in _ruled(plan, plan.tree.modules[name]):
+            placement = parameter_style(assignment, parameter)
+            dim = split_dim(module, parameter, placement)
+            if dim is not None:
+                size = parameter.shape[dim]
+                lengths = packed_parts(assignment.rule, size, plan) if placement.packed else (size,)
+                heads = heads_of(plan, module, placement, assignment.rule, lengths)
+                most = max(most, *(count or 0 for count in heads))
+    return most
+
+
+def _ruled(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[tuple[Assignment, ModuleInfo, ParameterInfo]]:
+    """The parameters of the layer itself that a rule stores."""
+    for parameter in module.parameters:
+        own = plan.parameters.get(full_name(module.name, parameter.name))
+        assignment = own or plan.modules.get(module.name)
+        if assignment is None or parameter.adapter is not None:
+            continue
+        if own is not None or not STYLES[assignment.rule.style].is_block_input:
+            yield assignment, module, parameter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -23,10 +24,14 @@ class DividedConfig:
         setattr(self.__dict__["_config"], name, value)
 
 
-def divide_attributes(module: nn.Module, names: tuple[str, ...], by: int) -> None:
+def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> None:
     """Divide integer attributes of this instance, or lists of them; `config.x` divides the number in this instance's config,
-    never in the shared config."""
-    for name in names:
+    never in the shared config.
+
+    Args:
+        divide: names, and by what each is divided.
+    """
+    for name, by in divide:
         owner, _, attribute = name.rpartition(".")
         number = getattr(getattr(module, owner) if owner else module, attribute)
         part = [_part(n, by) for n in number] if isinstance(number, (list, tuple)) else _part(number, by)

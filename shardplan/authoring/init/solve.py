@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
-from shardplan.compiler.check.stored_by_rules import HEAD_SIZES
 from shardplan.compiler.layout.finding import Kind
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
+from shardplan.styles.heads import HEAD_SIZES
 
 from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeGuard
 
-from shardplan.core.tree import ModuleInfo
+from shardplan.core.tree import ModuleInfo, is_count
 
 MOST_SIZES = 8  # that are listed one by one
 
@@ -45,11 +44,6 @@ def feature_words(count: int, near: Iterable[ModuleInfo], numbers: Mapping[str, 
         return shared[0]
     widths = (n for n, value in numbers.items() if value == count and n.endswith(("_size", "_dim")))
     return _only(widths) or (own[0] if own else None)
-
-
-def is_count(value: object) -> TypeGuard[int]:
-    """Whether an attribute or a number of the configuration counts something."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _only(names: Iterable[str]) -> str | None:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named
+from shardplan.styles.divided_numbers import attribute
 
 from .check_words import sizes
-from .declared_numbers import attribute, declared, packed_parts
+from .declared_numbers import declared, packed_parts
 from .facts import Facts
 
 PARTS = Code(
@@ -180,7 +181,7 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
     seen = {r.count for r in facts.requirements if r.kind not in DECLARED}  # these counts are reported with the splits
     for requirement in facts.requirements:
-        if requirement.kind in DECLARED and requirement.count % tp and requirement.count not in seen:
+        if requirement.kind in DECLARED and not requirement.allows(tp) and requirement.count not in seen:
             code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")
             yield Diagnostic(
                 code=code.code,

@@ -1,4 +1,4 @@
-"""The numbers that rules name: parts of packed dimensions, declared counts, attributes to divide."""
+"""The numbers that rules name: parts of packed dimensions, declared counts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from shardplan.core.expressions import EvaluationError, Expression, evaluate, parse_expression
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.plan import ResolvedPlan
 
 from .stored_by_rules import StoredParameter
 
 DEFAULT_PARTS = 2  # gate and up, the usual pair
-CONFIG = "config."
 
 _parse = lru_cache(maxsize=1024)(parse_expression)
 
@@ -42,36 +41,3 @@ def packed_parts(resolved: ResolvedPlan, stored: StoredParameter) -> tuple[int, 
     if sum(parts) != stored.size:
         return f"the parts {' + '.join(map(str, parts))} add up to {sum(parts)}, but the dimension has {stored.size} features"
     return tuple(parts)
-
-
-def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int | str | None:
-    """The number that a `divide` path names on the module, or why there is none.
-
-    None where only a nested config, of which it is unknown whether it is this module's, has it in several
-    values.
-    """
-    tree = resolved.tree
-    owner = tree.modules[tree.owner(assignment.name) if assignment.is_parameter else assignment.name]
-    if path.startswith(CONFIG):
-        name = path.removeprefix(CONFIG)
-        if owner.config is not None:
-            found = {owner.config[name]} if name in owner.config else set()
-        else:
-            found = {tree.numbers[name]} if name in tree.numbers else _nested(tree.numbers, name)
-        if len(found) > 1:
-            return None
-        value = next(iter(found), None)
-        where = "the configuration" if owner.config != {} else f"{owner.class_name}, which has no configuration,"
-    else:
-        name = path
-        value = owner.numbers.get(name)
-        where = owner.class_name
-    if value is None:
-        return f"{where} has no number {name}"
-    if isinstance(value, bool) or not float(value).is_integer() or value < 1:
-        return f"{name} of {where} is {value}, not a count"
-    return int(value)
-
-
-def _nested(numbers: Mapping[str, int | float], name: str) -> set[int | float]:
-    return {value for key, value in numbers.items() if key.endswith(f".{name}")}

@@ -19,7 +19,8 @@ HEADS = Code(
     title="tp does not divide the attention heads or the key-value heads",
     text="""Each rank computes whole heads. A `colwise` projection inside a module with a `head_dim` splits
 `out_features / head_dim` heads, and a `rowwise` projection reads them; tp must divide that number. Models with
-grouped-query attention have fewer key-value heads than attention heads; tp must divide both.""",
+grouped-query attention have fewer key-value heads than attention heads; tp must divide these too, or be a multiple of
+them (SP302).""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 3
 version: "1"
 name: mine
@@ -38,18 +39,17 @@ tensor_parallel:
 
 KEY_VALUE = Code(
     code="SP302",
-    title="more tp ranks than key-value heads",
-    text="""With more ranks than key-value heads, some ranks would have no key and no value. Other frameworks copy
-key-value heads to several ranks; plans cannot declare that yet. The largest size is therefore the number of key-value
-heads, or a divisor of it if other numbers of the model limit it further.""",
-    bad="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 16
+    title="more tp ranks than key-value heads, and no whole number of ranks for each",
+    text="""With more ranks than key-value heads, r = tp / heads neighbouring ranks compute with one head, of whose rows
+each stores an r-th. The number of heads must divide tp, and r the features of a head (`head_dim`).""",
+    bad="""# shardplan validate smollm2-135m.json mine.yaml --tp 9
 version: "1"
 name: mine
 tensor_parallel:
   model.layers.*.self_attn.{q,k,v}_proj: colwise
   model.layers.*.self_attn.o_proj: rowwise
 """,
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 8
+    good="""# shardplan validate llama-3.1-8b.json mine.yaml --tp 16
 version: "1"
 name: mine
 tensor_parallel:
@@ -148,15 +148,14 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         )
     groups: dict[tuple[Kind, str, int], list[Requirement]] = defaultdict(list)
     for requirement in facts.requirements:
-        if requirement.count % tp and requirement.kind in CODE_OF:
+        if not requirement.allows(tp) and requirement.kind in CODE_OF:
             groups[requirement.kind, requirement.what, requirement.count].append(requirement)
-    largest = max(facts.allowed, default=1)
     for (kind, what, count), requirements in groups.items():
-        if kind == "key_value_heads" and count < tp:
+        if count < tp and requirements[0].shares:
             yield _finding(
                 KEY_VALUE,
-                f"{what} is {count}: with tp={tp} there are more ranks than key-value heads",
-                f"use at most tp {largest}, the largest size that works for this model and plan",
+                f"{what} is {count}, and tp={tp} {_unshared(count, requirements[0].shares, tp)}",
+                sizes(facts.allowed),
                 requirements,
             )
         else:
@@ -166,6 +165,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
                 sizes(facts.allowed),
                 requirements,
             )
+
+
+def _unshared(heads: int, length: int, tp: int) -> str:
+    """Why so many ranks cannot share the key-value heads."""
+    if tp % heads:
+        return "is not a multiple of it"
+    return f"would put each head on {tp // heads} ranks, which do not divide its {length // heads} features"
 
 
 def _finding(code: Code, message: str, help: str, requirements: list[Requirement]) -> Diagnostic:

@@ -9,10 +9,10 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, full_name, named, parent
 from shardplan.styles import feature_dim
+from shardplan.styles.heads import stays_split
 
 from .check_words import join
 from .facts import Facts
-from .requirements import stays_split
 
 SIBLING = Code(
     code="SP350",
@@ -70,7 +70,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     own: dict[str, dict[str, Rule]] = defaultdict(dict)  # by module: its parameters that are split, and their rules
     split: dict[str, dict[str, Rule]] = defaultdict(dict)  # by parent: its matrices that are split, and their rules
     for stored in facts.splits:
-        if stays_split(stored):
+        if stays_split(stored.placement, stored.rule):
             for name in stored.names:
                 owner = tree.owner(name)
                 own[owner][name] = stored.rule

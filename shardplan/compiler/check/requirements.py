@@ -8,20 +8,20 @@ features. The rows of a vocabulary need nothing: they are split in ceil-chunks (
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
-from shardplan.core.layout import V
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
-from shardplan.styles.boundary import boundary
+from shardplan.styles.divided_numbers import attribute
+from shardplan.styles.heads import can_share, head_count
 
-from .check_words import feature_words, head_words, is_count
-from .declared_numbers import attribute, declared, packed_parts
-from .stored_by_rules import HEAD_SIZES, WHOLE_HEAD, StorageFacts, StoredParameter
+from .check_words import feature_words, head_words
+from .declared_numbers import declared, packed_parts
+from .stored_by_rules import StorageFacts, StoredParameter
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
 
 Kind = Literal["heads", "key_value_heads", "features", "declared", "attribute"]
@@ -42,6 +42,7 @@ class Requirement:
         rule: the rule that splits or declares.
         from_output: whether the output side of a matrix is split.
         axis: the axis that it is split over.
+        shares: the length that these heads have together, where several ranks may compute with one head; 0: none may.
     """
 
     count: int
@@ -51,6 +52,11 @@ class Requirement:
     rule: Rule
     from_output: bool = False
     axis: Axis = Axis.TP
+    shares: int = 0
+
+    def allows(self, ranks: int) -> bool:
+        """Whether so many ranks divide it, or share its heads."""
+        return self.count % ranks == 0 or can_share(self.count, self.shares or 1, ranks)
 
 
 def requirements(facts: StorageFacts) -> Iterator[Requirement]:
@@ -62,7 +68,10 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
         if not vocabulary_rows(facts, stored)
         for piece in _pieces(facts, stored)
     ]
-    heads_of = [(stored, piece, head_count(facts, stored, piece)) for stored, piece in pieces]
+    heads_of = [
+        (stored, piece, head_count(stored.placement, stored.rule, stored.around, numbers, piece))
+        for stored, piece in pieces
+    ]
     most_heads: dict[str, int] = defaultdict(int)
     for stored, _, heads in heads_of:
         if heads is None:
@@ -70,6 +79,7 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
         for name in stored.names:
             around = parent(facts.resolved.tree.owner(name))
             most_heads[around] = max(most_heads[around], heads)
+    shared: dict[tuple[str, int], int] = {}  # (attention module, number of heads) -> their length
     for stored, piece, heads in heads_of:
         from_output = stored.placement.shard == "out"
         if heads is None:
@@ -80,11 +90,19 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
         fewer = heads < most_heads[stored.around.name]
         what = head_words(heads, fewer, numbers) or f"the number of heads of {named(stored.assigned)}"
         kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
-        yield Requirement(heads, what, kind, stored.assigned, stored.rule, from_output)
-    yield from _declared(facts)
+        shares = piece if from_output and kind == "key_value_heads" else 0
+        if shares:
+            shared |= {(parent(facts.resolved.tree.owner(name)), heads): shares for name in stored.names}
+        yield Requirement(heads, what, kind, stored.assigned, stored.rule, from_output, shares=shares)
+    yield from _declared(facts, shared)
 
 
-def _declared(facts: StorageFacts) -> Iterator[Requirement]:
+def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Iterator[Requirement]:
+    """What rules declare.
+
+    Args:
+        shared: (module, its number of heads that several ranks may compute with) -> the length of these.
+    """
     resolved = facts.resolved
     groups: dict[tuple[int, str, int, Kind], tuple[Rule, list[str]]] = {}
     for assignment in resolved.assignments.values():
@@ -99,7 +117,8 @@ def _declared(facts: StorageFacts) -> Iterator[Requirement]:
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
     for (_, path, count, kind), (rule, names) in groups.items():
         what = path if kind == "declared" else f"{path} of {named(names)}"
-        yield Requirement(count, what, kind, tuple(names), rule)
+        shares = shared.get((names[0], count), 0) if kind == "attribute" else 0
+        yield Requirement(count, what, kind, tuple(names), rule, shares=shares)
 
 
 def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[int, ...]:
@@ -108,40 +127,6 @@ def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[int, ...]:
         return (stored.size,)
     parts = packed_parts(facts.resolved, stored)
     return parts if isinstance(parts, tuple) else ()
-
-
-def head_count(facts: StorageFacts, stored: StoredParameter, size: int) -> int | None:
-    """How many heads a length splits into, or None where its shards need not be whole heads.
-
-    By structure: the module around knows the size of a head, and the value stays split between this matrix
-    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
-    and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
-    itself such a number has one feature for each head (a gate).
-    """
-    if not stays_split(stored):
-        return None
-    numbers, own = facts.resolved.tree.numbers, stored.around.numbers
-    head_sizes = {name: width for name in HEAD_SIZES if is_count(width := own.get(name))}
-    counts = [size // width for width in head_sizes.values() if size % width == 0]
-    configured = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
-    agreed = [count for count in counts if count in configured]
-    if agreed:
-        return max(agreed)
-    if size in configured:
-        return size
-    sure = len(head_sizes) == 1 and head_sizes.keys() <= set(WHOLE_HEAD)
-    return counts[0] if counts and sure else None
-
-
-def stays_split(stored: StoredParameter) -> bool:
-    """Whether the split reaches beyond the module: its output stays split, or it reads a value that already
-    is."""
-    if stored.placement.computed != "V":  # gathered where it is read
-        return False
-    if stored.placement.shard == "out":
-        output = boundary(stored.rule).output
-        return output is not None and output.source == output.destination == V(-1)
-    return any(V(-1) in move.sources for move in boundary(stored.rule).inputs)
 
 
 def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
@@ -155,15 +140,17 @@ def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
 
 
 def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement], axis: Axis) -> tuple[int, ...]:
-    """The sizes of an axis that divide every requirement on it and leave no rank without a row of a vocabulary; (1,) where
-    the plan splits nothing."""
+    """The sizes of an axis that every requirement on it allows and that leave no rank without a row of a vocabulary; (1,)
+    where the plan splits nothing."""
     if not facts.splits:
         return (1,)
-    common = gcd(*(requirement.count for requirement in required if requirement.axis is axis))
+    required = [requirement for requirement in required if requirement.axis is axis]
+    common = gcd(*(requirement.count for requirement in required if not requirement.shares))
     sizes = WITHOUT_LIMIT if common == 0 else range(1, min(common, LARGEST_LISTED) + 1)
     rows = {stored.size for stored in facts.splits if vocabulary_rows(facts, stored)}
     return tuple(
         size
         for size in sizes
-        if (common == 0 or common % size == 0) and not any(leaves_rank_empty(n, size) for n in rows)
+        if all(requirement.allows(size) for requirement in required)
+        and not any(leaves_rank_empty(n, size) for n in rows)
     )

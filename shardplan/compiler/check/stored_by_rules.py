@@ -7,15 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, is_count, parent
 from shardplan.styles import STYLES, ParameterStyle, Style
+from shardplan.styles.heads import HEAD_SIZES
 from shardplan.styles.stored_parameters import parameter_style, split_dim
-
-from .check_words import is_count
-
-# What modules call the features of one head,
-WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
-HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from .finding import AS_BEFORE
 from .operation_types import Operations
 from .spread import Spread
 from .spreads import Spreads
-from .types import Type, declared, packed_indices, same_order
+from .types import Type, declared, read_order, same_order
 from .typing_state import Known
 
 
@@ -111,13 +111,13 @@ class Crossings:
             return True
         if found.spread.dim != layout.split_dim(ndim):
             return False
-        expected = self._read_order(bound) if bound is not None and layout.dim == -1 else None
+        expected = self._expected_order(bound) if bound is not None and layout.dim == -1 else None
         return same_order(found.spread.order, expected, len(self.spreads.runs))
 
-    def _read_order(self, bound: BoundModule) -> tuple[tuple[int, ...], ...] | None:
+    def _expected_order(self, bound: BoundModule) -> tuple[tuple[int, ...], ...] | None:
         """The order in which the split input features of a module's weight lie on the ranks."""
-        parts = next((p.parts for p in bound.parameters if p.name.rpartition(".")[2] == "weight"), ())
-        return packed_indices(parts, len(self.spreads.runs)) if parts else None
+        weight = next((p for p in bound.parameters if p.name.rpartition(".")[2] == "weight"), None)
+        return read_order(weight, sum(weight.parts), len(self.spreads.runs)) if weight is not None else None
 
     def leave(self, event: Event) -> None:
         """A module returns: its results get the types of its boundary's destinations."""

@@ -24,7 +24,7 @@ from .origins import Origins
 from .reads import shared_reads
 from .spread import SUM, Spread
 from .spreads import Spreads
-from .types import Type, packed_indices
+from .types import Type, read_order
 from .typing_result import Proof
 from .typing_state import Known, Stopped
 
@@ -57,7 +57,7 @@ class Prover:
         parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
         stop: Callable[[Finding], bool] = lambda finding: False,
     ):
-        self.plan, self.runs, self.run = plan, spreads.runs, origins.run
+        self.plan, self.spreads, self.runs, self.run = plan, spreads, spreads.runs, origins.run
         self.known = Known(origins, stop)
         self.operations = Operations(self.known, plan, spreads, units, parts)
         self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers)
@@ -88,7 +88,8 @@ class Prover:
             self.known.maker[number], parameter = owned[name]
             dim = parameter.computed.dim
             if isinstance(dim, int):
-                order = packed_indices(parameter.parts, len(self.runs)) if parameter.parts else None
+                size = self.spreads.whole_parameters[name].shape[dim]
+                order = read_order(parameter, size, len(self.runs))
                 self.known.types[number] = Type("V", Spread("split", dim, order))
             else:
                 self.known.types[number] = READ[parameter.computed.kind]

@@ -21,10 +21,10 @@ from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary
 from shardplan.torchlib.attributes import divide_attributes, owner_of
-from shardplan.torchlib.packing import pack
 
 from .spread import chunk, same
 from .typed_modules import is_mean
+from .types import read_order
 
 
 class RankRecorder(Recorder):
@@ -159,8 +159,9 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
     dim = parameter.computed.dim
     if not isinstance(dim, int):
         return whole / ranks if parameter.computed == P else whole
-    if parameter.parts:
-        whole = pack(whole, dim, parameter.parts, ranks)
+    order = read_order(parameter, whole.shape[dim], ranks)
+    if order is not None:
+        return whole.index_select(dim, torch.tensor(order[rank]))
     return whole.narrow(dim, *chunk(whole.shape[dim], ranks, rank)).clone()
 
 
@@ -184,7 +185,7 @@ def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, ra
             data = local_part(old.detach(), parameter, ranks, rank)
             parameters[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
         layer = module.get_submodule(bound.module.layer)  # "" is the module itself
-        divide_attributes(layer, bound.divide, ranks)
+        divide_attributes(layer, bound.divide)
         if bound.vocabulary is not None:
             assert isinstance(layer, nn.Embedding), bound.name
             layer.padding_idx = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -25,7 +27,8 @@ class Spread:
     Args:
         kind: "whole" (equal on all ranks), "split", "sum" (the ranks' values add up to it).
         dim: the dim that is split.
-        order: per rank the indices that it has along `dim`, where these are not its ceil-chunk.
+        order: per rank the indices that it has along `dim`, where these are not its ceil-chunk. One that several ranks have
+            has a gradient that is a partial sum over them.
         empty: nothing in it tells whole from sum: it is zero everywhere, or has no elements.
     """
 
@@ -33,6 +36,11 @@ class Spread:
     dim: int | None = None
     order: tuple[tuple[int, ...], ...] | None = None
     empty: bool = False
+
+    @property
+    def copies(self) -> int:
+        """On how many ranks an index is."""
+        return max(Counter(chain.from_iterable(self.order)).values(), default=1) if self.order else 1
 
 
 WHOLE = Spread("whole")
@@ -92,9 +100,11 @@ def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, 
     if len(differing) != 1:
         return None
     dim = differing.pop()
-    if sum(x.shape[dim] for x in locals_) != reference.shape[dim]:
+    total, size = sum(x.shape[dim] for x in locals_), reference.shape[dim]
+    if total < size:
         return None
-    return _split(locals_, reference, dim, _tolerance(reference, noise, rounding))
+    tolerance = _tolerance(reference, noise, rounding)
+    return _split(locals_, reference, dim, tolerance) if total == size else _shared(locals_, reference, dim, tolerance)
 
 
 def _tolerance(reference: Tensor, noise: float, rounding: float) -> float:
@@ -138,6 +148,24 @@ def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: fl
         return Spread("split", dim, tuple(order))
     apart = _among_equals(order, reference, dim, tolerance)
     return None if apart is None else Spread("split", dim, tuple(apart))
+
+
+def _shared(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: float) -> Spread | None:
+    """Slices of which several ranks have the same: neighbours, or whichever have it."""
+    ranks, size, length = len(locals_), reference.shape[dim], locals_[0].shape[dim]
+    if length and size % length == 0 and ranks % (size // length) == 0 and len({x.shape for x in locals_}) == 1:
+        copies = ranks * length // size
+        starts = [rank // copies * length for rank in range(ranks)]
+        if all(
+            close(x, reference.narrow(dim, start, length), tolerance) for x, start in zip(locals_, starts, strict=True)
+        ):
+            return Spread("split", dim, tuple(tuple(range(start, start + length)) for start in starts))
+    order = [_indices(x, reference, dim, tolerance) for x in locals_]
+    first = _indices(reference, reference, dim, tolerance)
+    found = [indices for indices in order if indices is not None]
+    if first is None or len(found) < ranks or {first[i] for indices in found for i in indices} != set(first):
+        return None
+    return Spread("split", dim, tuple(found))
 
 
 def _among_equals(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from shardplan.core.layout import Layout
-from shardplan.torchlib.packing import packed_order
+from shardplan.core.module_program import ParameterProgram
 
 from .spread import SUM, WHOLE, Spread, SpreadKind, chunk
 
@@ -36,6 +37,8 @@ class Type:
         if self.kind == "V":
             dim = self.spread.dim
             name = f"V({dim - ndim if dim == ndim - 1 else dim})"
+            if self.spread.copies > 1:
+                return f"{name}/{self.spread.copies}"
             return f"{name} in packed parts" if self.spread.order else name
         return {"tail": f"I, its last {self.tail} features R"}.get(self.kind, self.kind)
 
@@ -50,10 +53,28 @@ def declared(layout: Layout, ndim: int) -> Type:
     return Type(layout.kind, SUM if layout.kind == "P" else WHOLE)
 
 
-def packed_indices(parts: tuple[int, ...], ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Per rank the indices that it has of a packed dim, each of whose parts is split."""
-    order = packed_order(parts, ranks).view(ranks, -1)
-    return tuple(tuple(indices) for indices in order.tolist())
+def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tuple[int, ...], ...] | None:
+    """Per rank the indices along its split dim that a rank computes with; None where these are its ceil-chunk.
+
+    Args:
+        size: the length of the dim.
+    """
+    copies = parameter.copies or (parameter.computed.copies,)
+    if not parameter.parts and copies == (1,):
+        return None
+    parts = parameter.parts or (size,)
+    copies = parameter.copies or copies * len(parts)
+    starts = (0, *accumulate(parts))
+    return tuple(
+        tuple(
+            index
+            for start, part, number in zip(starts, parts, copies, strict=False)
+            for index in range(
+                start + part * number // ranks * (rank // number), start + part * number // ranks * (rank // number + 1)
+            )
+        )
+        for rank in range(ranks)
+    )
 
 
 def same_order(
@@ -70,5 +91,5 @@ def _explicit(
     if order is not None:
         return order
     assert other is not None  # one of the two is not the ceil-chunks
-    size = sum(len(indices) for indices in other)
+    size = 1 + max(max(indices, default=-1) for indices in other)
     return tuple(tuple(range(start, start + length)) for start, length in (chunk(size, ranks, r) for r in range(ranks)))

@@ -58,12 +58,18 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  out, last {module.tail}: I -> R"
     for position in module.outside:
         yield f"  out[{position}]: R -> I"
-    for attribute in module.divide:
-        yield f"  {attribute} divided by tp"
+    for attribute, by in module.divide:
+        yield f"  {attribute} divided by {by}"
     if module.draws is not None:
         yield f"  random numbers: {NUMBERS[module.draws]}"
+    for one in module.shared:
+        yield f"  one gather from {one.copies} ranks: " + ", ".join(_member(*names) for names in one.parameters)
     if module.group is not None:
-        yield "  one gradient all-reduce: " + ", ".join(f"{m}.{p}" if m else p for m, p in module.group.parameters)
+        yield "  one gradient all-reduce: " + ", ".join(_member(*names) for names in module.group.parameters)
+
+
+def _member(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter
 
 
 def _argument(move: InputMove) -> str:
@@ -88,5 +94,12 @@ def placement(parameter: ParameterProgram) -> str:
     return (
         f"Shard({parameter.dim})"
         + (f" of parts {'+'.join(map(str, parameter.parts))}" if parameter.parts else "")
-        + (", gathered" if parameter.gathered else "")
+        + _gathered(parameter)
     )
+
+
+def _gathered(parameter: ParameterProgram) -> str:
+    if parameter.gathered:
+        return ", gathered"
+    copies = max((parameter.computed.copies, *parameter.copies))
+    return f", gathered from {copies} neighbouring ranks" if copies > 1 else ""

@@ -29,8 +29,12 @@ def expected_collectives(modules: Mapping[str, ModuleProgram], axis: Axis = Axis
 
 def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
     for parameter in program.parameters:
-        if parameter.gathered:
+        if parameter.gathered and not parameter.shared:
             yield _of_move(parameter.stored, parameter.computed)
+    for one in program.shared:
+        yield one.axis, "all_gather", "all_gather"  # what is gathered is not kept for backward
+        if one.trained:
+            yield one.axis, "identity", "reduce_scatter"
     if program.group is not None:
         yield program.group.axis, "identity", "all_reduce"
     for boundary in program.enter:

@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shardplan.core.layout import I, R, V
-from shardplan.core.module_program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
+from shardplan.core.module_program import (
+    GradientGroup,
+    InputMove,
+    ModuleProgram,
+    OutputMove,
+    ParameterProgram,
+    SharedGroup,
+)
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.styles.bound import BoundModule, bound_modules
@@ -37,7 +44,7 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     programs = {}
     for name, one in modules.items():
         also_reads = _also_reads(plan, modules, one.module)
-        if one.parameters or one.assignment or one.link or also_reads:
+        if one.parameters or one.assignment or one.link or one.divide or also_reads:
             programs[name] = _lower_module(plan, incoming, one, also_reads)
     return with_tables(plan.tree, _with_draws(plan, _with_sums(plan, _with_groups(plan, programs))))
 
@@ -122,19 +129,37 @@ def _leave(incoming: IncomingLayouts, one: BoundModule) -> OutputMove | None:
 
 
 def _with_groups(plan: ResolvedPlan, programs: dict[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:
-    """Give each block the list of its parameters with partial gradients; a FSDP unit inside a block groups its own."""
+    """Give each block the list of its parameters with partial gradients, and those with shared rows; a FSDP unit inside a block
+    groups its own."""
     units = frozenset(plan.fsdp_units)
     groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    shared: dict[str, dict[int, list[tuple[str, str, bool]]]] = defaultdict(lambda: defaultdict(list))
     for name, program in programs.items():
         trained = {p.name for p in plan.tree.modules[name].parameters if p.requires_grad}
         home = home_of(name, units)
+        inside = name[len(home) :].lstrip(".") if home else name
         for parameter in program.parameters:
             if parameter.summed and parameter.name in trained:
-                groups[home].append((name[len(home) :].lstrip(".") if home else name, parameter.name))
+                groups[home].append((inside, parameter.name))
+            for copies in _copies(plan, parameter) if parameter.shared else ():
+                shared[home][copies].append((inside, parameter.name, parameter.name in trained))
     for home, members in groups.items():
         base = programs.get(home) or ModuleProgram(home)
         programs[home] = replace(base, group=GradientGroup(tuple(members)))
+    for home, by_copies in shared.items():
+        base = programs.get(home) or ModuleProgram(home)
+        programs[home] = replace(base, shared=tuple(_shared_group(*one) for one in sorted(by_copies.items())))
     return {name: programs[name] for name in plan.tree.modules if name in programs}
+
+
+def _copies(plan: ResolvedPlan, parameter: ParameterProgram) -> set[int]:
+    """From how many ranks pieces of a parameter are gathered."""
+    return {copies for _, copies in parameter.pieces(plan.sizes.tp or 1, 0)} - {1}
+
+
+def _shared_group(copies: int, members: list[tuple[str, str, bool]]) -> SharedGroup:
+    names = tuple((module, parameter) for module, parameter, _ in members)
+    return SharedGroup(names, copies, any(trained for *_, trained in members))
 
 
 def _with_sums(plan: ResolvedPlan, programs: Mapping[str, ModuleProgram]) -> Mapping[str, ModuleProgram]:

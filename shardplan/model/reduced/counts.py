@@ -42,11 +42,15 @@ def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[i
     """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are
     kept.
 
-    A count with several per rank keeps at least two per rank. `{32: 16, 8: 4}` at tp 2 gives `{8: 4, 32: 8}`.
+    A count with several per rank keeps at least two per rank, one that divides tp is not changed. `{32: 16, 8: 4}` at tp 2
+    gives `{8: 4, 32: 8}`.
     """
     small: dict[int, int] = {}
     floor = 1
     for value in sorted({v for v in values if v > 0}):
+        if value < tp and tp % value == 0:  # heads with which several ranks compute: as many for each
+            small[value], floor = value, value + 1
+            continue
         divisors = [small[other] for other in small if value % other == 0]
         begin = min(value, 2 * tp) if value % tp == 0 else min(value, at_least)
         small[value] = like(value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1)

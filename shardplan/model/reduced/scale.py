@@ -76,6 +76,9 @@ def scale_of(
         dims.add(main_dim)
 
     def keeps_product(small: Mapping[int, int]) -> bool:
+        few = [ranks // count for count in heads for ranks in (tp,) if count < tp and tp % count == 0]
+        if any((small[dim] % copies == 0) != (dim % copies == 0) for dim in small for copies in few):
+            return False
         if hidden is None or main_heads not in heads or main_dim not in small:
             return True
         return main_heads * main_dim != hidden or same_relation(heads[main_heads] * small[main_dim], hidden, tp)

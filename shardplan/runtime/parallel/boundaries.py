@@ -14,6 +14,7 @@ from shardplan.core.layout import I, P, R
 from shardplan.core.module_program import InputMove, ModuleProgram
 from shardplan.torchlib.attributes import owner_of
 
+from .collectives import all_gather
 from .forward import arguments_of
 from .outputs import as_dtensor, move_tail, on_first
 from .reading import read
@@ -53,7 +54,8 @@ class Enter:
             if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
                 return checkpoint(move, x, self.mesh, src, boundary.dst, use_reentrant=False)
             whole = move(x, self.mesh, src, boundary.dst)
-            note(whole, x, self.mesh, src.split_dim(x.ndim))
+            shard, mesh, dim, size = x.detach(), self.mesh, src.split_dim(x.ndim), whole.shape[src.split_dim(x.ndim)]
+            note([whole], lambda: [all_gather(shard, mesh, dim, size)])
             return whole
 
         if boundary.argument == "*":

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardplan.core.layout import R, V
 from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
+from .regather import note
 from .regime import Regime
+from .shared_rows import SharedRows
 from .tensor_moves import move, refuse_second_derivatives, sum_gradients, summed
 
 _FakeTensor = private("FakeTensor")
@@ -27,20 +30,32 @@ Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, 
 
 class _Read(torch.autograd.Function):
     """Trained parameters as local tensors. In backward their gradients become DTensors placed as the parameters are; those
-    that are partial sums are summed before, by one all-reduce."""
+    that are partial sums are summed before, by one all-reduce, and those of shared rows by one reduce-scatter.
+
+    Args:
+        partial: of each, whether its gradient is a partial sum over all ranks.
+        gathered: what is gathered of those that have shared rows, by their number.
+        rows: those parameters.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, partial: Sequence[bool], dtype: torch.dtype | None, *parameters: DTensor
+        ctx: Any,
+        partial: Sequence[bool],
+        gathered: Mapping[int, Tensor],
+        rows: SharedRows | None,
+        dtype: torch.dtype | None,
+        *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.partial, ctx.dtype = partial, dtype
+        ctx.partial, ctx.rows, ctx.dtype = partial, rows, dtype
+        ctx.shared = {i: _like(whole) for i, whole in gathered.items()}
         ctx.specs = [parameter._spec for parameter in parameters]
         locals_ = [parameter._local_tensor for parameter in parameters]
-        ctx.like = [(local.shape, local.stride(), local.dtype, local.device) for local in locals_]
+        ctx.like = [_like(local) for local in locals_]
         # detach is the one operator that a policy of selective checkpointing does not count: where a checkpoint stands inside a
         # block, its second run reads what the first found read.
-        return tuple(local.detach() for local in locals_)
+        return tuple(gathered[i] if i in gathered else local.detach() for i, local in enumerate(locals_))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -50,10 +65,22 @@ class _Read(torch.autograd.Function):
         if any(found[i] is not None for i in which):
             parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
             for i, total in zip(which, summed(ctx.specs[0].mesh, parts, ctx.dtype), strict=True):
-                unused = found[i] is None and not isinstance(total, _FakeTensor) and not total.any()
-                # As unsharded: optimizers leave alone what has no gradient on any rank.
-                found[i] = None if unused else total
-        return (None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
+                found[i] = _used(found[i], total)
+        if any(found[i] is not None for i in ctx.shared):
+            parts = [part if (part := found[i]) is not None else _zeros(like) for i, like in ctx.shared.items()]
+            for i, total in zip(ctx.shared, ctx.rows.reduce(parts, ctx.dtype), strict=True):
+                found[i] = _used(found[i], total)
+        return (None, None, None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
+
+
+def _used(own: Tensor | None, total: Tensor) -> Tensor | None:
+    """The sum of what the ranks have; None, as unsharded, where no rank has a gradient: optimizers leave that alone."""
+    unused = own is None and not isinstance(total, _FakeTensor) and not total.any()
+    return None if unused else total
+
+
+def _like(x: Tensor) -> tuple:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def _zeros(like: tuple) -> Tensor:
@@ -78,22 +105,57 @@ def read(parameter: Tensor, program: ParameterProgram, regime: Regime) -> Tensor
     if not torch.compiler.is_compiling():
         return _read_together([parameter], [program], regime)[0]
     local = _traced(parameter, program, regime)
+    if program.shared:
+        return _gathered_in_graph(local, parameter, program, regime)
     return _moved(local, parameter, program) if program.moved else local
+
+
+def _gathered_in_graph(local: Tensor, parameter: DTensor, program: ParameterProgram, regime: Regime) -> Tensor:
+    """In a graph: piece by piece."""
+    dim = program.dim
+    assert dim is not None
+    pieces = program.pieces(parameter.device_mesh.size(), local.shape[dim])
+    parts = []
+    for (_, copies), part in zip(pieces, local.split([length for length, _ in pieces], dim), strict=True):
+        if copies > 1:
+            part = move(part, regime.neighbours[copies], V(dim), R)
+        parts.append(part)
+    return torch.cat(parts, dim)
 
 
 def _read_together(
     parameters: Sequence[DTensor], programs: Sequence[ParameterProgram], regime: Regime
 ) -> Sequence[Tensor]:
-    trained = [parameter.requires_grad and torch.is_grad_enabled() for parameter in parameters]
-    if any(trained):
-        partial = [program.summed for program, train in zip(programs, trained, strict=True) if train]
-        some = [parameter for parameter, train in zip(parameters, trained, strict=True) if train]
-        made = iter(_Read.apply(partial, regime.reduce_dtype, *some))
-    locals_ = [next(made) if train else p._local_tensor for p, train in zip(parameters, trained, strict=True)]
+    trained = [i for i, p in enumerate(parameters) if p.requires_grad and torch.is_grad_enabled()]
+    shared = [i for i, program in enumerate(programs) if program.shared]
+    rows = _rows(parameters, programs, shared, regime) if shared else None
+    gathered = dict(zip(shared, rows.gather(), strict=True)) if rows is not None else {}
+    locals_ = [gathered.get(i, p._local_tensor) for i, p in enumerate(parameters)]
+    if trained:
+        own = [i for i in trained if i in gathered]
+        read = _Read.apply(
+            [programs[i].summed for i in trained],
+            {trained.index(i): gathered[i] for i in own},
+            _rows(parameters, programs, own, regime) if own else None,
+            regime.reduce_dtype,
+            *(parameters[i] for i in trained),
+        )
+        for i, local in zip(trained, read, strict=True):
+            locals_[i] = local
+    if rows is not None:
+        note([locals_[i] for i in shared], rows.gather)
     for i, program in enumerate(programs):
         if program.moved:
             locals_[i] = _moved(locals_[i], parameters[i], program)
     return locals_
+
+
+def _rows(
+    parameters: Sequence[DTensor], programs: Sequence[ParameterProgram], chosen: Sequence[int], regime: Regime
+) -> SharedRows:
+    stored = [parameters[i]._local_tensor for i in chosen]
+    ranks = parameters[chosen[0]].device_mesh.size()
+    return SharedRows([programs[i] for i in chosen], stored, regime.neighbours, ranks)
 
 
 def _moved(local: Tensor, parameter: DTensor, program: ParameterProgram) -> Tensor:

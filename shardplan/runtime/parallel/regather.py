@@ -1,54 +1,50 @@
-"""Gathering again in backward: autograd keeps this rank's shard instead of the gathered value."""
+"""Gathering again in backward: autograd keeps this rank's shards instead of the gathered values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.torchlib.private import private
-
-from .collectives import all_gather
 
 _top_hooks = private("top_saved_tensors_hooks")
 _AGAIN = "_shardplan_again"  # on a gathered value: gathers it again
 
 
 class Again:
-    """A gathered value that can be gathered again.
+    """Values that were gathered together and can be gathered again.
 
     Args:
-        shard: this rank's.
-        whole: the value; it is not kept.
+        wholes: the values; they are not kept.
+        gather: gathers them.
     """
 
-    def __init__(self, shard: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int):
-        assert whole.is_contiguous() and not whole.storage_offset()
-        self.shard, self.mesh, self.dim, self.size = shard.detach(), mesh, dim, whole.shape[dim]
-        self.storage = whole.untyped_storage()._cdata
-        self.version = whole._version
-        self.uses = 0  # views of the value that autograd keeps
-        self.left = 0  # of them to be returned before the value is freed
-        self.value: Tensor | None = None
+    def __init__(self, wholes: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]):
+        assert all(whole.is_contiguous() and not whole.storage_offset() for whole in wholes)
+        self.gather = gather
+        self.storages = {whole.untyped_storage()._cdata: i for i, whole in enumerate(wholes)}
+        self.uses = 0  # views of the values that autograd keeps
+        self.left = 0  # of them to be returned before the values are freed
+        self.values: Sequence[Tensor] | None = None
 
-    def is_in(self, x: Tensor) -> bool:
-        """Whether a tensor is the value, or a view of it."""
-        return type(x) is not nn.Parameter and x.untyped_storage()._cdata == self.storage
+    def position(self, x: Tensor) -> int | None:
+        """Which of the values a tensor is, or is a view of."""
+        return None if type(x) is nn.Parameter else self.storages.get(x.untyped_storage()._cdata)
 
     def view(self, kept: View) -> Tensor:
-        """A view of the value, which is gathered for the first view and freed after the last."""
-        if self.value is None:
-            self.value, self.left = all_gather(self.shard, self.mesh, self.dim, self.size), self.uses
-        found = self.value.as_strided(kept.shape, kept.stride, kept.offset)
+        """A view of a value. They are gathered for the first view and freed after the last."""
+        if self.values is None:
+            self.values, self.left = self.gather(), self.uses
+        found = self.values[kept.position].as_strided(kept.shape, kept.stride, kept.offset)
         found = found if found.dtype == kept.dtype else found.view(kept.dtype)
         self.left -= 1
         if not self.left:
-            self.value = None
+            self.values = None
         return found
 
 
@@ -57,31 +53,46 @@ class View:
     """What autograd keeps of a gathered value."""
 
     of: Again
+    position: int
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
     dtype: torch.dtype
 
 
-def note(whole: Tensor, shard: Tensor, mesh: DeviceMesh, dim: int) -> None:
-    """Remember with a gathered value what it was gathered from."""
-    setattr(whole, _AGAIN, Again(shard, whole, mesh, dim))
+def note(wholes: Sequence[Tensor], gather: Callable[[], Sequence[Tensor]]) -> None:
+    """Remember with gathered values how they are gathered."""
+    again = Again(wholes, gather)
+    for whole in wholes:
+        setattr(whole, _AGAIN, again)
 
 
 class Regather:
-    """Around the forward of a module with such a block input."""
+    """Around the forward of a module whose input, or some of whose parameters, are gathered.
+
+    Args:
+        parameters: these, with the modules that own them.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[nn.Module, str]] = ()):
+        self.parameters = parameters
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        found = [getattr(x, _AGAIN) for x in (*args, *kwargs.values()) if hasattr(x, _AGAIN)]
+        read = (owner._parameters[name] for owner, name in self.parameters)
+        values = [x for x in (*args, *kwargs.values(), *read) if hasattr(x, _AGAIN)]
+        found: list[Again] = list(dict.fromkeys(getattr(x, _AGAIN) for x in values))
         # Outer hooks that decide what is kept (a checkpoint, offloading) apply here too.
         if torch.compiler.is_compiling() or not found or not torch.is_grad_enabled() or _top_hooks(False) is not None:
             return forward(*args, **kwargs)
 
+        versions = [x._version for x in values]
+
         def pack(x: Tensor) -> Tensor | View:
             for again in found:
-                if again.is_in(x):
+                position = again.position(x)
+                if position is not None:
                     again.uses += 1
-                    return View(again, x.shape, x.stride(), x.storage_offset(), x.dtype)
+                    return View(again, position, x.shape, x.stride(), x.storage_offset(), x.dtype)
             return x
 
         def unpack(kept: Tensor | View) -> Tensor:
@@ -89,8 +100,6 @@ class Regather:
 
         with saved_tensors_hooks(pack, unpack):
             result = forward(*args, **kwargs)
-        values = (x for x in (*args, *kwargs.values()) if hasattr(x, _AGAIN))
-        for again, value in zip(found, values, strict=True):
-            if value._version != again.version:
-                raise RuntimeError("a module changes its gathered input in place: remove `regather` from its rule")
+        if [x._version for x in values] != versions:
+            raise RuntimeError("a module changes what was gathered for it in place: remove `regather` from its rule")
         return result

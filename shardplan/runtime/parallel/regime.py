@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.torchlib.private import private
 
@@ -24,10 +25,12 @@ class Regime:
     Attributes:
         variant: which of the programs the hooks run, by the name of the last section that is laid over the plan's others.
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
+        neighbours: the ranks that compute with the same key-value heads, by their number.
     """
 
     variant: str
     reduce_dtype: torch.dtype | None = None
+    neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
 
 
 class PartialEmbedding:

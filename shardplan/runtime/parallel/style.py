@@ -23,6 +23,7 @@ from .reading import Reads
 from .regather import Regather
 from .regime import Shared
 from .shared_reads import ReadsOnce
+from .shared_rows import neighbours
 from .vocabulary_lookup import VocabularyLookup
 from .waiting_sums import Collects
 
@@ -67,9 +68,13 @@ class ModuleStyle(ParallelStyle):
         return module
 
     def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        divide_attributes(module.get_submodule(self.program.layer), self.program.divide, mesh.size())
+        divide_attributes(module.get_submodule(self.program.layer), self.program.divide)
         for parameter in self.program.parameters:
             distribute(module, parameter, mesh, self.src_data_rank, self.ready)
+            groups = self.shared.regime.neighbours
+            for _, copies in parameter.pieces(mesh.size(), 0) if parameter.shared else ():
+                if copies > 1 and copies not in groups:
+                    groups[copies] = neighbours(mesh, copies)
 
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
@@ -80,8 +85,9 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
         if program.features is not None:
             wrap_forward(module, Means(program.features, mesh))
-        if any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
-            wrap_forward(module, Regather())
+        shared = [owner_of(module, p.name) for p in program.parameters if p.shared]
+        if shared or any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
+            wrap_forward(module, Regather(shared))
         if program.also_reads:
             members = {
                 variant: tuple((*owner_of(module.get_submodule(owner), p.name), p) for owner, p in pr.also_reads)

@@ -1,0 +1,80 @@
+"""The numbers of a module that its code reshapes with: each is divided, by tp or as key-value heads are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.tree import ModuleInfo, is_count
+
+from .heads import GROUPS
+from .stored_parameters import lower_parameters
+
+CONFIG = "config."
+
+
+def attribute(resolved: ResolvedPlan, assignment: Assignment, path: str) -> int | str | None:
+    """The number that a `divide` path names on the module, or why there is none.
+
+    None where only a nested config, of which it is unknown whether it is this module's, has it in several
+    values.
+    """
+    tree = resolved.tree
+    owner = tree.modules[tree.owner(assignment.name) if assignment.is_parameter else assignment.name]
+    if path.startswith(CONFIG):
+        name = path.removeprefix(CONFIG)
+        if owner.config is not None:
+            found = {owner.config[name]} if name in owner.config else set()
+        else:
+            found = {tree.numbers[name]} if name in tree.numbers else _nested(tree.numbers, name)
+        if len(found) > 1:
+            return None
+        value = next(iter(found), None)
+        where = "the configuration" if owner.config != {} else f"{owner.class_name}, which has no configuration,"
+    else:
+        name = path
+        value = owner.numbers.get(name)
+        where = owner.class_name
+    if value is None:
+        return f"{where} has no number {name}"
+    if isinstance(value, bool) or not float(value).is_integer() or value < 1:
+        return f"{name} of {where} is {value}, not a count"
+    return int(value)
+
+
+def _nested(numbers: Mapping[str, int | float], name: str) -> set[int | float]:
+    return {value for key, value in numbers.items() if key.endswith(f".{name}")}
+
+
+def divided(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, int], ...]:
+    """Attributes of a module, and by what each is divided: those that its rule names by tp. Where r ranks compute with one
+    key-value head, the number of key-value heads is divided by tp / r, and that of query heads for each by r.
+    """
+    ranks = plan.sizes.tp or 1
+    assignment = plan.modules.get(module.name)
+    names = assignment.rule.divide if assignment is not None else ()
+    copies = _copies(plan, module)
+    by = dict.fromkeys(names, ranks)
+    if copies == 1:
+        return tuple(by.items())
+    for name in names:
+        assert assignment is not None
+        if attribute(plan, assignment, name) == ranks // copies:
+            by[name] = ranks // copies
+    groups = module.numbers.get(GROUPS)
+    if is_count(groups) and groups > 1:
+        by[GROUPS] = copies
+    return tuple(by.items())
+
+
+def _copies(plan: ResolvedPlan, module: ModuleInfo) -> int:
+    """On how many ranks each key-value head of an attention module is."""
+    ranks = plan.sizes.tp or 1
+    found = (
+        number
+        for name in plan.tree.children[module.name]
+        for parameter in lower_parameters(plan, plan.tree.modules[name])
+        if parameter.shared and parameter.dim is not None
+        for _, number in parameter.pieces(ranks, 0)
+    )
+    return max(found, default=1)

@@ -1,0 +1,83 @@
+"""The heads that a split dimension has, and on how many ranks each of them is.
+
+With fewer key-value heads than ranks, r = ranks / heads neighbouring ranks compute with one head (grouped-query attention,
+arXiv 2305.13245: the query heads of a group are neighbours too, so that these ranks have the queries of that head). Each of
+them stores an r-th of the head's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardplan.core.layout import V
+from shardplan.core.plan import Rule
+from shardplan.core.tree import ModuleInfo, is_count
+
+from .boundary import boundary
+from .style_record import ParameterStyle
+
+# What modules call the features of one head,
+WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
+HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
+GROUPS = "num_key_value_groups"  # what attention modules call the number of query heads for each key-value head
+
+
+def head_count(
+    placement: ParameterStyle, rule: Rule, around: ModuleInfo, numbers: Mapping[str, int | float], size: int
+) -> int | None:
+    """How many heads a length splits into, or None where its shards need not be whole heads.
+
+    By structure: the module around knows the size of a head, and the value stays split between this matrix
+    multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
+    and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
+    itself such a number has one feature for each head (a gate).
+
+    Args:
+        around: the module that holds the parameter's owner.
+        numbers: of the configuration.
+        size: the length.
+    """
+    if not stays_split(placement, rule):
+        return None
+    own = around.numbers
+    head_sizes = {name: width for name in HEAD_SIZES if is_count(width := own.get(name))}
+    counts = [size // width for width in head_sizes.values() if size % width == 0]
+    configured = (numbers.get("num_attention_heads"), numbers.get("num_key_value_heads"))
+    agreed = [count for count in counts if count in configured]
+    if agreed:
+        return max(agreed)
+    if size in configured:
+        return size
+    sure = len(head_sizes) == 1 and head_sizes.keys() <= set(WHOLE_HEAD)
+    return counts[0] if counts and sure else None
+
+
+def stays_split(placement: ParameterStyle, rule: Rule) -> bool:
+    """Whether the split reaches beyond the module: its output stays split, or it reads a value that already
+    is."""
+    if placement.computed != "V":  # gathered where it is read
+        return False
+    if placement.shard == "out":
+        output = boundary(rule).output
+        return output is not None and output.source == output.destination == V(-1)
+    return any(V(-1) in move.sources for move in boundary(rule).inputs)
+
+
+def can_share(heads: int, size: int, ranks: int) -> bool:
+    """Whether several ranks can compute with one head of a length: the heads divide the ranks, and these its rows."""
+    return heads < ranks and ranks % heads == 0 and size % ranks == 0
+
+
+def copies_of(heads: Sequence[int | None], sizes: Sequence[int], most: int, ranks: int) -> tuple[int, ...]:
+    """On how many neighbouring ranks the slices of each length are where they are computed with.
+
+    Args:
+        heads: how many heads each length has.
+        sizes: the lengths that are split each on its own.
+        most: the largest number of heads of the matrices beside it: its queries'.
+        ranks: the size of the axis.
+    """
+    return tuple(
+        ranks // count if count is not None and count < most and can_share(count, size, ranks) else 1
+        for count, size in zip(heads, sizes, strict=True)
+    )
