@@ -96,8 +96,10 @@ def _split(
     heads = heads_of(plan, module, placement, rule, lengths)
     few = placement.shard == "out" and any(count is not None and count < ranks for count in heads)
     copies = copies_of(heads, lengths, most_heads(plan, parent(module.name)), ranks) if few else ()
-    if parts or set(copies) <= {1}:
-        return ParameterProgram(parameter.name, V(dim), V(dim), parts, copies if set(copies) > {1} else ())
+    if not any(number > 1 for number in copies):
+        return ParameterProgram(parameter.name, V(dim), V(dim), parts)
+    if parts:
+        return ParameterProgram(parameter.name, V(dim), V(dim), parts, copies)
     return ParameterProgram(parameter.name, V(dim), R if copies[0] == ranks else replace(V(dim), copies=copies[0]))
 
 

@@ -109,7 +109,7 @@ class Crossings:
             return False
         if found.kind != "V":
             return True
-        if found.spread.dim != layout.split_dim(ndim):
+        if found.spread.joined or found.spread.dim != layout.split_dim(ndim):
             return False
         expected = self._expected_order(bound) if bound is not None and layout.dim == -1 else None
         return same_order(found.spread.order, expected, len(self.spreads.runs))

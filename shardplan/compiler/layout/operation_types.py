@@ -28,7 +28,7 @@ from .cross_module_reads import below
 from .spread import SUM, WHOLE, Spread
 from .spreads import Spreads
 from .typed_modules import is_mean
-from .types import FREE, KINDS, Type
+from .types import FREE, KINDS, Type, TypeKind
 from .typing_state import Known
 
 
@@ -116,7 +116,7 @@ class Operations:
             sources: the differentiable values that it is made of.
             spread: how it is spread.
         """
-        kinds = {number: self.known.type_of(number).kind for number in sources}
+        kinds = {number: self._kind(number, spread) for number in sources}
         tails = [n for n, kind in kinds.items() if kind == "tail"]
         if tails:
             return self._untangle(event, sources, tails[0], spread, output)
@@ -140,6 +140,13 @@ class Operations:
             return self._meeting(event, complete, partial, output)
         return Type("I") if complete else Type("R") if partial else FREE
 
+    def _kind(self, number: int, spread: Spread) -> TypeKind:
+        """The kind of an operand's type. What a whole result takes of slices, of which all ranks have some alike (the one
+        key-value head beside split queries), is R."""
+        found = self.known.type_of(number)
+        on_all = found.kind == "V" and spread.kind == "whole" and found.spread.copies == len(self.spreads.runs)
+        return "R" if on_all else found.kind
+
     def _acting(self, event: Event, spread: Spread) -> list[int] | None:
         """The partial sums and slices that have a part in a result that seems whole, and the partial sums that have one in
         a result that seems split: nothing but a tolerance, or a gate that is shut, hides them. None where it is not known."""
@@ -149,7 +156,7 @@ class Operations:
         found = {
             position: number
             for position, number in enumerate(event.inputs)
-            if (kind := self.known.type_of(number).kind) in hiding
+            if (kind := self._kind(number, spread)) in hiding
             and (self.known.run.requires_grad[number] or kind == "P")
             and self.known.run.values[number].is_floating_point()
         }

@@ -57,7 +57,7 @@ class Prover:
         parts: Mapping[Place, Mapping[int, bool]] = MappingProxyType({}),
         stop: Callable[[Finding], bool] = lambda finding: False,
     ):
-        self.plan, self.spreads, self.runs, self.run = plan, spreads, spreads.runs, origins.run
+        self.plan, self.runs, self.run = plan, spreads.runs, origins.run
         self.known = Known(origins, stop)
         self.operations = Operations(self.known, plan, spreads, units, parts)
         self.crossings = Crossings(self.known, self.operations, model, plan, spreads, gathers)
@@ -83,13 +83,15 @@ class Prover:
         )
 
     def _parameters(self) -> None:
-        owned = {full_name(b.name, p.name): (b.name, p) for b in self.plan.values() for p in b.parameters}
+        owned = {full_name(bound.name, p.name): (bound, p) for bound in self.plan.values() for p in bound.parameters}
         for number, name in self.run.parameters.items():
-            self.known.maker[number], parameter = owned[name]
+            bound, parameter = owned[name]
+            self.known.maker[number] = bound.name
             dim = parameter.computed.dim
             if isinstance(dim, int):
-                size = self.spreads.whole_parameters[name].shape[dim]
-                order = read_order(parameter, size, len(self.runs))
+                info = bound.module.parameter(parameter.name)
+                assert info is not None, name
+                order = read_order(parameter, info.shape[dim], len(self.runs))
                 self.known.types[number] = Type("V", Spread("split", dim, order))
             else:
                 self.known.types[number] = READ[parameter.computed.kind]

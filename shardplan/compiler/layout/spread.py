@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -29,12 +29,14 @@ class Spread:
         dim: the dim that is split.
         order: per rank the indices that it has along `dim`, where these are not its ceil-chunk. One that several ranks have
             has a gradient that is a partial sum over them.
+        joined: it is `dim` and the next one, taken as one, that are split (heads by groups, of which a rank has a part of one).
         empty: nothing in it tells whole from sum: it is zero everywhere, or has no elements.
     """
 
     kind: SpreadKind
     dim: int | None = None
     order: tuple[tuple[int, ...], ...] | None = None
+    joined: bool = False
     empty: bool = False
 
     @property
@@ -97,9 +99,12 @@ def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, 
     if all(x.shape == reference.shape for x in locals_):
         return _unsplit(locals_, reference, _tolerance(reference, noise, rounding))
     differing = {d for x in locals_ for d in range(x.ndim) if x.shape[d] != reference.shape[d]}
+    dim = min(differing)
+    if differing == {dim, dim + 1}:
+        found = spread_of([x.flatten(dim, dim + 1) for x in locals_], reference.flatten(dim, dim + 1), noise, rounding)
+        return found and replace(found, joined=True)
     if len(differing) != 1:
         return None
-    dim = differing.pop()
     total, size = sum(x.shape[dim] for x in locals_), reference.shape[dim]
     if total < size:
         return None

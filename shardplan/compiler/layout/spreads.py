@@ -52,7 +52,7 @@ class Spreads:
         return self._known[key]
 
     @cached_property
-    def whole_parameters(self) -> Mapping[str, Tensor]:
+    def _whole_parameters(self) -> Mapping[str, Tensor]:
         return {name: self.reference.values[number] for number, name in self.reference.parameters.items()}
 
     def _unsharded(self, event: Event, values: tuple[int, ...], index: int) -> Tensor:
@@ -61,5 +61,5 @@ class Spreads:
         if event.place[2] in ("atom", "out") and index == 0:
             for parameter in self.plan[event.module].parameters:
                 if parameter.withheld:
-                    whole = whole - self.whole_parameters[full_name(event.module, parameter.name)]
+                    whole = whole - self._whole_parameters[full_name(event.module, parameter.name)]
         return whole

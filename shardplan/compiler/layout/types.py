@@ -36,7 +36,8 @@ class Type:
     def describe(self, ndim: int) -> str:
         if self.kind == "V":
             dim = self.spread.dim
-            name = f"V({dim - ndim if dim == ndim - 1 else dim})"
+            assert dim is not None
+            name = f"V({dim},{dim + 1})" if self.spread.joined else f"V({dim - ndim if dim == ndim - 1 else dim})"
             if self.spread.copies > 1:
                 return f"{name}/{self.spread.copies}"
             return f"{name} in packed parts" if self.spread.order else name
