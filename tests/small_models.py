@@ -27,6 +27,10 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 # The first layer of the mixture-of-experts model is dense.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
+    "qwen2": _COMMON,
+    # Fewer key-value heads than ranks.
+    "qwen2_two_heads": {**_COMMON, "model_type": "qwen2", "num_key_value_heads": 2},
+    "phi3_one_head": {**_COMMON, "model_type": "phi3", "num_key_value_heads": 1},
     "qwen3": {**_COMMON, "head_dim": 8},
     "phi3": _COMMON,
     "gemma3_text": {
@@ -54,7 +58,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def small_config(name: str, *, tied: bool = False, **settings: Any) -> Any:
     """The configuration of a reduced model of that type."""
-    return AutoConfig.for_model(name, **{**copy.deepcopy(CONFIGS[name]), "tie_word_embeddings": tied, **settings})
+    values = {"model_type": name, **copy.deepcopy(CONFIGS[name]), "tie_word_embeddings": tied, **settings}
+    return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
 def small_model(

@@ -26,6 +26,7 @@ import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 
 MODELS = [("phi3", False), ("gpt2", True), ("qwen3", True), ("qwen3_moe", False)]
+SHARED = [("qwen2_two_heads", False), ("phi3_one_head", False)]  # key-value heads on several ranks
 SAMPLE, ALL = pytest.mark.slow, pytest.mark.exhaustive
 MESHES = {
     "two by two": ((2, 2), ("dp_shard", "tp")),
@@ -83,7 +84,8 @@ def travel(name: str, tied: bool, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [pytest.param(*one, marks=SAMPLE if one in MODELS[:2] else ALL) for one in MODELS]
+    ("name", "tied"),
+    [pytest.param(*one, marks=SAMPLE if one in (*MODELS[:1], SHARED[0]) else ALL) for one in (*MODELS, *SHARED)],
 )
 def test_weights_travel_between_meshes(name, tied, tmp_path):
     model = small_model(name, tied=tied)
@@ -164,7 +166,8 @@ def continue_training(name: str, tied: bool, folder: Path) -> dict[str, dict[str
 
 
 @pytest.mark.parametrize(
-    ("name", "tied"), [pytest.param(*MODELS[0], marks=SAMPLE), pytest.param(*MODELS[1], marks=ALL)]
+    ("name", "tied"),
+    [pytest.param(*SHARED[1], marks=SAMPLE), *(pytest.param(*one, marks=ALL) for one in (*MODELS[:2], SHARED[0]))],
 )
 def test_optimizers_travel_with_their_weights(name, tied, tmp_path):
     model = small_model(name, tied=tied, dtype=torch.float64)

@@ -37,6 +37,7 @@ class Recipe:
             parts' losses.
         plan: for the sharded run.
         under: a context for it, in which it has what its processes lack.
+        settings: of the model's configuration.
         defer: reduce gradients over data-parallel ranks at the last micro-batch only.
     """
 
@@ -46,13 +47,14 @@ class Recipe:
     tied: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     change: Callable[[nn.Module], None] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     defer: bool = False
     mixture: bool = False
     plan: Any = "auto"
     under: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def build(self) -> nn.Module:
-        model = small_model(self.model, tied=self.tied, dtype=torch.float64)
+        model = small_model(self.model, tied=self.tied, dtype=torch.float64, **self.settings)
         if self.change is not None:
             self.change(model)
         return model

@@ -165,7 +165,8 @@ class ModuleProgram:
         enter: moves of arguments, in order.
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, where rows are looked up by id.
-        features: the number of features of which each rank has some, where a mean over them is that over all.
+        features: where a mean over features of which each rank has some is that over all: their number, each counted as often
+            as ranks have it.
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
             an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose forward
             holds both.

@@ -86,6 +86,6 @@ def _wait_for(threads: list[threading.Thread]) -> None:
             thread.join(OFTEN)
             left = [one for one in threads if one.is_alive()]
             waiting: list[Any] = list(group._cur_coll_on_pgs.values())
-            if 0 < len(left) < len(threads) and any(one._count == len(left) for one in waiting):
+            if 0 < len(left) < len(threads) and any(one._count == len(left) < one._world_size for one in waiting):
                 names = ", ".join(one.name for one in threads if one not in left)
                 raise RuntimeError(f"{names} ended, but the other ranks wait in a collective")

@@ -11,7 +11,7 @@ from shardplan.core.tree import ModuleInfo
 
 from . import STYLES
 from .boundary import Boundary, boundary
-from .divided_numbers import divided
+from .divided_numbers import divided, shared_heads
 from .links import Link, links
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
@@ -70,20 +70,25 @@ def bound_modules(plan: ResolvedPlan) -> Mapping[str, BoundModule]:
     """Every module of a plan's tree, by name, in the tree's order."""
     ends = links(plan)
     scope = next((name for name, link in ends.items() if link == "scope"), None)
-    return {name: _bound(plan, module, ends.get(name), scope) for name, module in plan.tree.modules.items()}
+    shared = shared_heads(plan)
+    return {name: _bound(plan, module, ends.get(name), scope, shared) for name, module in plan.tree.modules.items()}
 
 
-def _bound(plan: ResolvedPlan, module: ModuleInfo, link: Link | None, scope: str | None) -> BoundModule:
+def _bound(
+    plan: ResolvedPlan, module: ModuleInfo, link: Link | None, scope: str | None, shared: Mapping[str, int]
+) -> BoundModule:
     assignment, parameters = plan.modules.get(module.name), lower_parameters(plan, module)
-    divide = divided(plan, module)
+    divide = divided(plan, module, shared)
     if assignment is None:
         return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide)
     style, rule = STYLES[assignment.rule.style], assignment.rule
+    weight = next((p.computed for p in parameters if p.name == "weight" and p.shared and not p.parts), None)
+    crossing = boundary(rule).at(rule.seq_dim)
     return BoundModule(
         module,
         assignment,
         parameters,
-        boundary=boundary(rule).at(rule.seq_dim),
+        boundary=crossing if weight is None else crossing.of_heads(weight.copies),
         tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         link=link,
         divide=divide,

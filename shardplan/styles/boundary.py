@@ -108,6 +108,25 @@ class Boundary:
         )
         return replace(self, inputs=inputs, output=output)
 
+    def of_heads(self, copies: int) -> Boundary:
+        """The same boundary where several ranks have the same features: V(-1) is V(-1)/r, or R where all ranks have them.
+
+        Args:
+            copies: r; 1 where all ranks have them.
+        """
+        heads = R if copies == 1 else replace(V(-1), copies=copies)
+
+        def of(layout: Layout) -> Layout:
+            return heads if layout == V(-1) else layout
+
+        inputs = tuple(
+            replace(one, sources=tuple(map(of, one.sources)), destination=of(one.destination)) for one in self.inputs
+        )
+        output = self.output and replace(
+            self.output, source=of(self.output.source), destination=of(self.output.destination)
+        )
+        return replace(self, inputs=inputs, output=output)
+
 
 def boundary(rule: Rule) -> Boundary:
     """What a rule means at its module's boundary; a slice of the sequence is V(SEQ)."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import ModuleInfo, is_count
+from shardplan.core.tree import ModuleInfo, is_count, parent
 
-from .heads import GROUPS
-from .stored_parameters import lower_parameters
+from .heads import GROUPS, HEAD_SIZES
+from .stored_parameters import lower_parameters, most_heads
 
 CONFIG = "config."
 
@@ -46,14 +46,20 @@ def _nested(numbers: Mapping[str, int | float], name: str) -> set[int | float]:
     return {value for key, value in numbers.items() if key.endswith(f".{name}")}
 
 
-def divided(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, int], ...]:
+def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Attributes of a module, and by what each is divided: those that its rule names by tp. Where r ranks compute with one
     key-value head, the number of key-value heads is divided by tp / r, and that of query heads for each by r.
+
+    Args:
+        shared: on how many ranks each key-value head is, by the class of the attention module (`shared_heads`): some layers read
+            the keys and values of others.
     """
     ranks = plan.sizes.tp or 1
     assignment = plan.modules.get(module.name)
     names = assignment.rule.divide if assignment is not None else ()
-    copies = _copies(plan, module)
+    copies = shared.get(module.class_name, 1)
+    if copies > 1 and not most_heads(plan, module.name):  # it is whole
+        copies = 1
     by = dict.fromkeys(names, ranks)
     if copies == 1:
         return tuple(by.items())
@@ -67,14 +73,15 @@ def divided(plan: ResolvedPlan, module: ModuleInfo) -> tuple[tuple[str, int], ..
     return tuple(by.items())
 
 
-def _copies(plan: ResolvedPlan, module: ModuleInfo) -> int:
-    """On how many ranks each key-value head of an attention module is."""
+def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:
+    """On how many ranks each key-value head is, by the class of the attention module, where it is on several."""
     ranks = plan.sizes.tp or 1
-    found = (
-        number
-        for name in plan.tree.children[module.name]
-        for parameter in lower_parameters(plan, plan.tree.modules[name])
-        if parameter.shared and parameter.dim is not None
-        for _, number in parameter.pieces(ranks, 0)
-    )
-    return max(found, default=1)
+    found: dict[str, int] = {}
+    for module in plan.tree.modules.values():
+        around = plan.tree.modules[parent(module.name)]
+        if around.class_name in found or not any(name in around.numbers for name in HEAD_SIZES):
+            continue
+        numbers = [n for p in lower_parameters(plan, module) if p.shared for _, n in p.pieces(ranks, 0)]
+        if numbers:
+            found[around.class_name] = max(numbers)
+    return found

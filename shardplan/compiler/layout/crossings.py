@@ -16,7 +16,7 @@ from .finding import AS_BEFORE
 from .operation_types import Operations
 from .spread import Spread
 from .spreads import Spreads
-from .types import Type, declared, read_order, same_order
+from .types import Type, declared, read_order, same_order, shared_order
 from .typing_state import Known
 
 
@@ -111,8 +111,11 @@ class Crossings:
             return True
         if found.spread.joined or found.spread.dim != layout.split_dim(ndim):
             return False
+        ranks = len(self.spreads.runs)
+        if layout.copies > 1:
+            return found.spread.order == shared_order(found.spread, layout.copies, ranks)
         expected = self._expected_order(bound) if bound is not None and layout.dim == -1 else None
-        return same_order(found.spread.order, expected, len(self.spreads.runs))
+        return same_order(found.spread.order, expected, ranks)
 
     def _expected_order(self, bound: BoundModule) -> tuple[tuple[int, ...], ...] | None:
         """The order in which the split input features of a module's weight lie on the ranks."""

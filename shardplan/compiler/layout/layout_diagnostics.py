@@ -27,6 +27,8 @@ def layout_words(layout: str) -> str:
     if layout.startswith("V("):
         dim, rest = layout[2:].split(")", 1)
         where = "its last dim" if dim == "-1" else f"dim {dim}"
+        if rest.startswith("/"):
+            rest = f", each slice on {rest[1:]} ranks"
         return f"split in {where}{rest} ({layout.split(' ')[0]})"
     if layout.endswith(AS_BEFORE):
         return layout_words(layout.removesuffix(AS_BEFORE)) + AS_BEFORE

@@ -17,6 +17,7 @@ from shardplan.core.tree import ModuleTree, block, element
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
+from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
 
 from . import randomness
@@ -202,7 +203,10 @@ class ModelLayouts:
         fewer = ModelLayouts(self.found, least)
         if not fewer.runs:
             return None
-        return misfit(fewer.check(plan, help=False).lengths, self.tp, least)
+        resolved, _ = bind(plan, self.found.tree, MeshSizes(tp=self.tp))
+        heads = {self.tp // copies for copies in shared_heads(resolved).values()}  # several ranks compute with each
+        lengths = fewer.check(plan, help=False).lengths
+        return misfit({n: where for n, where in lengths.items() if n not in heads}, self.tp, least)
 
     def layouts_of(self, plan: PlanFile, resolved: ResolvedPlan, *, help: bool = False) -> LayoutReport:
         """The layouts of a variant of a plan on the reduced model, in its names; each is checked once.

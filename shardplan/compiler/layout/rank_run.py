@@ -127,7 +127,8 @@ class RankRecorder(Recorder):
         if layout.kind == "P":
             return _like(x, whole / self.ranks)  # of ids too, as the move does: their reader then raises
         dim = layout.split_dim(whole.ndim)
-        part = whole.narrow(dim, *chunk(whole.shape[dim], self.ranks, self.rank))
+        slices, own = self.ranks // layout.copies, self.rank // layout.copies
+        part = whole.narrow(dim, *chunk(whole.shape[dim], slices, own))
         return None if x.shape == part.shape else _like(x, part)
 
 

@@ -78,6 +78,14 @@ def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tupl
     )
 
 
+def shared_order(found: Spread, copies: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank the indices of a value of that length whose slices are each on so many neighbouring ranks."""
+    size = 1 + max((index for indices in found.order or () for index in indices), default=-1)
+    length = size * copies // ranks
+    starts = [rank // copies * length for rank in range(ranks)]
+    return tuple(tuple(range(start, start + length)) for start in starts)
+
+
 def same_order(
     found: tuple[tuple[int, ...], ...] | None, expected: tuple[tuple[int, ...], ...] | None, ranks: int
 ) -> bool:

@@ -73,7 +73,7 @@ def _lower_module(
         enter=_enter(plan, incoming, one),
         leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
-        features=one.width if features.means else None,
+        features=_mean_features(plan, one) if features.means else None,
         link=one.link,
         logits=one.width if features.dtensor else None,
         tail=one.tail,
@@ -82,6 +82,12 @@ def _lower_module(
         layer=one.module.layer,
         also_reads=also_reads,
     )
+
+
+def _mean_features(plan: ResolvedPlan, one: BoundModule) -> int | None:
+    """How many features the ranks have together: each as often as ranks have it."""
+    copies = max((n for p in one.parameters if p.shared for n in _copies(plan, p)), default=1)
+    return one.width * copies if one.width is not None else None
 
 
 def _also_reads(

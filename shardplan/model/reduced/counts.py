@@ -47,12 +47,15 @@ def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[i
     """
     small: dict[int, int] = {}
     floor = 1
-    for value in sorted({v for v in values if v > 0}):
+    values = sorted({v for v in values if v > 0})
+    # With heads that several ranks compute with, these have several queries for each: code that repeats a head shows how often.
+    most = 4 * tp if any(value < tp and tp % value == 0 for value in values) else 2 * tp
+    for value in values:
         if value < tp and tp % value == 0:  # heads with which several ranks compute: as many for each
             small[value], floor = value, value + 1
             continue
         divisors = [small[other] for other in small if value % other == 0]
-        begin = min(value, 2 * tp) if value % tp == 0 else min(value, at_least)
+        begin = min(value, most) if value % tp == 0 else min(value, at_least)
         small[value] = like(value, tp, at_least=max(floor, begin), multiple_of=lcm(*divisors) if divisors else 1)
         floor = small[value] + 1
     return small

@@ -135,7 +135,7 @@ def make_reduced_model(
         model = model.module if model.module is not None else model
     name, module, config, cls, tree, adapters = original_of(model)
     implementations = {
-        "attn_implementation": attn_implementation,
+        "attn_implementation": attn_implementation or _own_attention(config),
         "experts_implementation": experts_implementation,
     }
     options = {key: value for key, value in implementations.items() if value is not None}
@@ -161,6 +161,12 @@ def make_reduced_model(
 
     build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), reduced_config)
     return ReducedModel(name, tp, seq_len, reduced_config, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+
+
+def _own_attention(config: PreTrainedConfig | None) -> str | None:
+    """The attention that the model runs with, where the CPU has it and it is not the usual one: its code reads other numbers."""
+    chosen = getattr(config, "_attn_implementation", None)
+    return chosen if chosen == "eager" else None
 
 
 def _of_named(
