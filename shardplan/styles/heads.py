@@ -30,7 +30,7 @@ def head_count(
     By structure: the module around knows the size of a head, and the value stays split between this matrix
     multiplication and the attention. Where it knows several sizes (multi-head latent attention has one for q
     and k and one for v), that which gives a number of heads of the configuration. Where none does, a length that is
-    itself such a number has one feature for each head (a gate).
+    itself such a number has one feature for each head (a gate; no part of a packed matrix).
 
     Args:
         around: the module that holds the parameter's owner.
@@ -46,7 +46,7 @@ def head_count(
     agreed = [count for count in counts if count in configured]
     if agreed:
         return max(agreed)
-    if size in configured:
+    if size in configured and not placement.packed:
         return size
     sure = len(head_sizes) == 1 and head_sizes.keys() <= set(WHOLE_HEAD)
     return counts[0] if counts and sure else None
