@@ -16,9 +16,9 @@ def test_names_of_repeated_layers_are_told_as_keys_would_name_them():
 
 
 def test_sizes_are_an_instruction():
-    assert sizes((1, 2, 4)) == "use tp 2 or 4: each divides everything that this plan splits"
-    assert sizes((1, 3)) == "use tp 3: it divides everything that this plan splits"
-    assert sizes((1,)) == "use tp 1: no larger size divides everything that this plan splits"
+    assert sizes((1, 2, 4)) == "use tp 2 or 4: each fits everything that this plan splits"
+    assert sizes((1, 3)) == "use tp 3: it fits everything that this plan splits"
+    assert sizes((1,)) == "use tp 1: no larger size fits everything that this plan splits"
     assert sizes(range(1, 30)).startswith("use tp 2, 3, 4, 5, 6, 7, 8, ... or 29: ")
     assert join(["a", "b", "c"], "or") == "a, b or c"
 

@@ -16,14 +16,14 @@ def join(words: Sequence[str], last: str) -> str:
 
 
 def sizes(allowed: Iterable[int]) -> str:
-    """What to do about a tp size that does not divide: the sizes above 1 that do."""
+    """What to do about a tp size that does not fit: the sizes above 1 that do."""
     above = [str(size) for size in allowed if size > 1]
     if not above:
-        return "use tp 1: no larger size divides everything that this plan splits"
+        return "use tp 1: no larger size fits everything that this plan splits"
     listed = join(above, "or")
     if len(above) > MOST_SIZES:
         listed = f"{', '.join(above[: MOST_SIZES - 1])}, ... or {above[-1]}"
-    return f"use tp {listed}: {'each' if len(above) > 1 else 'it'} divides everything that this plan splits"
+    return f"use tp {listed}: {'each' if len(above) > 1 else 'it'} fits everything that this plan splits"
 
 
 def head_words(count: int, key_value: bool, numbers: Mapping[str, int | float]) -> str | None:
