@@ -8,7 +8,7 @@ from itertools import count
 from unittest.mock import patch
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import masking_utils
 
 from shardplan.core.mesh import COSTED, Axis, MeshSizes
@@ -44,9 +44,18 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
         dist.destroy_process_group()
 
 
-def groups_of(mesh: PlanMesh) -> Mapping[str, tuple[Axis, int]]:
-    """The name of each axis' process group -> the axis and its number of ranks."""
-    return {mesh.mesh.get_group(name).group_name: (axis, mesh.mesh[name].size()) for axis, name in mesh.names.items()}
+def groups_of(mesh: PlanMesh, neighbours: Mapping[int, DeviceMesh]) -> Mapping[str, tuple[Axis, int]]:
+    """The name of each process group -> the axis that it is on and its number of ranks.
+
+    Args:
+        neighbours: the tp ranks that compute with the same key-value heads, by their number.
+    """
+    found: dict[str, tuple[Axis, int]] = {}
+    for copies, one in neighbours.items():
+        found[one.get_group().group_name] = Axis.TP, copies
+    for axis, name in mesh.names.items():
+        found[mesh.mesh.get_group(name).group_name] = axis, mesh.mesh[name].size()
+    return found
 
 
 @contextmanager

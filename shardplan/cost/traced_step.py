@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from shardplan.core.diagnostics import PlanError
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.reduced.outcome import loss_of
+from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
 from .cost_codes import NOT_TRACED
@@ -53,7 +54,8 @@ def trace(
         PlanError: SP560: the model's code raised.
     """
     places = Places()
-    meter = Meter(places, groups_of(mesh), logits)
+    shared = applied(model).shared
+    meter = Meter(places, groups_of(mesh, shared.regime.neighbours if shared is not None else {}), logits)
     with without_memory(), meter.running(), places.following(model):
         model.to_empty(device="cpu")
         meter.mark([*model.parameters(), *model.buffers()], "parameters")

@@ -191,7 +191,8 @@ def _finding(code: Code, message: str, help: str, requirements: list[Requirement
 def _no_size(facts: Facts) -> Diagnostic:
     groups: dict[tuple[str, int], list[Requirement]] = defaultdict(list)
     for requirement in facts.requirements:
-        groups[requirement.what, requirement.count].append(requirement)
+        if not requirement.shares:
+            groups[requirement.what, requirement.count].append(requirement)
     # What alone stands in the way: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
