@@ -391,3 +391,17 @@ def mixed() -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if "k_proj" in name or "v_proj" in name
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}},
+        {"activation_checkpointing": True},
+        {"activation_checkpointing": {"modules": ["model.layers.*.self_attn"]}},
+    ],
+    ids=["compiled", "checkpoints", "checkpoints inside blocks"],
+)
+def test_compiled_and_checkpointed_blocks_train_alike(options: dict[str, Any]) -> None:
+    compare(Recipe("phi3", {"tp": 4}, True, options=options, settings=TWO))
