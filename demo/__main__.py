@@ -36,8 +36,10 @@ def _validate() -> bool:
 
 def _refuse() -> bool:
     shell.heading("2. A wrong plan is refused, with its line")
-    shell.say("A plan for Qwen3-8B on 16 ranks: a misspelt module, a style that does not fit, too many ranks.")
-    return shell.run("validate", QWEN3, "demo/wrong-qwen3.yaml", "--tp", "16", "--no-sequence-parallel", expect=1)
+    shell.say(
+        "A plan for Qwen3-8B on 12 ranks: a misspelt module, a style that does not fit, a size that fits no heads."
+    )
+    return shell.run("validate", QWEN3, "demo/wrong-qwen3.yaml", "--tp", "12", "--no-sequence-parallel", expect=1)
 
 
 def _refuse_layouts() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, is_count, parent
 
-from .heads import GROUPS, HEAD_SIZES
+from .head_counts import GROUPS, HEAD_SIZES
 from .stored_parameters import lower_parameters, most_heads
 
 CONFIG = "config."

@@ -13,7 +13,7 @@ from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
 
 from . import STYLES, ParameterStyle, feature_dim
 from .adapter_styles import adapter_dim, adapter_style
-from .heads import copies_of, head_count
+from .head_counts import copies_of, head_count
 from .style_record import WHOLE
 
 

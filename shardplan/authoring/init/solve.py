@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardplan.compiler.layout.finding import Kind
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
-from shardplan.styles.heads import HEAD_SIZES
+from shardplan.styles.head_counts import HEAD_SIZES
 
 from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product

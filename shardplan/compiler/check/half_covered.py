@@ -9,7 +9,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, full_name, named, parent
 from shardplan.styles import feature_dim
-from shardplan.styles.heads import stays_split
+from shardplan.styles.head_counts import stays_split
 
 from .check_words import join
 from .facts import Facts

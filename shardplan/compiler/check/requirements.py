@@ -17,7 +17,7 @@ from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
 from shardplan.styles.divided_numbers import attribute
-from shardplan.styles.heads import can_share, head_count
+from shardplan.styles.head_counts import can_share, head_count
 
 from .check_words import feature_words, head_words
 from .declared_numbers import declared, packed_parts

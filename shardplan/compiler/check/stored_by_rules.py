@@ -9,7 +9,7 @@ from functools import cached_property
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, is_count, parent
 from shardplan.styles import STYLES, ParameterStyle, Style
-from shardplan.styles.heads import HEAD_SIZES
+from shardplan.styles.head_counts import HEAD_SIZES
 from shardplan.styles.stored_parameters import parameter_style, split_dim
 
 

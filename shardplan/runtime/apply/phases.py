@@ -28,7 +28,7 @@ from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
-from .heads import use_sharded_loss
+from .head_counts import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
