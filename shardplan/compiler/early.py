@@ -13,7 +13,6 @@ from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.report import Report
-from shardplan.core.sources import SourceMap
 from shardplan.core.tree import ModuleTree
 from shardplan.language.globs import Segment, parse_glob
 from shardplan.model.config_files import ConfigFile, read_folder_or_file
@@ -21,7 +20,8 @@ from shardplan.model.model_sources import LEGACY, Source, source_of
 from shardplan.model.model_words import classify
 from shardplan.model.stored_tensors import Element, Folded, fold, stored_tensors
 
-from .user_inputs import AnyPlan, Model, auto_plan, plan_name, read_plan
+from .automatic import ReadPlan, auto_plan
+from .user_inputs import AnyPlan, Model, plan_name, read_plan
 from .variants import bind_variants, wanted_variants
 
 if TYPE_CHECKING:
@@ -90,10 +90,10 @@ def look_early(
     """
     file, about_model = config_file(source)
     named = isinstance(plan, str) and plan in ("auto", "hf")  # depends on the model
-    read, sources, about_plan = (None, SourceMap(), ()) if named else read_plan(plan, None)
+    given = ReadPlan() if named else read_plan(plan, None)
     report = Report(
-        diagnostics=(*about_model, *about_plan),
-        sources=sources,
+        diagnostics=(*about_model, *given.findings),
+        sources=given.sources,
         plans=(plan_name(plan),),
         model=source.shown,
         sizes=sizes,
@@ -107,13 +107,12 @@ def look_early(
             raise NoCheckpoint(_why(source, file, plan, needs_model))
         return report
     if named:
-        try:
-            parsed = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
-        except PlanError as error:
-            return replace(report, diagnostics=error.diagnostics)
-        read, report = parsed.plan, replace(report, sources=parsed.sources, diagnostics=parsed.diagnostics)
-    assert read is not None
-    found = early_findings(read, checkpoint, sizes, sequence_parallel, sure=not quick)
+        given = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
+        report = replace(report, sources=given.sources, diagnostics=given.findings)
+        if not report.ok:
+            return report
+    assert given.plan is not None
+    found = early_findings(given.plan, checkpoint, sizes, sequence_parallel, sure=not quick)
     return replace(report, diagnostics=(*report.diagnostics, *found), stages=("plan", "names"))
 
 

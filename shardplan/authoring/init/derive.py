@@ -102,7 +102,7 @@ def derive(
     reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(board, with_whole_named(result, board.tree, tp))
-    return Derived(result, board.tree, tuple(whole), reason)
+    return Derived(result, benches[0].tree, tuple(whole), reason)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:

@@ -15,6 +15,7 @@ from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
+from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.reduced.recorder import argument_names
 
@@ -42,6 +43,15 @@ class Draft:
     def with_rules(self, rules: Rules) -> Draft:
         """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
         return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
+
+    def addressed(self, tree: ModuleTree) -> Draft:
+        """With the patterns that a plan file has for the model of a tree."""
+
+        def named(rules: Rules) -> Rules:
+            return {tree.address(pattern): options for pattern, options in rules.items()}
+
+        overlay = None if self.sequence_parallel is None else named(self.sequence_parallel)
+        return Draft(named(self.tensor_parallel), overlay, {on: named(rules) for on, rules in self.sums.items()})
 
     @property
     def sections(self) -> Mapping[str, Rules]:
@@ -77,11 +87,14 @@ class Board:
     Args:
         benches: the copy with each kind of input.
         tp: the size of the axis.
+
+    Attributes:
+        tree: the copy's. The patterns of drafts have no prefix.
     """
 
     def __init__(self, benches: tuple[Workbench, ...], tp: int):
         self.benches, self.tp = benches, tp
-        self.tree = benches[0].tree
+        self.tree = replace(benches[0].tree, base_prefix="")
 
     def first_argument(self, module: str) -> str:
         """The name of a module's first argument."""
