@@ -25,11 +25,13 @@ class NewPlan:
         text: the file, YAML.
         document: the same as data.
         diagnostics: what stays whole (SP532).
+        tries: how many runs of drafts it took.
     """
 
     text: str
     document: Mapping[str, Any]
     diagnostics: tuple[Diagnostic, ...]
+    tries: int
 
 
 def new_plan(
@@ -88,6 +90,7 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
         text=plan_text(heading, draft, derived.tree, units),
         document=document(heading, draft, units),
         diagnostics=kept,
+        tries=derived.tries,
     )
 
 
