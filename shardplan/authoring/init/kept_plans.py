@@ -15,8 +15,8 @@ from types import FunctionType
 import torch
 import transformers
 
-from shardplan import __version__
 from shardplan.core.tree import ModuleTree
+from shardplan.core.version import __version__
 from shardplan.language.parsing import parse_text
 from shardplan.language.plan_files import CannotRead, read_text
 from shardplan.model import FoundModel
