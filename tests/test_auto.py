@@ -115,6 +115,7 @@ def test_a_type_without_a_plan(folder: Path, derived: list[str], capsys: pytest.
     assert derived == ["vit"]
 
 
+@pytest.mark.slow
 def test_an_overlay_where_it_is_asked_for(folder: Path) -> None:
     report = shardplan.validate("vit", "auto", tp=2, sequence_parallel=True, layouts=False)
     assert "gather_seq_input" in report.derived.text and "--sequence-parallel" in report.derived.save
@@ -143,7 +144,7 @@ def test_a_model_that_cannot_be_split() -> None:
 def test_a_plan_is_kept(folder: Path, derived: list[str]) -> None:
     first, second = compiled(), compiled()
     assert derived == ["Own"] and first.describe() == second.describe()
-    (file,) = folder.iterdir()
+    (file,) = folder.iterdir()  # and nothing else
     assert file.suffix == ".yaml"
     compiled(sequence_parallel=False)
     shardplan.compile_plan(Own(), {"tp": 4}, "auto", inputs=tokens)
@@ -166,8 +167,20 @@ def test_another_version_and_another_source(
     assert derived == ["Own"] * 3
 
 
+def cut(text: str) -> str:
+    return text[:-20]
+
+
+def emptied(text: str) -> str:
+    return ""
+
+
+def edited(text: str) -> str:
+    return text.replace("colwise", "rowwise")
+
+
 @pytest.mark.parametrize(
-    "damage", [lambda text: text[:-20], lambda text: "", lambda text: text.replace("colwise", "rowwise")]
+    "damage", [cut, pytest.param(emptied, marks=pytest.mark.slow), pytest.param(edited, marks=pytest.mark.slow)]
 )
 def test_a_damaged_file_is_not_read(folder: Path, derived: list[str], damage: Any) -> None:
     before = compiled().describe()
@@ -197,6 +210,8 @@ def test_a_wrong_plan_that_is_kept_is_an_error(folder: Path, derived: list[str])
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert "not an absolute path" in str(kept_plans.keep("digest", "text")) and kept_plans.kept("digest") is None
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     report = shardplan.validate(Own(), "auto", tp=2, inputs=tokens, layouts=False)

@@ -90,8 +90,9 @@ def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, sav
 def _command(model: Model, tp: int, overlay: bool) -> str:
     """What writes the plan to a file: a command line, for a model that the command line can name."""
     if not isinstance(model.name, str):
-        sequence = ", sequence_parallel=True" if overlay else ""
-        return f"shardplan.init_plan(model, tp={tp}{sequence}).text"
+        given = [name for name, value in (("inputs", model.inputs), ("reduced", model.reduced)) if value is not None]
+        options = [f"tp={tp}", *(["sequence_parallel=True"] if overlay else []), *(f"{name}={name}" for name in given)]
+        return f"shardplan.init_plan(model, {', '.join(options)}).text"
     words = ["shardplan", "init", model.name, "-o", "plan.yaml", "--tp", str(tp)]
     words += ["--sequence-parallel"] if overlay else []
     words += [word for name, value in (model.settings or {}).items() for word in ("--set", f"{name}={value}")]

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 NAMES = frozenset(("SP201", "SP202", "SP203"))
 SIZES = frozenset(("SP301", "SP302", "SP303"))
 ALIKE = 0.6  # of two words: as near as `bind.suggestions` looks
+UNDECIDED = "SP209"  # a condition that has no value
 UNSURE = "this follows from the names and shapes of the checkpoint alone; the model's own may differ"
 
 
@@ -86,7 +87,8 @@ def look_early(
         quick: also what is not certain, and a plan `auto` by the names in the configuration.
 
     Raises:
-        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`, or `auto` at tp 1.
+        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`, or `auto` at tp 1 or where its choice needs the
+            model.
     """
     file, about_model = config_file(source)
     named = isinstance(plan, str) and plan in ("auto", "hf")  # depends on the model
@@ -108,6 +110,8 @@ def look_early(
         return report
     if named:
         given = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
+        if any(d.code == UNDECIDED for d in given.findings):
+            raise NoCheckpoint("config.json leaves out a field that decides which plan `auto` is")
         report = replace(report, sources=given.sources, diagnostics=given.findings)
         if not report.ok:
             return report

@@ -26,12 +26,14 @@ MARK = "# sha256 "  # of the lines below
 
 def cache_folder() -> Path:
     """`shardplan` in the cache folder that the user has chosen (`XDG_CACHE_HOME`), as torch and huggingface_hub choose theirs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardplan" / "derived"
+    chosen = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(chosen, "shardplan", "derived")
 
 
 def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool) -> str | None:
     """What decides which plan is derived: the code of the model's classes, its modules, parameters and configuration, what the
-    plan is for, and the versions. None where some of the code is in no file: such a plan is not kept.
+    plan is for, and the versions. None where some of the code is in no file, or the configuration is not data: such a plan
+    is not kept.
 
     Args:
         tp, sequence_parallel: as for `new_plan`.
@@ -42,13 +44,14 @@ def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool) -> str | N
     functions = [one for one in (found.inputs, found.reduced) if one is not None]
     try:
         code = sorted({*map(_code_of, classes), *map(_code_of_function, functions)})
+        config = "" if found.config is None else json.dumps(found.config.to_dict(), sort_keys=True, default=str)
     except (OSError, TypeError):
         return None
     words = (
         (__version__, torch.__version__, transformers.__version__),
         (tp, sequence_parallel),
         code,
-        "" if found.config is None else json.dumps(found.config.to_dict(), sort_keys=True, default=str),
+        config,
         tuple(_pictured(found.tree)),
     )
     return hashlib.sha256(repr(words).encode()).hexdigest()
@@ -89,7 +92,7 @@ def _pictured(tree: ModuleTree) -> Iterator[object]:
 
 def kept(digest: str) -> str | None:
     """The text of a plan that was kept; None where there is none, or the file is damaged."""
-    with suppress(CannotRead):
+    with suppress(CannotRead, OSError):
         mark, _, text = read_text(_file(digest)).partition("\n")
         if mark == MARK + _sum(text) and parse_text(text).plan is not None:
             return text
@@ -98,20 +101,23 @@ def kept(digest: str) -> str | None:
 
 def keep(digest: str, text: str) -> str | None:
     """Keep a plan: the file is there whole or not at all. Returns why it cannot be written, or None."""
-    file = _file(digest)
     try:
+        file = _file(digest)
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as partial:
-            partial.write(f"{MARK}{_sum(text)}\n{text}")
-        os.replace(partial.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            partial = Path(folder, file.name)
+            partial.write_text(f"{MARK}{_sum(text)}\n{text}", encoding="utf-8")
+            os.replace(partial, file)
     except OSError as error:
-        return (
-            f"the plan cannot be kept in {file.parent} ({error.strerror or error}): it is derived again the next time"
-        )
+        reason = error.strerror or error
+        return f"the plan cannot be kept in {cache_folder()} ({reason}): it is derived again the next time"
     return None
 
 
 def _file(digest: str) -> Path:
+    """Raises OSError where the user has no cache folder (no home, or a relative path)."""
+    if not cache_folder().is_absolute():
+        raise OSError("not an absolute path")
     return cache_folder() / f"{digest}.yaml"
 
 
