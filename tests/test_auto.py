@@ -119,6 +119,8 @@ def test_a_type_without_a_plan(folder: Path, derived: list[str], capsys: pytest.
 def test_an_overlay_where_it_is_asked_for(folder: Path) -> None:
     report = shardplan.validate("vit", "auto", tp=2, sequence_parallel=True, layouts=False)
     assert "gather_seq_input" in report.derived.text and "--sequence-parallel" in report.derived.save
+    with pytest.raises(PlanError, match="SP422"):  # its sequence is odd: the patches and a token of its own
+        shardplan.init_plan("vit", tp=2, sequence_parallel=True)
 
 
 def test_deriving_may_be_refused(folder: Path, derived: list[str]) -> None:
