@@ -27,6 +27,7 @@ CPU = (
     "layout",
     "refusing",
     "proving",
+    "deriving",
     "loading",
 )
 GPU = ("gpu",)

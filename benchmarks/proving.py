@@ -30,7 +30,8 @@ VALIDATE = """
 import sys
 from time import process_time
 from shardplan.compiler.layout import ModelLayouts
-from shardplan.compiler.user_inputs import Model, auto_plan
+from shardplan.compiler.automatic import auto_plan
+from shardplan.compiler.user_inputs import Model
 from shardplan.compiler.variants import wanted_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.proof.prove import compile_for

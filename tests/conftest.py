@@ -58,6 +58,14 @@ QUICK = {
 }
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """Plans that `auto` derives are kept here, and not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="only the tests that need no torch, and none can import it")
 

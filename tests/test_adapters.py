@@ -283,7 +283,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("name", "part", "shard", "wrong", "codes"), MISTAKES, ids=lambda value: str(value)[:24])
 def test_a_wrong_way_to_hold_an_adapter_is_caught_by_the_layout_check(monkeypatch, name, part, shard, wrong, codes, sp):
     model = find_any(CASES[name].meta())
-    plan, _, _ = read_plan("auto", model)
+    plan = read_plan("auto", model).plan
     layouts = ModelLayouts(model, 2)
     assert layouts.check(plan, overlays_of(sp)).ok
     mutated(monkeypatch, part, shard, wrong)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import shardplan
+from shardplan.compiler.automatic import auto_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.lower import lower
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import VerifyReport
-from shardplan.language import builtin_plans, parse_plan
-from shardplan.model import choose_plan
+from shardplan.language import parse_plan
 from shardplan.model.reduced import make_reduced_model
 from tests.model_settings import find
 
@@ -111,7 +111,7 @@ def test_auto_holds_for_a_checkpoint_of_the_class(cls, tmp_path):
     assert report.diagnostics == ()
     assert parse_plan(plan).plan.has_overlay == overlay
     assert type(find(cls).build()).__name__ == cls
-    assert choose_plan(find(cls).tree, [parse_plan(name).plan for name in builtin_plans()]) == plan
+    assert auto_plan(find(cls).tree).plan.name == plan
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ import pytest
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleInfo, ModuleTree
-from shardplan.model import choose_plan
+from shardplan.model import choose_plan, no_plan
 
 
 @dataclass(frozen=True)
 class Plan:
     name: str
     models: tuple[str, ...]
+    configurations: str | None = None
 
 
 PLANS = (
@@ -40,13 +41,38 @@ def tree(model_type, *class_names):
     ],
 )
 def test_the_class_comes_before_the_type(model_type, class_names, chosen):
-    assert choose_plan(tree(model_type, *class_names), PLANS) == chosen
+    assert choose_plan(tree(model_type, *class_names), PLANS, admits).name == chosen
 
 
-def refusal(model_type, class_names=(), plans=PLANS):
-    with pytest.raises(PlanError) as caught:
-        choose_plan(tree(model_type, *class_names), plans)
-    (diagnostic,) = caught.value.diagnostics
+def admits(plan):
+    return plan.configurations != "false"
+
+
+def test_the_configuration_decides_between_plans_of_one_type():
+    plans = (Plan("few", ("llama",), "false"), Plan("many", ("llama",), "true"), *PLANS[1:])
+    assert choose_plan(tree("llama", "LlamaForCausalLM"), plans, admits).name == "many"
+
+
+def test_a_plan_of_the_class_for_other_configurations_is_not_looked_at():
+    plans = (*PLANS, Plan("other", ("LlamaForCausalLM",), "false"))
+    assert choose_plan(tree("llama", "LlamaForCausalLM"), plans, admits).name == "llama"
+
+
+def test_none_is_for_the_configuration():
+    plans = (Plan("few", ("llama",), "false"),)
+    assert choose_plan(tree("llama"), plans, admits) is None
+    (diagnostic,) = no_plan(tree("llama"), plans).diagnostics
+    assert diagnostic.notes == ("the plan few is for configurations with `false`",)
+
+
+def test_only_plans_that_name_the_model_are_asked():
+    asked = []
+    choose_plan(tree("qwen3"), PLANS, lambda plan: asked.append(plan.name) is None)
+    assert asked == ["qwen3"]
+
+
+def refusal(model_type, class_names=()):
+    (diagnostic,) = no_plan(tree(model_type, *class_names), PLANS).diagnostics
     return diagnostic
 
 
@@ -58,10 +84,12 @@ def test_none_lists_the_nearest():
 
 
 def test_none_near():
-    assert refusal("bloom").help.endswith("; `shardplan init` writes a plan for any model")
+    assert refusal("bloom").help.endswith("may serve as its parent (`extends`)")
     assert refusal(None).code == "SP511"
 
 
 def test_several():
-    diagnostic = refusal("llama", plans=(*PLANS, Plan("other", ("llama",))))
+    with pytest.raises(PlanError) as caught:
+        choose_plan(tree("llama"), (*PLANS, Plan("other", ("llama",))), admits)
+    (diagnostic,) = caught.value.diagnostics
     assert (diagnostic.code, diagnostic.message) == ("SP512", "the plans llama, other are all for llama")

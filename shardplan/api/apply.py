@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
 from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyPlan, AnyReduced, Model
 
-from .keywords import AnyMesh, ModelOptions, model_of, sizes_of, split_options
+from .deriving import deriving
+from .keywords import AnyMesh, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from shardplan.runtime.apply import Applied
 
 
-class CompileOptions(ModelOptions, Changes, total=False):
+class CompileOptions(ModelOptions, PlanOptions, Changes, total=False):
     """Keyword arguments of `compile_plan`."""
 
 
@@ -30,7 +31,7 @@ class LiveModelOptions(TypedDict, total=False):
     reduced: AnyReduced | None
 
 
-class ApplyOptions(LiveModelOptions, Changes, total=False):
+class ApplyOptions(LiveModelOptions, PlanOptions, Changes, total=False):
     """Keyword arguments of `apply_plan`."""
 
 
@@ -59,21 +60,23 @@ def compile_plan(
             the plan says.
         seq_len: the sequence length in tokens, to check its divisibility.
         strict: warnings are errors.
-        allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        allow_unproven, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
 
     Raises:
         PlanError: all findings of `validate` before its last stage.
         TypeError, ValueError: a wrong argument.
     """
-    of_model, changes = split_options("compile_plan", options, ModelOptions, Changes)
+    of_model, of_plan, changes = split_options("compile_plan", options, ModelOptions, PlanOptions, Changes)
+    named, sizes, overlay = model_of(model, of_model), sizes_of(mesh, {}), changes.get("sequence_parallel", False)
     compiled = compile_variant(
-        model_of(model, of_model),
-        sizes_of(mesh, {}),
+        named,
+        sizes,
         plan,
         changes,
         seq_len=seq_len,
         strict=strict,
         allow_unproven=allow_unproven,
+        derive=deriving(named, of_plan, sizes.tp, sequence_parallel=overlay),
     )
     return program_or_raise(compiled)
 
@@ -113,7 +116,8 @@ def apply_plan(
         mesh: a DeviceMesh with axis names: `tp` and any of `dp_replicate`, `dp_shard`, `cp` (other common spellings are
             understood). Without tp there is no tensor parallelism, without dp_shard no data parallelism.
         plan, sequence_parallel, logits, data_parallel, activation_checkpointing, compile, regather, seq_len, strict,
-        allow_unproven, inputs, reduced: as for `compile_plan`.
+        allow_unproven, derive, inputs, reduced: as for `compile_plan`. Where "auto" derives a plan, the mesh's first rank derives it for
+            all.
         prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
             it before (`validate`). Without it, `applied(model)` says "not proven".
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
@@ -144,18 +148,31 @@ def apply_plan(
     from shardplan.runtime.apply.random_numbers import draws_of, shared_seed
     from shardplan.runtime.apply.unfit_models import refuse_source, refuse_unfit
 
-    of_model, changes = split_options("apply_plan", options, LiveModelOptions, Changes)
+    of_model, of_plan, changes = split_options("apply_plan", options, LiveModelOptions, PlanOptions, Changes)
     refuse_used(refuse_unfit(model))
     plan_mesh, named = read_mesh(mesh, axes), Model(model, **of_model)
     refuse_source(src_data_rank, plan_mesh.tp_size)
-    with same_on_all_ranks(mesh) as say:
+    with same_on_all_ranks(mesh) as agreement:
         compiled = compile_variant(
-            named, plan_mesh.sizes, plan, changes, seq_len=seq_len, strict=strict, allow_unproven=allow_unproven
+            named,
+            plan_mesh.sizes,
+            plan,
+            changes,
+            seq_len=seq_len,
+            strict=strict,
+            allow_unproven=allow_unproven,
+            derive=deriving(
+                named,
+                of_plan,
+                plan_mesh.sizes.tp,
+                sequence_parallel=changes.get("sequence_parallel", False),
+                share=agreement.share,
+            ),
         )
         program, warnings = program_or_raise(compiled), compiled.findings
         plan_mesh.check_sections(program.resolved)
         autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
-        say(f"{intention(program)}\nautocast {autocast}")
+        agreement.say(f"{intention(program)}\nautocast {autocast}")
     proof = "not proven: it cannot be (allow_unproven)"
     if (plan_mesh.sizes.tp or 1) == 1:
         proof = "data parallel only: nothing is split"
@@ -177,6 +194,7 @@ def apply_plan(
         seed=shared_seed(plan_mesh) if draws_of(program) else None,
         diagnostics=warnings,
         proof=proof,
+        derived=compiled.given.derived,
         ranks=Ranks(mesh),
     )
     originals.refuse_optimizers(result)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
+from shardplan.compiler.automatic import Derive
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
@@ -14,15 +15,20 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, variant_name
 from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
 
-from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, sizes_of, split_options
+from .deriving import deriving
+from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
     from shardplan.compiler.overrides import Logits
     from shardplan.core.coverage import Coverage
 
 
-class Options(ModelOptions, MeshOptions, total=False):
+class Options(ModelOptions, PlanOptions, MeshOptions, total=False):
     """Keyword arguments that say what is checked."""
+
+
+class CoverageOptions(ModelOptions, PlanOptions, total=False):
+    """Keyword arguments of `coverage`."""
 
 
 def validate(
@@ -49,7 +55,8 @@ def validate(
     Args:
         model: a module on any device, a transformers configuration, a word as on the command line (a folder or config.json, a
             cached hub id, a model type, `module:callable`), or a `Model` of one of these.
-        plan: as for `load_plan`, or "auto" (the built-in plan for the model) or "hf" (the model's own tp_plan).
+        plan: as for `load_plan`, or "auto" (the built-in plan for the model, else one that is derived as by `init_plan`, with an
+            overlay where `sequence_parallel` is True) or "hf" (the model's own tp_plan).
         mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; instead of it the keywords `tp`, `dp_shard`,
             `dp_replicate`, `cp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
             that the model allows.
@@ -69,6 +76,7 @@ def validate(
             it they are made from the configuration, and a module of your own is called with token ids.
         reduced: what builds a reduced model of the same structure, a function without arguments or `module:callable`: for a
             module of your own of more than 2 GiB, and for what cannot be reduced otherwise.
+        derive: whether "auto" may derive a plan; else a model that no built-in plan is for is refused (SP511).
         settings: numbers of the model's configuration to change, where `model` is a word.
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
 
@@ -77,12 +85,13 @@ def validate(
             (`compiler.early.NoCheckpoint`).
         TypeError: something that is not a model or not a plan; the same option given twice.
     """
-    of_model, of_mesh = split_options("validate", options, ModelOptions, MeshOptions)
+    of_model, of_plan, of_mesh = split_options("validate", options, ModelOptions, PlanOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
     report = look_early(named, plan, sizes, sequence_parallel, quick=quick)
     if report.ok and not quick:
         last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
-        report = _look(report, named, plan, sequence_parallel, seq_len, last, allow_unproven, progress)
+        derive = deriving(named, of_plan, sizes.tp, sequence_parallel=sequence_parallel, progress=progress)
+        report = _look(report, named, plan, derive, sequence_parallel, seq_len, last, allow_unproven, progress)
     findings = ordered(report.diagnostics, report.sources)
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
 
@@ -91,6 +100,7 @@ def _look(
     report: Report,
     model: Model,
     plan: AnyPlan,
+    derive: Derive | None,
     sequence_parallel: bool | None,
     seq_len: int | None,
     last: Stage,
@@ -102,8 +112,8 @@ def _look(
 
     sizes = report.sizes
     assert sizes is not None  # `look_early` was given them
-    given = look_up(model, plan, split=sizes.tp != 1)
-    report = replace(report, sources=given.sources, diagnostics=given.findings)
+    given = look_up(model, plan, split=sizes.tp != 1, derive=derive)
+    report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report
     wanted = wanted_variants(given.plan, sequence_parallel)
@@ -138,12 +148,12 @@ def _look(
 def coverage(
     model: AnyModel,
     plan: AnyPlan = "auto",
-    **options: Unpack[ModelOptions],
+    **options: Unpack[CoverageOptions],
 ) -> Coverage:
     """What a plan splits of a model, what stays whole on every rank, and the tp sizes that both allow; nothing is proven.
 
     Args:
-        model, plan, settings, trust_remote_code: as for `validate`.
+        model, plan, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
 
     Raises:
         PlanError: the model cannot be found, or the plan does not bind to it.
@@ -153,8 +163,9 @@ def coverage(
     from shardplan.core.coverage import Coverage, covered
     from shardplan.report.errors import raise_errors
 
-    (of_model,) = split_options("coverage", options, ModelOptions)
-    given = look_up(model_of(model, of_model), plan)
+    of_model, of_plan = split_options("coverage", options, ModelOptions, PlanOptions)
+    named = model_of(model, of_model)
+    given = look_up(named, plan, derive=deriving(named, of_plan, None, sequence_parallel=False))
     raise_errors(given.findings, given.sources)
     found, read = given.both
     bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None))
@@ -184,7 +195,7 @@ def verify(
         sequence_parallel: with or without the overlay; None proves both where the plan has one.
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
             above 1.
-        allow_unproven, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        allow_unproven, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
         progress: called with what is being done.
 
     Raises:
@@ -195,13 +206,14 @@ def verify(
     from shardplan.proof.prove import prove
     from shardplan.report.errors import raise_errors
 
-    of_model, of_mesh = split_options("verify", options, ModelOptions, MeshOptions)
+    of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
     if sizes.tp is None:
         raise TypeError("verify needs a tp size")
     if sizes.world_size > sizes.tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
-    given = look_up(named, plan, split=sizes.tp != 1)
+    derive = deriving(named, of_plan, sizes.tp, sequence_parallel=sequence_parallel, progress=progress)
+    given = look_up(named, plan, split=sizes.tp != 1, derive=derive)
     raise_errors(given.findings, given.sources)
     found, read = given.both
     wanted = wanted_variants(read, sequence_parallel)

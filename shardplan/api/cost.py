@@ -14,13 +14,14 @@ from shardplan.core.sources import SourceMap
 from shardplan.cost.step_options import StepOptions, modelled, step_of
 
 from .apply import program_or_raise
-from .keywords import AnyMesh, MeshOptions, ModelOptions, model_of, sizes_of, split_options
+from .deriving import deriving
+from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
 
 if TYPE_CHECKING:
     from shardplan.core.estimates import Device, Estimate, Sweep, TrainingStep
 
 
-class SweepOptions(ModelOptions, StepOptions, Changes, total=False):
+class SweepOptions(ModelOptions, PlanOptions, StepOptions, Changes, total=False):
     """Keyword arguments of `sweep`."""
 
 
@@ -52,7 +53,7 @@ def estimate(
         optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
         sequence_parallel, logits, data_parallel, activation_checkpointing, regather: as for `apply_plan`.
-        inputs, reduced, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
+        derive, inputs, reduced, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
             whatever `seq_len` and `micro_batch` are.
         progress: called with what is being done.
 
@@ -60,11 +61,11 @@ def estimate(
         PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
         ValueError: a wrong size, word or device; cp, or a data-parallel backend other than fsdp2; a process group exists.
     """
-    of_model, of_mesh, of_step, changes = split_options(
-        "estimate", options, ModelOptions, MeshOptions, StepOptions, Changes
+    of_model, of_plan, of_mesh, of_step, changes = split_options(
+        "estimate", options, ModelOptions, PlanOptions, MeshOptions, StepOptions, Changes
     )
-    meshes = [modelled(sizes_of(mesh, of_mesh))]
-    (made,) = _estimates(model_of(model, of_model), plan, meshes, step_of(step, of_step), device, changes, progress)
+    meshes, named = [modelled(sizes_of(mesh, of_mesh))], model_of(model, of_model)
+    (made,) = _estimates(named, plan, of_plan, meshes, step_of(step, of_step), device, changes, progress)
     if isinstance(made, PlanError):
         raise made
     return made
@@ -95,8 +96,11 @@ def sweep(
     from shardplan.cost.mesh_candidates import in_order, meshes_of
 
     meshes = meshes_of(gpus)
-    of_model, of_step, changes = split_options("sweep", options, ModelOptions, StepOptions, Changes)
-    made = _estimates(model_of(model, of_model), plan, meshes, step_of(step, of_step), device, changes, progress)
+    of_model, of_plan, of_step, changes = split_options(
+        "sweep", options, ModelOptions, PlanOptions, StepOptions, Changes
+    )
+    named = model_of(model, of_model)
+    made = _estimates(named, plan, of_plan, meshes, step_of(step, of_step), device, changes, progress)
     errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
     if len(errors) == len(meshes):
         raise errors[meshes[0]]
@@ -108,6 +112,7 @@ def sweep(
 def _estimates(
     model: Model,
     plan: AnyPlan,
+    of_plan: PlanOptions,
     meshes: Iterable[MeshSizes],
     step: TrainingStep,
     device: Device | str | None,
@@ -129,8 +134,10 @@ def _estimates(
         try:
             if sizes.tp not in compiled:
                 progress(f"compiling for tp {sizes.tp}")
+                overlay = changes.get("sequence_parallel", False)
+                derive = deriving(model, of_plan, sizes.tp, sequence_parallel=overlay, progress=progress)
                 compiled[sizes.tp] = compile_variant(
-                    model, sizes, plan, changes, seq_len=step.seq_len, allow_unproven=True
+                    model, sizes, plan, changes, seq_len=step.seq_len, allow_unproven=True, derive=derive
                 )
             program = program_or_raise(compiled[sizes.tp])
             resolved = replace(program.resolved, sizes=sizes)

@@ -23,6 +23,12 @@ class ModelOptions(TypedDict, total=False):
     trust_remote_code: bool
 
 
+class PlanOptions(TypedDict, total=False):
+    """How PLAN `auto` is read, as keyword arguments of the functions that take a plan."""
+
+    derive: bool
+
+
 class MeshOptions(TypedDict, total=False):
     """The sizes of a mesh as keyword arguments of the functions that take one."""
 

@@ -105,8 +105,10 @@ def init_plan(
         reduced_model, named, parsed.plan, allow_unproven=True
     )  # what no run reaches is reported, and stays whole
     proof, about_proof = prove_stage(asked, wanted, progress)
-    assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
     found_late = layouts.with_findings(about_proof).all_findings
+    if proof is None:  # the sharded reduced model raises, as a sequence of its own making cannot be split
+        raise_errors(found_late, parsed.sources)
+    assert proof is not None and proof.ok, f"the plan that was found is refuted:\n{made.text}"
     # What keeps the model itself from being split, whatever the plan (its dropout), does not keep a plan from being written.
     about_itself = [replace(d, severity=Severity.WARNING) for d in variants.all_findings if d.primary is None]
     return replace(made, diagnostics=(*made.diagnostics, *about_itself, *found_late))

@@ -20,7 +20,8 @@ MODEL_HELP = (
 )
 PLAN_HELP = (
     "a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, `auto` "
-    "(the built-in plan for this model) or `hf` (the model's own transformers tp_plan)"
+    "(the built-in plan for this model, else one that is derived as by `shardplan init`) or `hf` (the model's own transformers "
+    "tp_plan)"
 )
 
 
@@ -237,6 +238,8 @@ def _debug(parser: Parser, *, default: object) -> None:
 def _model_and_plan(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    text = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
+    parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
 
 
 def _mesh(parser: Parser, *, tp_required: bool) -> None:

@@ -64,6 +64,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "logits": args.logits,
         "activation_checkpointing": CHECKPOINTING[args.activation_checkpointing],
         "regather": args.regather or None,
+        "derive": args.derive,
         "progress": progress,
     }
     if args.sweep is not None:

@@ -29,7 +29,9 @@ def run(args: argparse.Namespace) -> int:
         return _collection(args)
     try:
         with redirect_stdout(sys.stderr):  # what transformers prints while it builds the model
-            found = api.coverage(args.model, settings=dict(args.settings), trust_remote_code=args.trust_remote_code)
+            found = api.coverage(
+                args.model, derive=False, settings=dict(args.settings), trust_remote_code=args.trust_remote_code
+            )
     except PlanError as error:
         return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
     if args.json:

@@ -30,7 +30,9 @@ def finish(report: Report, args: argparse.Namespace) -> int:
 
 
 def warn(report: Report) -> None:
-    """Print the warnings of a clean report to stderr, beside what the command prints."""
+    """Print the warnings of a clean report, and what `auto` derived, to stderr, beside what the command prints."""
+    if report.derived is not None:
+        print(*report.derived.lines, sep="\n", file=sys.stderr)
     if report.diagnostics:
         print(text(report.diagnostics, report.sources, color=wants_color(sys.stderr)) + "\n", file=sys.stderr)
 

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
                 args.plan,
                 sequence_parallel=args.sequence_parallel,
                 allow_unproven=True,  # it is shown, not applied
+                derive=args.derive,
             )
     except PlanError as error:
         return finish(replace(findings, diagnostics=error.diagnostics), args)

@@ -48,4 +48,5 @@ OPTIONS = (
     "quick",
     "proof",
     "allow_unproven",
+    "derive",
 )

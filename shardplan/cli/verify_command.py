@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
                 allow_unproven=args.allow_unproven,
+                derive=args.derive,
                 progress=progress,
             )
     except PlanError as error:  # there is no reduced model, or it does not run

@@ -13,7 +13,6 @@ from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.core.report import Report
-from shardplan.core.sources import SourceMap
 from shardplan.core.tree import ModuleTree
 from shardplan.language.globs import Segment, parse_glob
 from shardplan.model.config_files import ConfigFile, read_folder_or_file
@@ -21,7 +20,8 @@ from shardplan.model.model_sources import LEGACY, Source, source_of
 from shardplan.model.model_words import classify
 from shardplan.model.stored_tensors import Element, Folded, fold, stored_tensors
 
-from .user_inputs import AnyPlan, Model, auto_plan, plan_name, read_plan
+from .automatic import ReadPlan, auto_plan
+from .user_inputs import AnyPlan, Model, plan_name, read_plan
 from .variants import bind_variants, wanted_variants
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 NAMES = frozenset(("SP201", "SP202", "SP203"))
 SIZES = frozenset(("SP301", "SP302", "SP303"))
 ALIKE = 0.6  # of two words: as near as `bind.suggestions` looks
+UNDECIDED = "SP209"  # a condition that has no value
 UNSURE = "this follows from the names and shapes of the checkpoint alone; the model's own may differ"
 
 
@@ -86,14 +87,15 @@ def look_early(
         quick: also what is not certain, and a plan `auto` by the names in the configuration.
 
     Raises:
-        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`, or `auto` at tp 1.
+        NoCheckpoint: `quick` without a checkpoint to look at, or for the plan `hf`, or `auto` at tp 1 or where its choice needs the
+            model.
     """
     file, about_model = config_file(source)
     named = isinstance(plan, str) and plan in ("auto", "hf")  # depends on the model
-    read, sources, about_plan = (None, SourceMap(), ()) if named else read_plan(plan, None)
+    given = ReadPlan() if named else read_plan(plan, None)
     report = Report(
-        diagnostics=(*about_model, *about_plan),
-        sources=sources,
+        diagnostics=(*about_model, *given.findings),
+        sources=given.sources,
         plans=(plan_name(plan),),
         model=source.shown,
         sizes=sizes,
@@ -107,13 +109,14 @@ def look_early(
             raise NoCheckpoint(_why(source, file, plan, needs_model))
         return report
     if named:
-        try:
-            parsed = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
-        except PlanError as error:
-            return replace(report, diagnostics=error.diagnostics)
-        read, report = parsed.plan, replace(report, sources=parsed.sources, diagnostics=parsed.diagnostics)
-    assert read is not None
-    found = early_findings(read, checkpoint, sizes, sequence_parallel, sure=not quick)
+        given = auto_plan(fold(checkpoint.stored, checkpoint.config, {}).tree)
+        if any(d.code == UNDECIDED for d in given.findings):
+            raise NoCheckpoint("config.json leaves out a field that decides which plan `auto` is")
+        report = replace(report, sources=given.sources, diagnostics=given.findings)
+        if not report.ok:
+            return report
+    assert given.plan is not None
+    found = early_findings(given.plan, checkpoint, sizes, sequence_parallel, sure=not quick)
     return replace(report, diagnostics=(*report.diagnostics, *found), stages=("plan", "names"))
 
 

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypedDict
 
+from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, overlays_of
 from shardplan.core.report import as_errors
 from shardplan.core.sources import SourceMap
 
+from .automatic import Derive
 from .overrides import Logits, Override, overriding_document, switch, with_parent
 from .user_inputs import AnyPlan, Model, find_model, read_plan
 from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts
@@ -55,6 +57,7 @@ class Given:
         found, plan: None where there are errors.
         sources: the texts of the plan.
         findings: errors and warnings met on the way.
+        derived: set where `auto` derived the plan.
     """
 
     model: Model
@@ -62,6 +65,7 @@ class Given:
     plan: PlanFile | None
     sources: SourceMap
     findings: tuple[Diagnostic, ...]
+    derived: DerivedPlan | None = None
 
     @property
     def both(self) -> tuple[FoundModel, PlanFile]:
@@ -101,13 +105,18 @@ class Given:
 
 
 def look_up(
-    model: Model, plan: AnyPlan, sections: Mapping[str, Override] | None = None, *, split: bool = True
+    model: Model,
+    plan: AnyPlan,
+    sections: Mapping[str, Override] | None = None,
+    *,
+    split: bool = True,
+    derive: Derive | None = None,
 ) -> Given:
     """Find a model and read a plan for it.
 
     Args:
         sections: laid over the plan's.
-        split: whether tp may be above 1.
+        split, derive: as for `read_plan`.
 
     Raises:
         TypeError: something that is not a model, a plan or a section.
@@ -115,8 +124,9 @@ def look_up(
     from shardplan.language import parse_plan
 
     found, about_model = find_model(model)
-    read, sources, about_plan = read_plan(plan, found, split=split)
-    findings = (*about_model, *about_plan)
+    given_plan = read_plan(plan, found, split=split, derive=derive)
+    read, sources = given_plan.plan, given_plan.sources
+    findings = (*about_model, *given_plan.findings)
     if (document := overriding_document(sections or {})) is not None:
         over = parse_plan(document, name="<arguments>")
         findings += over.diagnostics
@@ -127,7 +137,7 @@ def look_up(
 
         read, about = decided(read, found.tree)
         findings += about
-    return Given(model, found, read if not any_error(findings) else None, sources, findings)
+    return Given(model, found, read if not any_error(findings) else None, sources, findings, given_plan.derived)
 
 
 @dataclass(frozen=True)
@@ -156,11 +166,13 @@ def compile_variant(
     seq_len: int | None = None,
     allow_unproven: bool = False,
     strict: bool = False,
+    derive: Derive | None = None,
 ) -> Compiled:
     """The way of one variant through all stages, up to the first one that finds errors.
 
     Args:
         strict: warnings are errors.
+        derive: as for `read_plan`.
 
     Raises:
         TypeError, ValueError: a change that is none, or that the plan has no place for.
@@ -170,7 +182,7 @@ def compile_variant(
 
     sections = sections_of(changes)
     split = (sizes.tp or 1) > 1
-    given = look_up(model, plan, sections, split=split)
+    given = look_up(model, plan, sections, split=split, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
     if any_error(findings):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Union
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
-from shardplan.core.plan import Plan, PlanFile
-from shardplan.core.sources import SourceMap
-from shardplan.core.tree import ModuleTree
+from shardplan.core.plan import Plan
+
+from .automatic import Derive, ReadPlan, auto_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -69,46 +70,31 @@ def find_model(source: Model) -> tuple[FoundModel | None, tuple[Diagnostic, ...]
     return found, found.diagnostics
 
 
-def read_plan(
-    plan: AnyPlan, found: FoundModel | None, *, split: bool = True
-) -> tuple[PlanFile | None, SourceMap, tuple[Diagnostic, ...]]:
-    """The plan and its text, or None and why not. A plan that depends on a model that was not found has no findings.
+def read_plan(plan: AnyPlan, found: FoundModel | None, *, split: bool = True, derive: Derive | None = None) -> ReadPlan:
+    """The plan and its text, or why there is none. A plan that depends on a model that was not found has no findings.
 
     Args:
         split: whether tp may be above 1; if not, `auto` is for data parallelism alone.
+        derive: derives a plan for a model that no built-in plan is for; None: `auto` refuses such a model.
     """
     from shardplan.language import parse_plan
 
     from .unsplit import unsplit_plan
 
     if isinstance(plan, Plan):
-        return plan.file, plan.sources, plan.diagnostics
+        return ReadPlan(plan.file, plan.sources, plan.diagnostics)
     if plan not in ("auto", "hf"):
-        parsed = parse_plan(plan)
-        return parsed.plan, parsed.sources, parsed.diagnostics
+        return ReadPlan.of(parse_plan(plan))
     if found is None:
-        return None, SourceMap(), ()
+        return ReadPlan()
     try:
-        parsed = _hf_plan(found) if plan == "hf" else auto_plan(found.tree) if split else unsplit_plan(found)
+        if plan == "hf":
+            return ReadPlan.of(_hf_plan(found))
+        if not split:
+            return ReadPlan.of(unsplit_plan(found))
+        return auto_plan(found.tree, partial(derive, found) if derive is not None else None)
     except PlanError as error:
-        return None, SourceMap(), error.diagnostics
-    return parsed.plan, parsed.sources, parsed.diagnostics
-
-
-def auto_plan(tree: ModuleTree) -> Parsed:
-    """The one built-in plan for the model of a tree.
-
-    Raises:
-        PlanError: SP511, SP512.
-    """
-    from shardplan.language import builtin_plans, parse_plan
-    from shardplan.model import choose_plan
-
-    wanted = (*tree.class_names, str(tree.model_type))
-    texts = {name: path.read_text("utf-8") for name, path in builtin_plans().items()}
-    naming = [name for name, text in texts.items() if any(word in text for word in wanted)]  # few of many are parsed
-    plans = [parse_plan(name).plan for name in naming or texts]
-    return parse_plan(choose_plan(tree, [plan for plan in plans if plan is not None]))
+        return ReadPlan(findings=error.diagnostics)
 
 
 def _hf_plan(found: FoundModel) -> Parsed:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from .derived_plan import DerivedPlan
 from .diagnostics import Diagnostic, Severity
 from .mesh import MeshSizes
 from .plan import Section
@@ -92,6 +93,7 @@ class Report:
         stages: what was looked at: the plan alone; the names and sizes in a checkpoint's files; the model's structure; the
             layouts of its reduced model; its numbers. Where a stage finds errors, the later ones are not reached.
         proof: the numeric proof, where that stage was reached.
+        derived: the plan, where `auto` derived it.
     """
 
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -105,6 +107,7 @@ class Report:
     allowed_tp: tuple[int, ...] | None = None
     stages: tuple[Stage, ...] = ("plan",)
     proof: VerifyReport | None = None
+    derived: DerivedPlan | None = None
 
     @property
     def proven(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .auto import choose_plan
+from .auto import choose_plan, no_plan
 from .model_codes import CODES
 from .model_words import classify
 from .settings import parse_setting
@@ -38,6 +38,7 @@ __all__ = [
     "find_model",
     "found_from_config",
     "hf_tp_plan",
+    "no_plan",
     "parse_setting",
     "tree_of",
     "tree_of_config",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
 
+from shardplan.core.diagnostics import PlanError
 from shardplan.core.tree import ModuleTree
 
 from .model_codes import NO_PLAN, SEVERAL_PLANS
@@ -12,7 +13,8 @@ from .model_findings import nearest, refuse
 
 
 class Named(Protocol):
-    """What is read of a plan file: its name, and the model types and class names that it is for."""
+    """What is read of a plan file: its name, the model types and class names that it is for, and for which of their
+    configurations."""
 
     @property
     def name(self) -> str: ...
@@ -20,26 +22,44 @@ class Named(Protocol):
     @property
     def models(self) -> tuple[str, ...]: ...
 
+    @property
+    def configurations(self) -> str | None: ...
 
-def choose_plan(tree: ModuleTree, plans: Iterable[Named]) -> str:
-    """The name of the one plan that names the model's class (or its nearest base that any plan names), else
-    of the one that names its model type.
+
+Candidate = TypeVar("Candidate", bound=Named)
+
+
+def choose_plan(tree: ModuleTree, plans: Sequence[Candidate], admits: Callable[[Candidate], bool]) -> Candidate | None:
+    """The one plan that names the model's class (or its nearest base that any plan names), else the one that names its model
+    type; None where there is none. Plans for other configurations are not looked at.
+
+    Args:
+        admits: whether the `for` of a plan holds; called for plans that name the model alone.
 
     Raises:
-        PlanError: SP511 where there is none, SP512 where there are several.
+        PlanError: SP512 where there are several; what `admits` raises.
     """
-    plans = tuple(plans)
     for wanted in (*tree.class_names, tree.model_type):
-        matching = tuple(sorted(plan.name for plan in plans if wanted in plan.models))
-        if len(matching) == 1:
-            return matching[0]
+        matching = [plan for plan in plans if wanted in plan.models and admits(plan)]
+        if len(matching) > 1:
+            names = ", ".join(sorted(plan.name for plan in matching))
+            raise refuse(SEVERAL_PLANS, f"the plans {names} are all for {wanted}", help=f"name one of them: {names}")
         if matching:
-            raise refuse(
-                SEVERAL_PLANS,
-                f"the plans {', '.join(matching)} are all for {wanted}",
-                help=f"name one of them: {', '.join(matching)}",
-            )
-    raise refuse(NO_PLAN, f"no built-in plan is for {_described(tree)}", help=_suggestion(tree, plans))
+            return matching[0]
+    return None
+
+
+def no_plan(tree: ModuleTree, plans: Iterable[Named]) -> PlanError:
+    """SP511: no plan is for a model."""
+    plans = tuple(plans)
+    wanted = (*tree.class_names, tree.model_type)
+    others = (plan for plan in plans if plan.configurations is not None and not set(wanted).isdisjoint(plan.models))
+    return refuse(
+        NO_PLAN,
+        f"no built-in plan is for {_described(tree)}",
+        notes=tuple(f"the plan {plan.name} is for configurations with `{plan.configurations}`" for plan in others),
+        help=_suggestion(tree, plans),
+    )
 
 
 def _described(tree: ModuleTree) -> str:
@@ -51,7 +71,8 @@ def _suggestion(tree: ModuleTree, plans: tuple[Named, ...]) -> str:
     for_model = {model.lower(): plan.name for plan in plans for model in plan.models}
     wanted = [word for word in (tree.model_type, *tree.class_names[:1]) if word]
     near = dict.fromkeys(for_model[model] for word in wanted for model in nearest(word, for_model))
-    listed = f"nearest: {', '.join(near)}" if near else "`shardplan init` writes a plan for any model"
+    listed = f"; nearest: {', '.join(near)}" if near else ""
     return (
-        f"name a plan file (at tp 1 `auto` needs none); a built-in plan may serve as its parent (`extends`); {listed}"
+        "let `auto` derive a plan (without `derive=False`, `--no-derive`, `--quick`), or name a plan file; a built-in plan may "
+        f"serve as its parent (`extends`){listed}"
     )

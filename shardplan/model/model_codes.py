@@ -85,16 +85,16 @@ UNKNOWN_SETTING = Code(
 NO_PLAN = Code(
     "SP511",
     "no built-in plan for the model",
-    "`auto` chooses the one built-in plan whose `models` names the model's class, else its model type. There "
-    "is no default plan: a plan for another architecture may use the same module names for something else. At tp 1 "
-    "`auto` is data parallelism alone, of any model.",
-    bad="$ shardplan validate mamba auto",
-    good="$ shardplan validate mamba ./my-mamba-plan.yaml",
+    "`auto` chooses the one built-in plan whose `models` names the model's class, else its model type, and whose `for` holds. "
+    "Without one it derives a plan, as `shardplan init` does. This error says that it may not: `derive=False`, `--no-derive`, or "
+    "`--quick`, which runs no model. At tp 1 `auto` is data parallelism alone, of any model.",
+    bad="$ shardplan validate t5 auto --tp 2 --no-derive",
+    good="$ shardplan validate t5 auto --tp 2",
 )
 SEVERAL_PLANS = Code(
     "SP512",
     "several built-in plans for the model",
-    "More than one plan names the model's class or model type, so `auto` cannot choose.",
+    "More than one plan names the model's class or model type, and has a `for` that holds or none, so `auto` cannot choose.",
     bad="$ shardplan validate llama auto",
     good="$ shardplan validate llama llama",
 )

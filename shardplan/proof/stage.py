@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.layout import ModelLayouts
@@ -17,6 +15,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile
 from shardplan.core.report import VerifyReport
+from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
 from .proof_findings import findings_of
@@ -91,22 +90,4 @@ def prove_on_first_rank(asked: Question, on: Overlays, mesh: DeviceMesh) -> tupl
             return found, "by an earlier proof in this process"
         return prove_stage(asked, (on,))[1][on], "before it was applied"
 
-    mine: Any = None
-    if all(place == 0 for place in mesh.get_coordinate() or ()):
-        try:
-            mine = (True, answer())
-        except Exception as error:
-            mine = (False, error)
-    fine, result = _from_first(mine, mesh)
-    if not fine:
-        raise result
-    return result
-
-
-def _from_first(value: Any, mesh: DeviceMesh) -> Any:
-    """What the mesh's first rank has, on every rank: along one axis after the other."""
-    box = [value]
-    for axis in range(mesh.ndim):
-        group = mesh.get_group(axis)
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
+    return on_first_rank(answer, mesh)

@@ -7,6 +7,7 @@ import math
 from dataclasses import asdict
 from typing import Any
 
+from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, Label
 from shardplan.core.estimates import Estimate, Sweep
 from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
@@ -17,6 +18,7 @@ from .records import (
     VERSION,
     ComparisonRecord,
     Count,
+    DerivedRecord,
     Finding,
     FindingsReport,
     Mesh,
@@ -55,9 +57,14 @@ def _findings(report: Report) -> FindingsReport:
         proven=report.proven,
         unreached=tuple(dict.fromkeys(name for proof in proofs for name in proof.unreached)),
         count=Count(len(report.errors), len(report.warnings)),
+        derived=_derived(report.derived) if report.derived is not None else None,
         findings=tuple(_finding(d, report.sources) for d in report.diagnostics),
         secondary=tuple(_finding(d, report.sources) for d in report.secondary),
     )
+
+
+def _derived(plan: DerivedPlan) -> DerivedRecord:
+    return DerivedRecord(plan.text, plan.description, plan.save, plan.split, dict(plan.whole), plan.kept)
 
 
 def _finding(diagnostic: Diagnostic, sources: SourceMap) -> Finding:

@@ -62,6 +62,18 @@ class Count:
 
 
 @dataclass(frozen=True, slots=True)
+class DerivedRecord:
+    """A plan that `auto` derived, as no built-in plan is for the model."""
+
+    text: Annotated[str, "the plan file, YAML"]
+    description: str
+    save: Annotated[str, "the command line, or the call, that writes it"]
+    split: Annotated[float, "the share of the parameters inside the layers that is split over tp"]
+    whole: Annotated[dict[str, float], "part of a layer that every rank has whole -> its share of these parameters"]
+    kept: Annotated[str | None, "why it could not be kept for the next time"]
+
+
+@dataclass(frozen=True, slots=True)
 class FindingsReport:
     """What `shardplan lint --json` and `shardplan validate --json` print."""
 
@@ -84,6 +96,7 @@ class FindingsReport:
     proven: Annotated[bool, "whether two steps of every checked variant are proven equal to the unsharded model's"]
     unreached: Annotated[tuple[str, ...], "parameters that no run of the proof reached, and the plan does not touch"]
     count: Count
+    derived: Annotated[DerivedRecord | None, "the plan, where `auto` derived it"]
     findings: tuple[Finding, ...]
     secondary: Annotated[tuple[Finding, ...], "what follows from the mistakes that `findings` reports"]
 

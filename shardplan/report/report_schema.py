@@ -40,6 +40,8 @@ def _schema(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     if origin is tuple:
         assert arguments[1:] == (Ellipsis,), hint
         return {"type": "array", "items": _schema(arguments[0], definitions)}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema(arguments[1], definitions)}
     if is_dataclass(hint):
         return _record(hint, definitions)
     return {"type": PLAIN[hint]}

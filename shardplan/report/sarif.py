@@ -7,10 +7,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import quote
 
-from shardplan import __version__
 from shardplan.core.diagnostics import Code, Diagnostic, Label
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
+from shardplan.core.version import __version__
 
 from .catalog import catalog, fenced
 

@@ -34,6 +34,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
         parts += ["What follows:", text(report.secondary, report.sources, color=color)]
     parts.append(paint(role, total))
     body = "\n\n".join(part for part in parts if part)
+    if report.derived is not None:
+        body += "".join(f"\n{line}" for line in report.derived.lines)
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
     if report.checked_tp == 1:

@@ -31,7 +31,8 @@ def apply_anyway(adversary: Adversary, model: nn.Module, mesh: DeviceMesh) -> nn
     source = Model(model, inputs=adversary.given_inputs)
     found, _ = find_model(source)
     plan = load_plan(adversary.plan) if adversary.plan not in ("auto", "hf") else adversary.plan
-    read, _, about = read_plan(plan, found)
+    given = read_plan(plan, found)
+    read, about = given.plan, given.findings
     on = overlays_of(adversary.sequence_parallel)
     variants = check_variants(bind_variants(read, found.tree, MeshSizes(tp=adversary.tp), {NO_OVERLAYS, on}))
     errors = [d for d in (*about, *variants.findings[on]) if d.is_error]

@@ -69,7 +69,8 @@ def own_plan(name: str, tp: int) -> Own:
         found = find(name)
     except PlanError as error:
         return Own(name, None, why=error.diagnostics[0].message)
-    plan, _, about = read_plan("hf", found)
+    given = read_plan("hf", found)
+    plan, about = given.plan, given.findings
     if plan is None:
         return Own(name, about[0].code != "SP514", why=about[0].message)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardplan.compiler.automatic import auto_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import Workbench, check_layout
@@ -19,8 +20,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
-from shardplan.language import builtin_plans, parse_plan
-from shardplan.model import choose_plan
+from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.trace import Trace
@@ -125,10 +125,7 @@ def entry(name: str) -> Entry:
         found = find(name)
     except PlanError as error:
         return Entry(name, reason=f"cannot be built: {error.diagnostics[0].message}")
-    try:
-        plan = parse_plan(choose_plan(found.tree, [parse_plan(plan).plan for plan in builtin_plans()])).plan
-    except PlanError:
-        plan = None
+    plan = auto_plan(found.tree).plan
     try:
         small = {tp: subject(name, tp) for tp in SIZES}
     except PlanError as error:

@@ -16,7 +16,7 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name, part
 from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options
+from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options
 from .flow import Flow
 from .fronts import with_fronts
 from .init_sums import with_sums
@@ -51,12 +51,14 @@ class Derived:
         draft: the rules; the layout check has no reason to them.
         tree: the reduced model that they were tried on.
         whole: what could not be split.
+        tries: how many runs of drafts it took.
         no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
     """
 
     draft: Draft
     tree: ModuleTree
     whole: tuple[Whole, ...]
+    tries: int
     no_overlay: str | None = None
 
 
@@ -102,7 +104,7 @@ def derive(
     reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(board, with_whole_named(result, board.tree, tp))
-    return Derived(result, board.tree, tuple(whole), reason)
+    return Derived(result, benches[0].tree, tuple(whole), MOST_TRIES - board.left, reason)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:

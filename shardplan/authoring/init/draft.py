@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
 from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout.layout_check import Search
 from shardplan.compiler.layout.repairs import OURS, Repair
 from shardplan.compiler.layout.run import prove
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
+from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.reduced.recorder import argument_names
 
@@ -23,6 +26,7 @@ Rules = Mapping[str, Options]
 
 BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
+MOST_TRIES = 1000
 FIXABLE = ("partial", "complete", "meeting", "output")  # gradients of whole values: the sharding itself fits
 
 
@@ -42,6 +46,15 @@ class Draft:
     def with_rules(self, rules: Rules) -> Draft:
         """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
         return replace(self, tensor_parallel=_joined(self.tensor_parallel, rules))
+
+    def addressed(self, tree: ModuleTree) -> Draft:
+        """With the patterns that a plan file has for the model of a tree."""
+
+        def named(rules: Rules) -> Rules:
+            return {tree.address(pattern): options for pattern, options in rules.items()}
+
+        overlay = None if self.sequence_parallel is None else named(self.sequence_parallel)
+        return Draft(named(self.tensor_parallel), overlay, {on: named(rules) for on, rules in self.sums.items()})
 
     @property
     def sections(self) -> Mapping[str, Rules]:
@@ -77,11 +90,17 @@ class Board:
     Args:
         benches: the copy with each kind of input.
         tp: the size of the axis.
+
+    Attributes:
+        tree: the copy's. The patterns of drafts have no prefix.
+        left: how many runs of drafts may still be tried. The bound is a count, so that every machine finds the same plan.
     """
 
     def __init__(self, benches: tuple[Workbench, ...], tp: int):
         self.benches, self.tp = benches, tp
-        self.tree = benches[0].tree
+        self.tree = replace(benches[0].tree, base_prefix="")
+        self.left = MOST_TRIES
+        self._proofs: dict[str, Proof] = {}
 
     def first_argument(self, module: str) -> str:
         """The name of a module's first argument."""
@@ -100,18 +119,40 @@ class Board:
         return resolved, [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
 
     def proof(self, draft: Draft, *, overlay: bool = False) -> Proof | None:
-        resolved = self.bound(draft, overlay=overlay)
-        return None if resolved is None else prove(resolved, self.benches[0])
+        """How the first kind of input runs; None also where nothing more may be tried."""
+        key = repr((draft, overlay))
+        if key not in self._proofs:
+            resolved = self.bound(draft, overlay=overlay)
+            if resolved is None or self.over:
+                return None
+            self.left -= 1
+            self._proofs[key] = prove(resolved, self.benches[0])
+        return self._proofs[key]
 
     def report(self, draft: Draft, *, overlay: bool = False, help: bool = False) -> LayoutReport | None:
+        """What is wrong with all kinds of inputs; None also where nothing more may be tried."""
         resolved = self.bound(draft, overlay=overlay)
-        return None if resolved is None else check_layout(resolved, self.benches, help=help)
+        if resolved is None or self.over:
+            return None
+        self.left -= len(self.benches)
+        allowed = min(Search().tries, self.left)
+        search = Search(allowed, seconds=inf)
+        found = check_layout(resolved, self.benches, help=help, search=search)
+        self.left -= (allowed - search.tries) if help else 0
+        return found
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more may be tried."""
+        return self.left <= 0
 
     def reason(self, draft: Draft, *, overlay: bool = False) -> str:
         """The first thing that is wrong with a draft that is not right."""
         plan = draft.plan()
         assert plan is not None
         resolved, errors = self._checked(plan, overlay)
+        if not errors and self.over:
+            return f"the search ended after {MOST_TRIES} tries"
         found = errors or check_layout(resolved, self.benches, help=False).diagnostics
         where = next((note for note in found[0].notes if "`" in note), "")
         return f"{found[0].message} ({where})" if where else found[0].message

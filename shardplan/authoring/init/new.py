@@ -12,6 +12,7 @@ from shardplan.core.tree import element
 from shardplan.model import FoundModel
 
 from .derive import Derived, Whole, derive
+from .draft import BLOCK_INPUT
 from .init_codes import NO_OVERLAY, NOTHING, WHOLE
 from .write import WIDTH, Heading, document, folded, plan_text
 
@@ -24,11 +25,13 @@ class NewPlan:
         text: the file, YAML.
         document: the same as data.
         diagnostics: what stays whole (SP532).
+        tries: how many runs of drafts it took.
     """
 
     text: str
     document: Mapping[str, Any]
     diagnostics: tuple[Diagnostic, ...]
+    tries: int
 
 
 def new_plan(
@@ -77,15 +80,17 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
     )
     units = tuple(
         dict.fromkeys(
-            found.tree.pattern(u)
+            found.tree.address(found.tree.pattern(u))
             for u in found.tree.modules
             if element(u) and _has_rules(found.tree.pattern(u), derived)
         )
     )
+    draft = derived.draft.addressed(derived.tree)
     return NewPlan(
-        text=plan_text(heading, derived.draft, derived.tree, units),
-        document=document(heading, derived.draft, units),
+        text=plan_text(heading, draft, derived.tree, units),
+        document=document(heading, draft, units),
         diagnostics=kept,
+        tries=derived.tries,
     )
 
 
@@ -104,11 +109,20 @@ def _rules(derived: Derived) -> tuple[str, ...]:
 
 def _description(derived: Derived) -> str:
     """Which parts of its blocks are split."""
-    parts = dict.fromkeys(rule.split("*.", 1)[1].split(".")[0] for rule in _rules(derived) if "*." in rule)
-    outside = [rule for rule in _rules(derived) if "*" not in rule]
+    rules = [
+        p for p, options in derived.draft.tensor_parallel.items() if options["style"] not in (BLOCK_INPUT, "replicate")
+    ]
+    parts = dict.fromkeys(_part(rule.split("*.", 1)[1]) for rule in rules if "*." in rule)
+    outside = [rule for rule in rules if "*" not in rule]
     words = [f"{_listed(list(parts))} of each layer"] if parts else []
     words += [f"{_listed(outside)} over the vocabulary"] if outside else []
     return f"Splits {', and '.join(words)}."
+
+
+def _part(pattern: str) -> str:
+    """The part of a block that a pattern, seen from the block, is about; of a list of parts its element (T5's `layer.*.SelfAttention`)."""
+    first, *others = pattern.split(".")
+    return others[1] if len(others) > 1 and others[0] == "*" else first
 
 
 def _listed(words: list[str]) -> str:
@@ -126,7 +140,7 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
         )
         for wanted in (names, None)
     )
-    listed = ", ".join(folded({pattern: {"style": "replicate"} for pattern in patterns}))
+    listed = ", ".join(folded({found.tree.address(pattern): {"style": "replicate"} for pattern in patterns}))
     return Diagnostic(
         code=WHOLE.code,
         severity=Severity.WARNING,

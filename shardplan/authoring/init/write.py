@@ -48,7 +48,9 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Se
     written: set[str] = set()
     for section, rules in draft.sections.items():
         if rules:
-            parameters = frozenset(map(tree.pattern, tree.parameters)) if tree is not None else frozenset()
+            parameters = (
+                frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
+            )
             ordered = in_order(rules, tree) if tree is not None else rules
             lines += [f"{section}:", *_rules(folded(ordered, parameters), written), ""]
     if units:
@@ -75,9 +77,9 @@ def in_order(rules: Rules, tree: ModuleTree) -> Rules:
     """In the tree's order; what contains others before them."""
     places: dict[str, int] = {}
     for number, name in enumerate((*tree.modules, *tree.parameters)):
-        places.setdefault(name, number)
-        places.setdefault(tree.pattern(name), number)
-    owners = {tree.pattern(full): places[tree.pattern(owner.name)] for full, (owner, _) in tree.parameters.items()}
+        places.setdefault(tree.address(name), number)
+        places.setdefault(_pattern(tree, name), number)
+    owners = {_pattern(tree, full): places[_pattern(tree, owner.name)] for full, (owner, _) in tree.parameters.items()}
 
     def place(pattern: str) -> tuple[float, str]:
         if pattern in owners:
@@ -85,6 +87,10 @@ def in_order(rules: Rules, tree: ModuleTree) -> Rules:
         return (places.get(pattern, len(places)), "")
 
     return dict(sorted(rules.items(), key=lambda item: place(item[0])))
+
+
+def _pattern(tree: ModuleTree, name: str) -> str:
+    return tree.address(tree.pattern(name))
 
 
 def folded(rules: Rules, parameters: frozenset[str] = frozenset()) -> Rules:

@@ -15,7 +15,7 @@ from shardplan.language.parse_findings import TOO_LARGE
 
 from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .combine import CONTRADICTION, contradictions
-from .conditions import NO_VALUE, OTHER_CONFIGURATION, decided
+from .conditions import NO_VALUE, OTHER_CONFIGURATION, admits, decided
 from .dead import DEAD
 from .matching import Names
 from .models import OTHER_MODEL, other_model
@@ -105,4 +105,4 @@ def _first(found: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
     return (*first, more)
 
 
-__all__ = ["CODES", "bind", "decided"]
+__all__ = ["CODES", "admits", "bind", "decided"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, PlanError, Severity
 from shardplan.core.expressions import EvaluationError, holds, names, parse_condition
 from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
 from shardplan.core.suggest import closest, did_you_mean
@@ -62,6 +62,21 @@ def applies(rule: Rule | SumRule) -> bool:
     """Whether a rule of a decided plan applies."""
     assert isinstance(rule.when, bool), f"{rule.location} is not decided"
     return rule.when
+
+
+def admits(plan: PlanFile, tree: ModuleTree) -> bool:
+    """Whether a plan is for a model's configuration. Nothing else of the plan is looked at.
+
+    Raises:
+        PlanError: SP209: its `for` has no value.
+    """
+    if plan.configurations is None:
+        return True
+    conditions = _Conditions(tree)
+    holds = conditions.value(plan.configurations, Location(plan.file, ("for",), "value"))
+    if conditions.findings:
+        raise PlanError(tuple(conditions.findings.values()))
+    return bool(holds)
 
 
 def decided(plan: PlanFile, tree: ModuleTree) -> tuple[PlanFile, tuple[Diagnostic, ...]]:

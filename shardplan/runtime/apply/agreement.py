@@ -6,35 +6,86 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.lower.program import Program
+from shardplan.core.diagnostics import PlanError
+
+Result = TypeVar("Result")
+DIFFERENT = (
+    "the ranks compiled different programs, or compiling failed on some ranks (another plan, model or version); "
+    "compare compile_plan(...).describe() between the ranks"
+)
+
+
+class DifferentRanks(RuntimeError):
+    """The ranks are about to do different things, which all of them know."""
+
+
+class Agreement:
+    """What the ranks of a mesh agree on, while each prepares what it is about to do."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self.said: list[str] = []
+
+    def say(self, text: str) -> None:
+        """What this rank is about to do; compared with the other ranks' at the end."""
+        self.said.append(text)
+
+    def share(self, make: Callable[[], Result]) -> Result:
+        """What the mesh's first rank makes, on all ranks; an error of it too.
+
+        Raises:
+            RuntimeError: a rank is not here: it failed before, or does something else.
+        """
+        if not _all_equal("shared", self._mesh):
+            raise DifferentRanks(DIFFERENT)
+        return on_first_rank(make, self._mesh)
 
 
 @contextmanager
-def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Callable[[str], None]]:
+def same_on_all_ranks(mesh: DeviceMesh) -> Iterator[Agreement]:
     """Compare over the mesh what each rank is about to do, before anything else is communicated.
 
-    The context yields a function that accepts a text for it. If a rank raises, the others raise here too, instead of
-    waiting for it later.
+    If a rank raises, the others raise here too, instead of waiting for it later.
 
     Raises:
         RuntimeError: the texts differ between ranks, or only some ranks failed.
     """
-    reported: list[str] = []
+    agreement = Agreement(mesh)
     try:
-        yield reported.append
+        yield agreement
+    except DifferentRanks:  # the others know
+        raise
     except Exception as error:
         _all_equal(f"failed: {error}", mesh)
         raise
-    if not _all_equal("".join(reported), mesh):
-        raise RuntimeError(
-            "the ranks compiled different programs, or compiling failed on some ranks (another plan, model or version); "
-            "compare compile_plan(...).describe() between the ranks"
-        )
+    if not _all_equal("".join(agreement.said), mesh):
+        raise DifferentRanks(DIFFERENT)
+
+
+def on_first_rank(make: Callable[[], Result], mesh: DeviceMesh) -> Result:
+    """What a function returns on the mesh's first rank, on all ranks. What it raises is raised on all."""
+    box: list[tuple[bool, Any]] = [(False, None)]
+    if all(place == 0 for place in mesh.get_coordinate() or ()):
+        try:
+            box = [(True, make())]
+        except PlanError as error:
+            box = [(False, error)]
+        except Exception as error:  # what other code raises may not be sent as it is
+            box = [(False, RuntimeError(f"{type(error).__name__} on the first rank: {error}"))]
+    for axis in range(mesh.ndim):  # along one axis after the other
+        group = mesh.get_group(axis)
+        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
+    fine, result = box[0]
+    if not fine:
+        raise result
+    return result
 
 
 def intention(program: Program) -> str:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.compiler.lower.program import Program
+from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.plan import variant_name
 from shardplan.model.adapters import unwrapped
@@ -42,6 +43,7 @@ class Applied:
         mesh: what the plan was applied on.
         fused: the result of asynchronous tensor parallelism; None without it.
         proof: how the plan is known to be right, in words, or why it is not proven.
+        derived: the plan, where `auto` derived it.
         streams: the random numbers that the model's modules draw; None where tp is 1, or they draw none.
     """
 
@@ -54,6 +56,7 @@ class Applied:
     fused: Fused | None = None
     proof: str = "not proven"
     streams: Streams | None = None
+    derived: DerivedPlan | None = None
 
     def __str__(self) -> str:
         """The receipt for a run's log: a line for each fact. The bytes are this rank's."""
@@ -61,6 +64,8 @@ class Applied:
         lines = [
             f"plan {resolved.plan.name} on {sizes.text() or 'one rank'}: {', '.join(self.steps) or 'nothing to do'}"
         ]
+        if self.derived is not None:
+            lines += self.derived.lines
         if self.tp > 1:
             lines += [f"variants: {', '.join(self.program.by_name)}", self.proof]
         if "data parallel" in self.steps:

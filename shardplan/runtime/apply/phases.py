@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardplan.compiler.check.parameter_hooks import hooked, replaces
 from shardplan.compiler.lower.program import Program
+from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import Axis
 from shardplan.core.tree import full_name
@@ -28,7 +29,7 @@ from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
-from .head_counts import use_sharded_loss
+from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
@@ -192,6 +193,7 @@ def apply_program(
     seed: int | None = None,
     diagnostics: tuple[Diagnostic, ...] = (),
     proof: str = "not proven",
+    derived: DerivedPlan | None = None,
     ranks: Ranks = ALONE,
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
@@ -201,6 +203,7 @@ def apply_program(
         seed: of the random numbers that the modules draw in training, the same on all ranks; None: they are not managed, as for
             a model whose dropout is 0.
         proof: how the program is known to be right, in words.
+        derived: the plan, where `auto` derived it.
         ranks: those that do it together, and learn from each other where one of them fails.
 
     Raises:
@@ -241,6 +244,7 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
-    record = Applied(program, diagnostics, tuple(work.steps), result, work.shared, mesh, work.fused, proof, streams)
+    steps = tuple(work.steps)
+    record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)
     remember(record, model)
     return result

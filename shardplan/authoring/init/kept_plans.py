@@ -1,0 +1,125 @@
+"""Plans that were derived before, as files in the user's cache folder. What is read there is parsed and proven as any plan."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import FunctionType
+
+import torch
+import transformers
+
+from shardplan.core.tree import ModuleTree
+from shardplan.core.version import __version__
+from shardplan.language.parsing import parse_text
+from shardplan.language.plan_files import CannotRead, read_text
+from shardplan.model import FoundModel
+
+MARK = "# sha256 "  # of the lines below
+
+
+def cache_folder() -> Path:
+    """`shardplan` in the cache folder that the user has chosen (`XDG_CACHE_HOME`), as torch and huggingface_hub choose theirs."""
+    chosen = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(chosen, "shardplan", "derived")
+
+
+def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool) -> str | None:
+    """What decides which plan is derived: the code of the model's classes, its modules, parameters and configuration, what the
+    plan is for, and the versions. None where some of the code is in no file, or the configuration is not data: such a plan
+    is not kept.
+
+    Args:
+        tp, sequence_parallel: as for `new_plan`.
+    """
+    model = found.module if found.module is not None else found.meta
+    assert model is not None, found.name
+    classes = {cls for module in model.modules() for cls in type(module).__mro__ if cls is not object}
+    functions = [one for one in (found.inputs, found.reduced) if one is not None]
+    try:
+        code = sorted({*map(_code_of, classes), *map(_code_of_function, functions)})
+        config = "" if found.config is None else json.dumps(found.config.to_dict(), sort_keys=True, default=str)
+    except (OSError, TypeError):
+        return None
+    words = (
+        (__version__, torch.__version__, transformers.__version__),
+        (tp, sequence_parallel),
+        code,
+        config,
+        tuple(_pictured(found.tree)),
+    )
+    return hashlib.sha256(repr(words).encode()).hexdigest()
+
+
+def _code_of(cls: type) -> str:
+    """A class by its name, and the text of its file.
+
+    Raises:
+        OSError, TypeError: there is no such file.
+    """
+    return f"{cls.__module__}.{cls.__qualname__} {_text_of(cls)}"
+
+
+def _code_of_function(function: Callable[..., object]) -> str:
+    """A function by its place, and the text of its file.
+
+    Raises:
+        OSError, TypeError: there is no such file, or the function depends on more than its code.
+    """
+    if not inspect.isfunction(function) or function.__closure__ is not None:
+        raise TypeError(f"{function!r} is more than its code")
+    return f"{function.__qualname__} {function.__code__.co_firstlineno} {_text_of(function)}"
+
+
+def _text_of(thing: type | FunctionType) -> str:
+    file = inspect.getsourcefile(thing)
+    if file is None:
+        raise OSError(f"the file of {thing.__qualname__} is not there")
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def _pictured(tree: ModuleTree) -> Iterator[object]:
+    """A tree as text that is the same in every process."""
+    yield from (tree.class_names, tree.model_type, tree.base_prefix, tree.trains, tree.tied, sorted(tree.inside))
+    yield from (dict(tree.numbers), dict(tree.fields), dict(tree.copies), *tree.modules.values())
+
+
+def kept(digest: str) -> str | None:
+    """The text of a plan that was kept; None where there is none, or the file is damaged."""
+    with suppress(CannotRead, OSError):
+        mark, _, text = read_text(_file(digest)).partition("\n")
+        if mark == MARK + _sum(text) and parse_text(text).plan is not None:
+            return text
+    return None
+
+
+def keep(digest: str, text: str) -> str | None:
+    """Keep a plan: the file is there whole or not at all. Returns why it cannot be written, or None."""
+    try:
+        file = _file(digest)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            partial = Path(folder, file.name)
+            partial.write_text(f"{MARK}{_sum(text)}\n{text}", encoding="utf-8")
+            os.replace(partial, file)
+    except OSError as error:
+        reason = error.strerror or error
+        return f"the plan cannot be kept in {cache_folder()} ({reason}): it is derived again the next time"
+    return None
+
+
+def _file(digest: str) -> Path:
+    """Raises OSError where the user has no cache folder (no home, or a relative path)."""
+    if not cache_folder().is_absolute():
+        raise OSError("not an absolute path")
+    return cache_folder() / f"{digest}.yaml"
+
+
+def _sum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

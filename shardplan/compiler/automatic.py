@@ -1,0 +1,73 @@
+"""PLAN `auto` where tp may be above 1: the built-in plan for the model, else one that is derived. Nothing is checked to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from shardplan.core.derived_plan import DerivedPlan
+from shardplan.core.diagnostics import Diagnostic, PlanError
+from shardplan.core.plan import PlanFile
+from shardplan.core.sources import SourceMap
+from shardplan.core.tree import ModuleTree
+
+if TYPE_CHECKING:
+    from shardplan.language import Parsed
+    from shardplan.model import FoundModel
+
+
+@dataclass(frozen=True)
+class ReadPlan:
+    """A plan as it was read.
+
+    Args:
+        plan: None where there are errors, and where it depends on a model that was not found.
+        sources: its text, and that of what it extends.
+        findings: why there is none, or warnings.
+        derived: set where `auto` derived it.
+    """
+
+    plan: PlanFile | None = None
+    sources: SourceMap = field(default_factory=SourceMap)
+    findings: tuple[Diagnostic, ...] = ()
+    derived: DerivedPlan | None = None
+
+    @classmethod
+    def of(cls, parsed: Parsed, derived: DerivedPlan | None = None) -> ReadPlan:
+        return cls(parsed.plan, parsed.sources, parsed.diagnostics, derived)
+
+
+Derive = Callable[["FoundModel"], ReadPlan]
+
+
+def auto_plan(tree: ModuleTree, derive: Callable[[], ReadPlan] | None = None) -> ReadPlan:
+    """The built-in plan for the model of a tree: the one whose `models` names it, and whose `for` holds. A `for` that has no value
+    (SP209) and several such plans (SP512) are findings.
+
+    Args:
+        derive: derives a plan where there is none; None: that is a finding (SP511).
+    """
+    from shardplan.language import builtin_plans, parse_plan
+    from shardplan.model import choose_plan, no_plan
+
+    from .bind import admits
+
+    wanted = (*tree.class_names, str(tree.model_type))
+    texts = {name: path.read_text("utf-8") for name, path in builtin_plans().items()}
+    naming = [name for name, text in texts.items() if any(word in text for word in wanted)]  # few of many are parsed
+    parsed = {one.plan.name: one for one in map(parse_plan, naming) if one.plan is not None}
+    plans = [one.plan for one in parsed.values() if one.plan is not None]
+    try:
+        chosen = choose_plan(tree, plans, partial(admits, tree=tree))
+    except PlanError as error:
+        files = dict(chain.from_iterable(one.sources.files.items() for one in parsed.values()))
+        return ReadPlan(sources=SourceMap(files), findings=error.diagnostics)
+    if chosen is not None:
+        return ReadPlan.of(parsed[chosen.name])
+    if derive is not None:
+        return derive()
+    every = [one.plan for one in map(parse_plan, texts) if one.plan is not None]
+    return ReadPlan(findings=no_plan(tree, every).diagnostics)

@@ -1,0 +1,38 @@
+"""What `auto` did where no built-in plan is for the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class DerivedPlan:
+    """A plan that was derived for a model, in the way of `shardplan init`.
+
+    Args:
+        text: the plan file, YAML.
+        description: which parts of the model it splits.
+        save: the command line, or the call, that writes it.
+        split: the share (0 to 1) of the parameters inside the layers that is split over tp.
+        whole: part of a layer, as a pattern -> its share of the parameters inside the layers: what every rank has whole.
+        kept: why it could not be kept for the next time; None where it was.
+    """
+
+    text: str
+    description: str
+    save: str
+    split: float
+    whole: Mapping[str, float] = field(default_factory=dict)
+    kept: str | None = None
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """What a reader needs to know of it, a line for each fact."""
+        description = self.description.rstrip(".")
+        yield f"derived, as no built-in plan is for the model: {description[:1].lower()}{description[1:]}"
+        whole = ", ".join(f"{part} ({share:.1%})" for part, share in self.whole.items()) or "no matrix"
+        yield f"split inside the layers: {self.split:.1%} of the parameters; whole on every rank: {whole}"
+        yield f"to keep and edit the plan: {self.save}"
+        if self.kept is not None:
+            yield self.kept
