@@ -25,7 +25,7 @@ def quick(model: object, mesh: object = None, **options: object) -> shardplan.Re
 def test_a_model_is_named_in_one_record_or_by_keywords() -> None:
     named = Model("llama", settings=SMALL)
     assert quick(named, tp=2) == quick("llama", tp=2, settings=SMALL)
-    assert quick(named).allowed_tp == (1, 2) and quick("llama").allowed_tp != (1, 2)
+    assert quick(named).allowed_tp == (1, 2, 4) and quick("llama").allowed_tp != (1, 2, 4)
     assert shardplan.coverage(named) == shardplan.coverage("llama", settings=SMALL)
     program = shardplan.compile_plan(named, {"tp": 2}, "llama")
     assert program.modules == shardplan.compile_plan("llama", MeshSizes(tp=2), "llama", settings=SMALL).modules

@@ -53,7 +53,7 @@ def test_a_finding_names_the_rule_the_modules_and_the_sizes_that_work():
     assert finding.primary.location.path == ("tensor_parallel", "model.layers.*.self_attn.{q,k,v}_proj")
     assert finding.modules[:2] == ("model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj")
     assert len(finding.modules) == 64
-    assert finding.help == "use tp 2, 4 or 8: each fits everything that this plan splits"
+    assert finding.help == "use tp 2, 4, 8, 16 or 32: each fits everything that this plan splits"
 
 
 def test_both_variants_of_a_plan_give_the_same_finding():
@@ -63,23 +63,21 @@ def test_both_variants_of_a_plan_give_the_same_finding():
 
 
 def test_more_ranks_than_key_value_heads_is_a_finding_of_its_own():
-    (finding,) = checked(ATTENTION, tree("llama-3.1-8b"), 16)
-    assert finding.code == "SP302"
-    assert finding.message == "num_key_value_heads is 8: with tp=16 there are more ranks than key-value heads"
-    assert "at most tp 8" in finding.help
+    assert checked(ATTENTION, tree("llama-3.1-8b"), 16) == ()  # two ranks for each
+    (finding,) = (d for d in checked(ATTENTION, tree("llama-3.1-8b"), 12) if d.code == "SP302")
+    assert finding.message == "num_key_value_heads is 8, and tp=12 is not a multiple of it"
+    assert "tp 2, 4, 8, 16 or 32" in finding.help
 
 
 def test_layers_with_other_head_counts_are_checked_each():
     model = llama_8b(layers=4, kv_heads=lambda layer: 8 if layer < 2 else 4)
-    found = checked(ATTENTION, model, 8)
-    assert messages(found) == [
-        (
-            "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4: "
-            "with tp=8 there are more ranks than key-value heads"
-        ),
+    found = checked(ATTENTION, model, 6)
+    assert messages(found)[1:] == [
+        "SP301: num_key_value_heads is 8, which tp=6 does not divide",
+        "SP302: the number of heads of model.layers.*.self_attn.{k_proj,v_proj} is 4, and tp=6 is not a multiple of it",
     ]
-    assert {name.split(".")[2] for name in found[0].modules} == {"2", "3"}
-    assert allowed_tp(bound(ATTENTION, model, None)) == (1, 2, 4)
+    assert {name.split(".")[2] for name in found[2].modules} == {"2", "3"}
+    assert allowed_tp(bound(ATTENTION, model, None)) == (1, 2, 4, 8, 16, 32)
 
 
 def test_a_gathered_output_is_not_split_into_heads():
@@ -113,11 +111,9 @@ def test_packed_parts_may_differ():
     model = grouped_phi()
     parts = "[hidden_size, num_key_value_heads * head_dim, num_key_value_heads * head_dim]"
     text = rules(f"model.layers.*.self_attn.qkv_proj: {{style: packed_colwise, packed: {parts}}}")
-    found = [finding for finding in checked(text, model, 16) if finding.severity is Severity.ERROR]
-    assert messages(tuple(found)) == [
-        "SP302: num_key_value_heads is 8: with tp=16 there are more ranks than key-value heads"
-    ]
-    assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 8)
+    found = [finding for finding in checked(text, model, 12) if finding.severity is Severity.ERROR]
+    assert "SP302: num_key_value_heads is 8, and tp=12 is not a multiple of it" in messages(tuple(found))
+    assert allowed_tp(bound(text, model, None)) == (1, 2, 4, 8, 16, 32)
 
 
 def grouped_phi() -> ModuleTree:
@@ -239,16 +235,20 @@ def odd_vocabulary(rows: int = 50257) -> ModuleTree:
 
 
 def test_no_allowed_size_is_an_error_that_names_the_odd_one():
-    model = llama_8b(layers=1, kv_heads=1)
+    model = llama_8b(layers=1, heads=31, kv_heads=1)
     (finding,) = checked("llama", model, None)
     assert messages((finding,)) == [
         (
-            "SP307: no tp size above 1 divides everything that this plan splits: num_attention_heads 32, "
-            "num_key_value_heads 1 and intermediate_size 14336"
+            "SP307: no tp size above 1 divides everything that this plan splits: num_attention_heads 31 "
+            "and intermediate_size 14336"
         )
     ]
-    assert "num_key_value_heads" in finding.help
+    assert "leave" in finding.help or "split less" in finding.help
     assert allowed_tp(bound("llama", model, None)) == (1,)
+
+
+def test_one_key_value_head_limits_nothing():
+    assert allowed_tp(bound("llama", llama_8b(layers=1, kv_heads=1), None)) == (1, 2, 4, 8, 16, 32)
 
 
 def test_a_size_of_1_is_always_right():

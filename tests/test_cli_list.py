@@ -31,8 +31,8 @@ def test_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines() == [
         "model                        mixtral",
         "plan                         mixtral",
-        "tp sizes, tensor parallel    1, 2, 4",
-        "tp sizes, sequence parallel  1, 2, 4",
+        "tp sizes, tensor parallel    1, 2, 4, 8, 16, 32",
+        "tp sizes, sequence parallel  1, 2, 4, 8, 16, 32",
         "split inside the layers      100.0% of the parameters",
         "whole on every rank          model.layers.*.mlp.gate, under 0.1%",
     ]
@@ -48,7 +48,7 @@ def test_a_model_without_an_overlay(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "mixtral", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["plan"] == "mixtral" and found["allowed_tp"]["tensor_parallel"] == [1, 2, 4, 8]
+    assert found["plan"] == "mixtral" and found["allowed_tp"]["tensor_parallel"] == [1, 2, 4, 8, 16, 32]
     assert list(found["whole"]) == ["model.layers.*.mlp.gate"]
 
 

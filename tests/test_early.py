@@ -254,7 +254,7 @@ def test_quick_looks_no_further(llama, capsys):
 
 def test_quick_says_what_is_not_certain(tmp_path):
     folder = written(tmp_path / "checkpoint", configuration("mixtral"))
-    report = shardplan.validate(str(folder), "mixtral", tp=16, quick=True)
+    report = shardplan.validate(str(folder), "mixtral", tp=12, quick=True)
     assert report.ok and {d.code for d in report.warnings} >= {"SP302"}
     assert all(d.notes[-1].startswith("this follows from the names and shapes") for d in report.warnings)
 

@@ -8,7 +8,7 @@ from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, is_count, parent
 
 from .head_counts import GROUPS, HEAD_SIZES
-from .stored_parameters import lower_parameters, most_heads
+from .stored_parameters import counts_of_heads, lower_parameters
 
 CONFIG = "config."
 
@@ -51,15 +51,12 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
     key-value head, the number of key-value heads is divided by tp / r, and that of query heads for each by r.
 
     Args:
-        shared: on how many ranks each key-value head is, by the class of the attention module (`shared_heads`): some layers read
-            the keys and values of others.
+        shared: `shared_heads` of the plan.
     """
     ranks = plan.sizes.tp or 1
     assignment = plan.modules.get(module.name)
     names = assignment.rule.divide if assignment is not None else ()
-    copies = shared.get(module.class_name, 1)
-    if copies > 1 and not most_heads(plan, module.name):  # it is whole
-        copies = 1
+    copies = shared.get(module.name, 1)
     by = dict.fromkeys(names, ranks)
     if copies == 1:
         return tuple(by.items())
@@ -74,14 +71,23 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
 
 
 def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:
-    """On how many ranks each key-value head is, by the class of the attention module, where it is on several."""
-    ranks = plan.sizes.tp or 1
+    """On how many ranks each key-value head of an attention module is, where it is on several; also of modules that have no keys
+    of their own and read those of another module of their class."""
+    ranks, tree = plan.sizes.tp or 1, plan.tree
     found: dict[str, int] = {}
-    for module in plan.tree.modules.values():
-        around = plan.tree.modules[parent(module.name)]
-        if around.class_name in found or not any(name in around.numbers for name in HEAD_SIZES):
+    for name, module in tree.modules.items():
+        around = parent(name)
+        if any(size in tree.modules[around].numbers for size in HEAD_SIZES):
+            for parameter in lower_parameters(plan, module):
+                if parameter.shared:
+                    found[around] = max(found.get(around, 1), *(number for _, number in parameter.pieces(ranks, 0)))
+    classes = {tree.modules[name].class_name for name in found}
+    for name, module in tree.modules.items():
+        groups = module.numbers.get(GROUPS)
+        if name in found or module.class_name not in classes or not is_count(groups):
             continue
-        numbers = [n for p in lower_parameters(plan, module) if p.shared for _, n in p.pieces(ranks, 0)]
-        if numbers:
-            found[around.class_name] = max(numbers)
+        heads = counts_of_heads(plan, name)
+        count = max(heads, default=0) // groups
+        if len(set(heads)) == 1 and 0 < count < ranks and ranks % count == 0:
+            found[name] = ranks // count
     return found

@@ -95,7 +95,7 @@ def _split(
     lengths = parts or (size,)
     heads = heads_of(plan, module, placement, rule, lengths)
     few = placement.shard == "out" and any(count is not None and count < ranks for count in heads)
-    copies = copies_of(heads, lengths, most_heads(plan, parent(module.name)), ranks) if few else ()
+    copies = copies_of(heads, lengths, max(counts_of_heads(plan, parent(module.name)), default=0), ranks) if few else ()
     if not any(number > 1 for number in copies):
         return ParameterProgram(parameter.name, V(dim), V(dim), parts)
     if parts:
@@ -111,9 +111,9 @@ def heads_of(
     return tuple(head_count(placement, rule, around, plan.tree.numbers, length) for length in lengths)
 
 
-def most_heads(plan: ResolvedPlan, around: str) -> int:
-    """The largest number of heads of the matrices in a module: its queries'."""
-    most = 0
+def counts_of_heads(plan: ResolvedPlan, around: str) -> tuple[int, ...]:
+    """How many heads the split matrices of a module have; its queries have the most."""
+    found: list[int] = []
     for name in plan.tree.children[around]:
         for assignment, module, parameter in _ruled(plan, plan.tree.modules[name]):
             placement = parameter_style(assignment, parameter)
@@ -122,8 +122,8 @@ def most_heads(plan: ResolvedPlan, around: str) -> int:
                 size = parameter.shape[dim]
                 lengths = packed_parts(assignment.rule, size, plan) if placement.packed else (size,)
                 heads = heads_of(plan, module, placement, assignment.rule, lengths)
-                most = max(most, *(count or 0 for count in heads))
-    return most
+                found += [count for count in heads if count is not None]
+    return tuple(found)
 
 
 def _ruled(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[tuple[Assignment, ModuleInfo, ParameterInfo]]:
