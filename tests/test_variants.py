@@ -1,0 +1,85 @@
+"""Built-in plans are right for published checkpoints and for the switches of their types, or say which switch they are not for."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from tests.variants.outcome import Outcome, outcome
+from tests.variants.published import DATA, checkpoints, combinations, gaps
+from tests.variants.trials import Trial, planned, published, sample, unlisted
+
+SEED = 5
+QUICK = ("Command R+", "Moonlight", "Nemotron-H 8B")
+OVERLAYS = {
+    row["name"]: row["verdicts"]["sp2"] != "none"
+    for row in json.loads((DATA.parent.parent / "docs" / "model-types.json").read_text("utf-8"))
+    if row["verdicts"]
+}
+
+
+def test_published_checkpoints_have_sources() -> None:
+    found = checkpoints()
+    assert len(found) >= 150
+    assert max(Counter(one.name for one in found).values()) == 1
+    assert {one.model_type for one in published()} <= set(planned())
+    places = ("github.com/", "huggingface.co/docs/transformers")
+    assert [one.name for one in found if not one.source.startswith(places) or not one.fields] == []
+
+
+@pytest.mark.parametrize("model_type", sorted({one.model_type for one in published()}))
+def test_the_numbers_are_fields_of_the_configuration(model_type: str) -> None:
+    """Of its class, or read by the model's code."""
+    known = AutoConfig.for_model(model_type)
+    folder = Path(inspect.getfile(type(known))).parent
+    code = " ".join(file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+    fields = {field for one in published() if one.model_type == model_type for field in one.fields}
+    assert {field for field in fields if not hasattr(known, field) and f'"{field}"' not in code} == set()
+
+
+def test_combinations_have_names() -> None:
+    assert max(Counter(one.name for one in combinations()).values()) == 1
+
+
+def test_listed_gaps_are_configurations() -> None:
+    assert all(key.split(" ")[0] in planned() and why for key, why in gaps().items())
+
+
+def judged(trial: Trial) -> Outcome:
+    return outcome(trial.model_type, trial.name, trial.settings, trial.switches)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [one.name if one.name in QUICK else pytest.param(one.name, marks=pytest.mark.slow) for one in combinations()],
+)
+def test_a_combination_is_proven(name: str) -> None:
+    one = next(one for one in combinations() if one.name == name)
+    found = outcome(one.model_type, one.name, one.fields, one.fields)
+    assert found.verdict == "proven", found
+    assert len(found.variants) == 1 + OVERLAYS[one.model_type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", sample(40, SEED), ids=lambda trial: f"{trial.model_type}-{trial.name}")
+def test_a_configuration_is_right_or_refused(trial: Trial) -> None:
+    """A sample of `make variants`: proven, or refused with a finding that names a field that it changes, or in the list of gaps."""
+    found = judged(trial)
+    assert unlisted([found]) == []
+    if found.verdict == "proven":
+        assert len(found.variants) == 1 + OVERLAYS[trial.model_type]
+
+
+def test_a_new_gap_is_told_from_a_listed_one_and_from_a_closed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.variants.trials.gaps", lambda: {"llama old": "why"})
+    old = Outcome("llama", "old", "gap")
+    assert unlisted([old]) == []
+    assert unlisted([replace(old, name="new", about="SP201")]) == ["llama new: SP201"]
+    assert unlisted([replace(old, verdict="proven")]) == ["llama old: listed as a gap, and it is none"]
+    assert unlisted([replace(old, name="new", verdict="wrong")]) == ["llama new: accepted without a proof"]

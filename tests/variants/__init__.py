@@ -1,0 +1,1 @@
+"""Built-in plans against the configurations of model types: published checkpoints, and single switches."""
