@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo gates quick test test-all exhaustive soundness adversaries zoo bench bench-gpu generated clean
+.PHONY: demo gates quick test test-all exhaustive soundness adversaries zoo variants bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -47,6 +47,10 @@ adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past val
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md
 	$(BIN)/python -m tests.zoo.image_text --table docs/image-text-types.md
+	$(BIN)/python -m tests.zoo --checkpoints --table docs/model-types.md
+
+variants: $(VENV)/.installed  ## `auto` with published checkpoints and with each switch of each model type; two hours
+	$(BIN)/python -m tests.variants
 
 bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle machine; most of an hour
 	$(BIN)/python -m benchmarks

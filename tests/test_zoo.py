@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from shardplan.language import builtin_plans, parse_plan
 from tests.model_settings import find, without_dropout
 from tests.zoo import image_text
 from tests.zoo.__main__ import page, right
-from tests.zoo.entry import Entry, counted_again, entry, has
+from tests.zoo.entry import Entry, counted_again, entry, has, made_again
 from tests.zoo.init import by_init
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -130,7 +129,7 @@ def test_the_collection_stays_readable() -> None:
 @pytest.mark.parametrize("name", SAMPLE)
 def test_a_type_is_as_the_table_says(name: str) -> None:
     known = TABLE[name]
-    assert replace(entry(name), init=known.init, init_more=known.init_more) == known
+    assert made_again(known) == known
 
 
 @pytest.mark.parametrize(

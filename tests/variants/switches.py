@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedConfig
-from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
 from shardplan.compiler.layout import Workbench
 from shardplan.core.diagnostics import PlanError
@@ -69,18 +69,21 @@ def _values_of(config: PreTrainedConfig) -> Iterator[tuple[str, Any]]:
         for value in _values(field, now, heads, depth):
             if value != now:
                 yield field, value
-    kinds = layer_kinds(config)
     for field, now in sorted(vars(config).items()):
         if LAYERS.fullmatch(field) and isinstance(now, (list, tuple)) and now and isinstance(now[0], str):
-            for kind in sorted(kinds - {*now}):
+            for kind in sorted(layer_kinds(config, field) - {*now}):
                 yield field, [kind if i % 2 else now[0] for i in range(len(now))]
 
 
-def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """The kinds of layers that the code of a model type names."""
+def layer_kinds(config: PreTrainedConfig, field: str) -> set[str]:
+    """The kinds of layers that the code of a model type names, of those that a field may have."""
     folder = Path(inspect.getfile(type(config))).parent
     code = " ".join(file.read_text("utf-8") for file in folder.glob("*.py") if not file.name.startswith("modular"))
-    return {kind for kind in ALLOWED_LAYER_TYPES if f'"{kind}"' in code}
+    return {
+        kind
+        for kind in (ALLOWED_MLP_LAYER_TYPES if "mlp" in field else ALLOWED_ATTN_LAYER_TYPES)
+        if f'"{kind}"' in code
+    }
 
 
 def _values(field: str, now: Any, heads: int | None, depth: int | None) -> tuple[Any, ...]:

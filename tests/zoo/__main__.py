@@ -13,6 +13,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 import transformers  # noqa: E402
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
 
+from .checkpoints import with_checkpoints  # noqa: E402
 from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
 from .init import by_init as made_by_init  # noqa: E402
 from .table import arguments, fill, read  # noqa: E402
@@ -33,11 +34,15 @@ sequence_parallel section.
   (tests/zoo/block_inputs.py, decision 0032).
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
   at the first size, and with SP; "more": it communicates more than the minimum of what it splits (`python -m tests.zoo --init`).
+- "checkpoints": how many of the type's published checkpoints (tests/data/published) are proven at tp 2 (`python -m tests.zoo --checkpoints`).
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
 parallelism too, {wrong} wrong. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
 for {init_sp}, wrong for {init_wrong}; with TP it communicates at the minimum for {init_least}, {init_fewest} of them with the
 fewest collectives.
+
+{checkpoints} published checkpoints of {checkpoint_types} types: {checkpoints_tp} proven with tensor parallelism, {checkpoints_sp} of them with
+sequence parallelism too. The others are refused, for the reasons below the table.
 
 """
 
@@ -58,13 +63,24 @@ def page(found: Sequence[Entry]) -> str:
     planned = [e for e in found if e.verdicts]
     columns = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
     titles = [f"{'TP' if column[0] == 't' else 'SP'} {column[2:]}" for column in columns]
-    head = ["model type", "plan", *titles, "split", "collectives", "init"]
+    head = ["model type", "plan", *titles, "split", "collectives", "init", "checkpoints"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for e in planned:
         said = [e.verdicts[column].replace("|", "\\|") for column in columns]
-        cells = [e.name, f"[{e.plan}](../plans/{e.plan}.yaml)", *said, share(e), communication(e), by_init(e)]
+        cells = [
+            e.name,
+            f"[{e.plan}](../plans/{e.plan}.yaml)",
+            *said,
+            share(e),
+            communication(e),
+            by_init(e),
+            published(e),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [MORE, "## Without a plan", ""]
+    lines += [MORE, "## Refused checkpoints", ""]
+    known = {name: text for e in planned for name, text in e.checkpoints.items()}
+    lines += [f"- {name}: {text}" for name, text in known.items() if not is_proven(text)]
+    lines += ["", "## Without a plan", ""]
     lines += [f"- {e.name}: {' '.join(e.reason.split())[:300]}" for e in found if not e.verdicts]
     good = [e for e in planned if e.has("tp") and e.split > 0]
     return (
@@ -79,6 +95,10 @@ def page(found: Sequence[Entry]) -> str:
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
             init_least=sum(has(e.init, "tp") and "tp" not in e.init_more for e in found),
             init_fewest=sum(has(e.init, "tp") and "tp" not in e.init_more and not e.choices for e in found),
+            checkpoints=len(known),
+            checkpoint_types=sum(bool(e.checkpoints) for e in planned),
+            checkpoints_tp=sum(map(is_proven, known.values())),
+            checkpoints_sp=sum(text == "TP, SP" for text in known.values()),
             init_wrong=sum(any(not right(text) for text in e.init.values()) for e in found),
         )
         + "\n".join(lines)
@@ -121,6 +141,16 @@ def by_init(e: Entry) -> str:
     return ", ".join(words) or "none"
 
 
+def published(e: Entry) -> str:
+    """How many of the type's published checkpoints are proven."""
+    return f"{sum(map(is_proven, e.checkpoints.values()))} of {len(e.checkpoints)}" if e.checkpoints else ""
+
+
+def is_proven(text: str) -> bool:
+    """Whether what is said of a checkpoint says that it is proven."""
+    return text in ("TP", "TP, SP")
+
+
 def right(text: str) -> bool:
     """Whether a verdict is no complaint."""
     return text in ("right", "none") or text.startswith(("size ", "none: "))
@@ -130,12 +160,15 @@ def main(argv: list[str]) -> int:
     parser = arguments("python -m tests.zoo")
     parser.add_argument("--init", action="store_true", help="what `shardplan init` writes, not the built-in plans")
     parser.add_argument("--count", action="store_true", help="count again what the plans communicate; prove nothing")
+    parser.add_argument("--checkpoints", action="store_true", help="the published checkpoints; prove nothing else")
     args = parser.parse_args(argv)
     known = read(args.table)
     rows = [known.get(name, Entry(name)) for name in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
     make, said = (counted_again, lambda e: (e.reduced, e.more("tp"))) if args.count else (made_again, _said)
     if args.init:
         make, said = made_by_init, lambda e: (e.init, e.init_more)
+    if args.checkpoints:
+        make, said = with_checkpoints, lambda e: e.checkpoints
     found = fill(rows, make, page, said, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
     return int(any(not right(text) for texts in verdicts for text in texts.values()))

@@ -57,6 +57,7 @@ class Entry:
         choices: there, the same of each choice of block inputs that no other is as good as (block inputs.py).
         init: the verdicts of the plan that `init` writes.
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
+        checkpoints: the published checkpoints of the type -> "TP", "TP, SP" (what is proven), or why they are refused.
         reason: why there is no plan, or no verdict.
         images: the kinds of input beside text that the verdicts are of: "image", "video".
         unseen: why images that the model takes are not among them.
@@ -74,6 +75,7 @@ class Entry:
     choices: list[list[float]] = field(default_factory=list)
     init: dict[str, str] = field(default_factory=dict)
     init_more: list[str] = field(default_factory=list)
+    checkpoints: dict[str, str] = field(default_factory=dict)
     reason: str = ""
     images: list[str] = field(default_factory=list)
     unseen: str = ""
@@ -114,8 +116,10 @@ def has(verdicts: Mapping[str, str], variant: str) -> bool:
 
 
 def made_again(before: Entry) -> Entry:
-    """The entry of a type, with what is known of `init`. Not in the file that is run, which other processes cannot import."""
-    return replace(entry(before.name), init=before.init, init_more=before.init_more)
+    """The entry of a type, with what is known beside its proofs. Not in the file that is run, which other processes cannot
+    import.
+    """
+    return replace(entry(before.name), init=before.init, init_more=before.init_more, checkpoints=before.checkpoints)
 
 
 def entry(name: str) -> Entry:
