@@ -38,19 +38,21 @@ STEPS = re.compile(
 ZERO = re.compile(r"num_kv_shared_layers|hidden_size_per_layer_input|shared_(expert_)?intermediate_size")
 LAYERS = re.compile(r"(.*_)?layer_types|layers_block_type|block_types|mlp_only_layers|.*_layer_indices|no_rope_layers")
 WIDTH = 256  # of a rank that is set where there is none
+# What is changed; by default the router of these has one expert, and no gradient.
+BASES = SETTINGS | {"hunyuan_v1_moe": SETTINGS["hunyuan_v1_moe"] | {"num_experts": 8, "moe_topk": 2}}
 
 
 def candidates(model_type: str) -> dict[str, dict[str, Any]]:
     """Name -> the fields that are changed, of the default configuration of the type or the nearest that can be built. The name
     is the field and its value. Some change nothing that a plan is about.
     """
-    config = configured(model_type, SETTINGS.get(model_type, {}))
+    config = configured(model_type, BASES.get(model_type, {}))
     return {f"{field}={_text(value)}": _change(config, field, value) for field, value in _values_of(config)}
 
 
 def switches(model_type: str) -> dict[str, dict[str, Any]]:
     """The candidates that change a module or an operation, each such change once; and those that cannot be built."""
-    base = SETTINGS.get(model_type, {})
+    base = BASES.get(model_type, {})
     seen = {_shape(configured(model_type, base))}
     found: dict[str, dict[str, Any]] = {}
     for name, change in candidates(model_type).items():

@@ -9,11 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.model_settings import SETTINGS
-
 from .outcome import Outcome, outcome
 from .published import DATA, Checkpoint, Combination, checkpoints, combinations, gaps
-from .switches import candidates, switches
+from .switches import BASES, candidates, switches
 
 MOST, LIMIT = 60, 8 * 60.0  # configurations of a type, and seconds of processor time
 
@@ -51,7 +49,7 @@ def sample(count: int, seed: int) -> list[Trial]:
     chosen = random.Random(seed)
     known = [Trial(one.model_type, one.name, one.fields, tuple(one.fields)) for one in published()]
     single = [
-        Trial(name, text, {**SETTINGS.get(name, {}), **change}, tuple(change))
+        Trial(name, text, {**BASES.get(name, {}), **change}, tuple(change))
         for name in planned()
         for text, change in candidates(name).items()
     ]
@@ -62,7 +60,7 @@ def tried(model_type: str) -> list[Outcome]:
     """Every configuration of a type: published ones, then switches, as many as the limits allow."""
     configurations = {one.name: (one.fields, one.fields) for one in published() if one.model_type == model_type}
     for name, change in switches(model_type).items():
-        configurations[name] = ({**SETTINGS.get(model_type, {}), **change}, change)
+        configurations[name] = ({**BASES.get(model_type, {}), **change}, change)
     found: list[Outcome] = []
     began = time.process_time()
     for name, (settings, changed) in list(configurations.items())[:MOST]:
