@@ -7,7 +7,14 @@ from dataclasses import fields, replace
 
 from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
-from shardplan.core.module_program import GradientGroup, InputMove, ModuleProgram, OutputMove, ParameterProgram
+from shardplan.core.module_program import (
+    GradientGroup,
+    InputMove,
+    ModuleProgram,
+    OutputMove,
+    ParameterProgram,
+    SharedGroup,
+)
 from shardplan.core.plan import NO_OVERLAYS
 from tests.proofs import program_of, reduced_model
 
@@ -26,6 +33,8 @@ OTHER_WEIGHTS = (
     replace(WEIGHT, computed=I),
     replace(WEIGHT, computed=R),
     replace(WEIGHT, parts=(4, 2)),
+    replace(WEIGHT, parts=(4, 2), copies=(1, 2)),
+    replace(WEIGHT, computed=replace(V(1), copies=2)),
 )
 OTHER_BIASES = (replace(BIAS, computed=R), replace(BIAS, computed=P), replace(BIAS, withheld="none"))
 OTHER_ENTRANCES = (
@@ -48,7 +57,9 @@ OTHER_MODULES = (
     replace(MODULE, logits=8),
     replace(MODULE, tail=2),
     replace(MODULE, outside=(1,)),
-    replace(MODULE, divide=("heads",)),
+    replace(MODULE, divide=(("heads", 2),)),
+    replace(MODULE, divide=(("heads", 4),)),
+    replace(MODULE, shared=(SharedGroup((("", "weight"),), 2, True),)),
     replace(MODULE, draws="own"),
     replace(MODULE, group=GradientGroup((("", "bias"),))),
 )

@@ -308,7 +308,17 @@ def test_a_sweep(capsys, tmp_path):
     device = {"memory": 1e6, "flops": {"bfloat16": 1e12}, "memory_bandwidth": 1e11, "node_gpus": 2}
     (tmp_path / "small.json").write_text(json.dumps(device | {"node_bandwidth": 1e9, "network_bandwidth": 1e8}))
     file = tmp_path / "trade.svg"
-    words = [*WORDS, "--set", "num_key_value_heads=1", "--sweep", "2", "--device", str(tmp_path / "small.json")]
+    words = [
+        *WORDS,
+        "--set",
+        "num_attention_heads=1",
+        "--set",
+        "num_key_value_heads=1",
+        "--sweep",
+        "2",
+        "--device",
+        str(tmp_path / "small.json"),
+    ]
     assert main([*words, "--json", "--plot", str(file)]) == 0
     printed = capsys.readouterr()
     data = json.loads(printed.out)
@@ -318,7 +328,7 @@ def test_a_sweep(capsys, tmp_path):
     speeds = [one["bound"]["tokens_per_second"] for one in data["estimates"] if one["bound"]["fits"]]
     assert speeds == sorted(speeds, reverse=True)
     (refused,) = data["refused"]
-    assert refused["mesh"]["tp"] == 2 and "num_key_value_heads" in refused["reason"]
+    assert refused["mesh"]["tp"] == 2 and "num_attention_heads" in refused["reason"]
     text = file.read_text()
     assert text.startswith("<?xml") and "dp_shard 2" in text and "bounds, not promises" in text
 

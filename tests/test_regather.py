@@ -38,9 +38,9 @@ def gathered_and_kept(monkeypatch, mesh) -> tuple[int, int]:
     """How many values the block inputs gathered, and how many of them the graph of a forward keeps."""
     storages, real = [], regather.note
 
-    def note(whole, shard, mesh, dim):
-        storages.append(StorageWeakRef(whole.untyped_storage()))
-        real(whole, shard, mesh, dim)
+    def note(wholes, gather):
+        storages.extend(StorageWeakRef(whole.untyped_storage()) for whole in wholes)
+        real(wholes, gather)
 
     monkeypatch.setattr(boundaries, "note", note)
     model = planned(reduced_model("llama", 2).build(), mesh, "llama", sequence_parallel=True, regather=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo, is_count, parent
 
+from . import STYLES
 from .head_counts import GROUPS, HEAD_SIZES
 from .stored_parameters import counts_of_heads, lower_parameters
 
@@ -76,7 +77,9 @@ def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:
     ranks, tree = plan.sizes.tp or 1, plan.tree
     found: dict[str, int] = {}
     for name, module in tree.modules.items():
-        around = parent(name)
+        around, assignment = parent(name), plan.modules.get(name)
+        if assignment is None or not STYLES[assignment.rule.style].shards_parameters:
+            continue
         if any(size in tree.modules[around].numbers for size in HEAD_SIZES):
             for parameter in lower_parameters(plan, module):
                 if parameter.shared:

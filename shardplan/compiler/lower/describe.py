@@ -101,5 +101,5 @@ def placement(parameter: ParameterProgram) -> str:
 def _gathered(parameter: ParameterProgram) -> str:
     if parameter.gathered:
         return ", gathered"
-    copies = max((parameter.computed.copies, *parameter.copies))
-    return f", gathered from {copies} neighbouring ranks" if copies > 1 else ""
+    copies = parameter.copies or (parameter.computed.copies,)
+    return f", gathered from {'+'.join(map(str, copies))} neighbouring ranks" if max(copies) > 1 else ""
