@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -49,7 +49,7 @@ def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
         try:
             for thread in threads:
                 thread.start()
-            _wait_for(threads)
+            _wait_for(threads, errors)
         except BaseException as error:
             group.exception_handle(error)
             raise
@@ -74,11 +74,11 @@ def _threaded_groups() -> Iterator[None]:
         private("uninstall_threaded_groups")()
 
 
-def _wait_for(threads: list[threading.Thread]) -> None:
+def _wait_for(threads: list[threading.Thread], errors: Mapping[int, BaseException]) -> None:
     """Until all have ended.
 
     Raises:
-        RuntimeError: some have, and all others wait in a collective, which then never comes about.
+        RuntimeError: some have, without an error, and all others wait in a collective, which then never comes about.
     """
     group = private("ThreadedGroup")
     for thread in threads:
@@ -86,6 +86,7 @@ def _wait_for(threads: list[threading.Thread]) -> None:
             thread.join(OFTEN)
             left = [one for one in threads if one.is_alive()]
             waiting: list[Any] = list(group._cur_coll_on_pgs.values())
-            if 0 < len(left) < len(threads) and any(one._count == len(left) < one._world_size for one in waiting):
+            stuck = any(one._count == len(left) < one._world_size for one in waiting)
+            if stuck and 0 < len(left) < len(threads) and not errors:
                 names = ", ".join(one.name for one in threads if one not in left)
                 raise RuntimeError(f"{names} ended, but the other ranks wait in a collective")
