@@ -121,6 +121,21 @@ def test_the_program_says_what_is_stored_and_what_is_computed_with() -> None:
     }
 
 
+def test_rules_for_single_parameters_share_heads_too() -> None:
+    plan = {
+        "version": "1",
+        "name": "x",
+        "extends": "llama",
+        "tensor_parallel": {"model.layers.*.self_attn.{q,k,v}_proj": "none"},
+    }
+    plan["tensor_parallel"]["model.layers.*.self_attn.{q,k,v}_proj.weight"] = "colwise"
+    model = Model("llama", settings={"num_attention_heads": 16, **TWO})
+    report = shardplan.validate(model, plan, tp=4, sequence_parallel=False)
+    assert report.ok, report.diagnostics
+    program = shardplan.compile_plan(model, {"tp": 4}, plan, sequence_parallel=False)
+    assert dict(program.modules[ATTENTION].divide) == {"num_key_value_groups": 2}
+
+
 # What cannot be shared
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import ModuleInfo, is_count, parent
+from shardplan.core.tree import ModuleInfo, full_name, is_count, parent
 
 from . import STYLES
 from .head_counts import GROUPS, HEAD_SIZES
@@ -77,13 +77,15 @@ def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:
     ranks, tree = plan.sizes.tp or 1, plan.tree
     found: dict[str, int] = {}
     for name, module in tree.modules.items():
-        around, assignment = parent(name), plan.modules.get(name)
-        if assignment is None or not STYLES[assignment.rule.style].shards_parameters:
+        around = parent(name)
+        if not any(size in tree.modules[around].numbers for size in HEAD_SIZES):
             continue
-        if any(size in tree.modules[around].numbers for size in HEAD_SIZES):
-            for parameter in lower_parameters(plan, module):
-                if parameter.shared:
-                    found[around] = max(found.get(around, 1), *(number for _, number in parameter.pieces(ranks, 0)))
+        for parameter in lower_parameters(plan, module):
+            rule = plan.parameters.get(full_name(name, parameter.name)) or plan.modules.get(name)
+            if (
+                parameter.shared and rule is not None and STYLES[rule.rule.style].shards_parameters
+            ):  # not gathered by its style
+                found[around] = max(found.get(around, 1), *(number for _, number in parameter.pieces(ranks, 0)))
     classes = {tree.modules[name].class_name for name in found}
     for name, module in tree.modules.items():
         groups = module.numbers.get(GROUPS)
