@@ -54,7 +54,8 @@ where one in front would be as few collectives or fewer, of fewer elements; expe
 one (AXK1) have a block input each. In latent attention the reduction is behind the small latent matrices, not in front of them: three
 for the queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. Where they are
 together wider than the hidden state, or a gate reads that too (Youtu, HY-V4), one in front is the minimum. Moshi returns its last hidden
-state beside the logits: a loss may read either, so its gradient is reduced before the two meet.
+state beside the logits: a loss may read either, so its gradient is reduced before the two meet. GPT-BigCode has one key-value head, with which
+all ranks compute: they gather its rows forward and backward, and reduce-scatter their gradient.
 """
 
 
