@@ -67,19 +67,19 @@ proven at tp=2: 29 tensors are the unsharded model's
 
 def test_without_tp_every_size_is_checked_and_the_allowed_ones_are_listed(capsys):
     assert main(["validate", QWEN, "qwen3"]) == 0
-    assert capsys.readouterr().out == SIZES.format("1, 2, 4, 8")
+    assert capsys.readouterr().out == SIZES.format("1, 2, 4, 8, 16, 32")
 
 
 def test_a_size_that_does_not_divide(capsys):
     assert main(["validate", QWEN, "qwen3", "--tp", "3"]) == 1
     captured = capsys.readouterr()
     assert "error[SP301]: num_key_value_heads is 8, which tp=3 does not divide" in captured.out
-    assert captured.out.endswith("tp: 1, 2, 4, 8\n") and captured.err == ""
+    assert captured.out.endswith("tp: 1, 2, 4, 8, 16, 32\n") and captured.err == ""
 
 
 def test_settings_change_the_model(capsys):
     assert main(["validate", QWEN, "qwen3", "--set", "num_key_value_heads=4"]) == 0
-    assert capsys.readouterr().out == SIZES.format("1, 2, 4")
+    assert capsys.readouterr().out == SIZES.format("1, 2, 4, 8, 16, 32")
 
 
 def test_both_variants_are_checked_unless_one_is_asked_for(plan, capsys):
@@ -145,7 +145,7 @@ def test_json(capsys):
     assert main(["validate", QWEN, "qwen3", "--tp", "3", "--dp-shard", "2", "--json"]) == 1
     data = json.loads(capsys.readouterr().out)
     jsonschema.Draft202012Validator(report_schema()).validate(data)
-    assert data["allowed_tp"] == [1, 2, 4, 8] and data["checked_tp"] == 3
+    assert data["allowed_tp"] == [1, 2, 4, 8, 16, 32] and data["checked_tp"] == 3
     assert data["mesh"]["dp_shard"] == 2 and data["plans"] == ["qwen3"] and data["model"] == QWEN
     assert sum(data["count"].values()) == len(data["findings"]) and data["count"]["errors"] == 2
 

@@ -335,7 +335,7 @@ def test_ranks_that_disagree_all_say_so_before_anything_is_done(how):
         if how == "a wrong plan" and rank == 3:
             assert kind == "PlanError" and "q_prj" in text
         else:
-            assert kind == "RuntimeError" and "different programs" in text
+            assert kind == "DifferentRanks" and "different programs" in text
 
 
 def other_model() -> str:

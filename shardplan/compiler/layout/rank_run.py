@@ -162,7 +162,7 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
         return whole / ranks if parameter.computed == P else whole
     order = read_order(parameter, whole.shape[dim], ranks)
     if order is not None:
-        return whole.index_select(dim, torch.tensor(order[rank]))
+        return whole.index_select(dim, torch.tensor(order[rank], dtype=torch.long))
     return whole.narrow(dim, *chunk(whole.shape[dim], ranks, rank)).clone()
 
 
