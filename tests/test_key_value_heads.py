@@ -77,17 +77,21 @@ def test_it_is_proven_in_all_variants(row: tuple[str, dict[str, int], int]) -> N
     assert report.ok and report.proof is not None and report.proof.ok, report.diagnostics
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tp": 4}, TWO_BY_TWO], ids=["tp", "fsdp2"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "sequence_parallel",
+    [pytest.param(False, marks=pytest.mark.exhaustive), pytest.param(True, marks=pytest.mark.slow)],
+    ids=["tp", "sp"],
+)
 def test_it_trains_as_the_unsharded_model(sizes: dict[str, int], sequence_parallel: bool) -> None:
     """Losses, norms, clipping, AdamW and every parameter, in real processes."""
     settings = TWO if sizes["tp"] == 4 else ONE
     compare(Recipe("qwen3", sizes, sequence_parallel, settings=settings))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen2", "phi3"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen2", marks=pytest.mark.exhaustive), pytest.param("phi3", marks=pytest.mark.slow)]
+)
 def test_biases_and_packed_matrices_train_as_unsharded(name: str) -> None:
     compare(Recipe(name, {"tp": 4}, True, settings=TWO))
 
@@ -408,13 +412,14 @@ def mixed() -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
-        {"compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}},
-        {"activation_checkpointing": True},
-        {"activation_checkpointing": {"modules": ["model.layers.*.self_attn"]}},
+        pytest.param(
+            {"compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}}, marks=pytest.mark.exhaustive
+        ),
+        pytest.param({"activation_checkpointing": True}, marks=pytest.mark.exhaustive),
+        pytest.param({"activation_checkpointing": {"modules": ["model.layers.*.self_attn"]}}, marks=pytest.mark.slow),
     ],
     ids=["compiled", "checkpoints", "checkpoints inside blocks"],
 )
