@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedConfig
 
-from shardplan.compiler.bind import bind, decided
-from shardplan.core.diagnostics import Diagnostic
+from shardplan.compiler.bind import admits, bind, decided
+from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.expressions import EvaluationError, ExpressionError, holds, names, parse_condition
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleTree
 from shardplan.language import lint_plan
+from shardplan.model.config_numbers import config_fields
 from tests.examples import plan
 from tests.trees import llama_8b
 
@@ -92,6 +94,35 @@ def test_no_value(text: str, reason: str) -> None:
     with pytest.raises(EvaluationError) as raised:
         holds(parse_condition(text), FIELDS)
     assert raised.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("layer_types.full_attention == 2", True),
+        ("layer_types.linear_attention", True),
+        ("layer_types.sliding_attention", False),
+        ("no_types.full_attention", False),
+        ("text_config.layer_types.full_attention == 2", True),
+        ("sizes.full_attention", None),
+        ("model_type.full_attention", None),
+    ],
+)
+def test_words_of_a_list_are_counted(text: str, value: bool | None) -> None:
+    types = ["full_attention", "linear_attention", "full_attention"]
+    config = {"layer_types": types, "no_types": None, "sizes": [1, 2], "model_type": "full_attention"}
+    found, nested = config_fields(config), config_fields(PreTrainedConfig(layer_types=types))
+    fields = found | {f"text_config.{name}": value for name, value in nested.items()}
+    wanted = replace(plan('version: "1"\nname: mine\n'), configurations=text)
+    tree = replace(LLAMA, fields=fields)
+    if value is None:
+        with pytest.raises(PlanError) as raised:
+            admits(wanted, tree)
+        assert [d.code for d in raised.value.diagnostics] == ["SP209"]
+    else:
+        assert admits(wanted, tree) is value
+        codes = [d.code for d in decided(wanted, tree)[1]]
+        assert codes == ([] if value else ["SP210"])
 
 
 conditions = st.recursive(

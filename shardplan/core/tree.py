@@ -22,6 +22,9 @@ ModuleKind = Literal["linear", "conv1d", "embedding", "norm", "dropout", "list",
 AdapterPart = Literal["A", "B", "embedding_A", "embedding_B", "magnitude", "parameter", "other"]
 
 
+LIST_OF_WORDS = "a list of words"  # what a field such as `layer_types` is
+
+
 @dataclass(frozen=True, slots=True)
 class ParameterInfo:
     """A parameter as its module owns it.
@@ -109,7 +112,7 @@ class ModuleTree:
             `attribute_map` renames them, under both names), those of nested configs also dotted
             (`vision_config.hidden_size`). Lists of numbers that are equal throughout count as that number.
         fields: all fields of the configuration under the same names: their number, None, or what else they are in words
-            ("a list").
+            ("a text"). Of a list of words also how often each word is in it (`layer_types.full_attention`).
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
         base_prefix: what to put before a module's name to get the name it has in the model with a head: "model" for a
             LlamaModel on its own, "" otherwise. Rules are matched against the prefixed names (`address`).

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from shardplan.core.tree import LIST_OF_WORDS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -97,16 +100,25 @@ def _plain(config: Any) -> dict[str, Number]:
     return numbers
 
 
-def _described(config: Any, prefix: str = "") -> Iterator[tuple[str, str | None]]:
-    """The fields of a configuration: None, or what the value is in words."""
+def _described(config: Any, prefix: str = "") -> Iterator[tuple[str, Number | str | None]]:
+    """The fields of a configuration: None, or what the value is in words; and the counts of words in lists."""
     attributes = {name: value for name, value in _attributes(config).items() if not name.startswith("_")}
     aliases = getattr(config, "attribute_map", {}).items()
     attributes = {alias: attributes[name] for alias, name in aliases if name in attributes} | attributes
     for name, value in attributes.items():
         words = next((words for kind, words in WORDS.items() if isinstance(value, kind)), "an object")
-        yield f"{prefix}{name}", None if value is None else words
+        counts = _counts(value)
+        yield f"{prefix}{name}", None if value is None else LIST_OF_WORDS if counts else words
+        for word, count in counts.items():
+            yield f"{prefix}{name}.{word}", count
         if hasattr(value, "attribute_map"):
             yield from _described(value, f"{prefix}{name}.")
+
+
+def _counts(value: Any) -> Mapping[str, int]:
+    """How often each word is in a list of words; nothing for anything else."""
+    words = isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+    return Counter(value) if words else {}
 
 
 def own_numbers(config: Any) -> dict[str, Number]:

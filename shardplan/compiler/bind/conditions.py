@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -10,14 +11,14 @@ from shardplan.core.expressions import EvaluationError, holds, names, parse_cond
 from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
 from shardplan.core.suggest import closest, did_you_mean
 from shardplan.core.sum_outputs import SumRule
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import LIST_OF_WORDS, ModuleTree
 from shardplan.language.limits import MAX_FINDINGS
 
 NO_VALUE = Code(
     code="SP209",
     title="a condition that has no value for the configuration",
     text="""The conditions of `when` and `for` read fields of the model's configuration that are numbers, booleans or
-None. This configuration does not have such a field, or it is something else, such as a text or a list.""",
+None, and how often a word is in a list of words (`layer_types.full_attention`). This configuration does not have such a field, or it is something else, such as a text or a list.""",
     bad="""# shardplan validate llama-3.1-8b.json mine.yaml
 version: "1"
 name: mine
@@ -130,9 +131,8 @@ class _Conditions:
         """Refuses a plan that is not for this configuration."""
         location = Location(plan.file, ("for",), "value")
         if self.value(condition, location) is False:
-            fields = ", ".join(
-                f"{name} is {self.tree.fields[name]}" for name in dict.fromkeys(names(_parse(condition)))
-            )
+            read = dict.fromkeys(names(_parse(condition)))
+            fields = ", ".join(f"{name} is {value}" for name, value in self.values(*read).items() if name in read)
             self.findings[location] = Diagnostic(
                 code=OTHER_CONFIGURATION.code,
                 severity=Severity.ERROR,
@@ -141,12 +141,21 @@ class _Conditions:
                 help="use a plan for this configuration",
             )
 
+    def values(self, *read: str) -> Mapping[str, int | float | str | None]:
+        """The fields of the configuration, with 0 for the words that a list of words does not have."""
+        fields = self.tree.fields
+        lists = {name: name.rpartition(".")[0] for name in read if name not in fields}
+        return dict(fields) | {
+            name: 0 for name, of in lists.items() if of in fields and fields[of] in (LIST_OF_WORDS, None)
+        }
+
     def value(self, condition: str, location: Location) -> bool | None:
         """Whether a condition holds; None, and a finding, where it has no value. After many findings no more are made."""
         if len(self.findings) >= MAX_FINDINGS:
             return None
         try:
-            return holds(_parse(condition), self.tree.fields)
+            parsed = _parse(condition)
+            return holds(parsed, self.values(*names(parsed)))
         except EvaluationError as error:
             self.findings[location] = Diagnostic(
                 code=NO_VALUE.code,
