@@ -132,7 +132,8 @@ class _Conditions:
         location = Location(plan.file, ("for",), "value")
         if self.value(condition, location) is False:
             read = dict.fromkeys(names(_parse(condition)))
-            fields = ", ".join(f"{name} is {value}" for name, value in self.values(*read).items() if name in read)
+            values = self.values(*read)
+            fields = ", ".join(f"{name} is {values[name]}" for name in read)
             self.findings[location] = Diagnostic(
                 code=OTHER_CONFIGURATION.code,
                 severity=Severity.ERROR,
