@@ -12,7 +12,8 @@ from .steps import Steps
 
 
 def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterator[str]:
-    """On no kind of input: parameters that nothing reads, and trained ones whose gradient is exactly zero.
+    """On no kind of input: parameters that nothing reads, and trained ones whose gradient is exactly zero; those without elements
+    are not among them.
 
     One that is read and has no gradient at all is reached: it decides what is chosen (the top of some scores), and nothing
     can be learned from it."""
@@ -28,6 +29,8 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterat
     }
     groups = {name: group for group in (*reduced.tree.tied, *_copies(reduced.tree)) for name in group}
     for name, (_, parameter) in reduced.tree.parameters.items():
+        if not parameter.numel:
+            continue
         names = groups.get(name, (name,))
         reached = learned | (read - stuck) if parameter.requires_grad else read
         if reached.isdisjoint(names):
