@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo gates quick test test-all exhaustive soundness adversaries zoo variants bench bench-gpu generated clean
+.PHONY: demo gates quick test test-all exhaustive ep soundness adversaries zoo variants bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -37,6 +37,10 @@ test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
 exhaustive: $(VENV)/.installed  ## what test-all has a sample of
 	$(PYTEST) -m exhaustive
 
+ep: $(VENV)/.installed  ## expert parallelism: every plan that distributes experts, and on real processes
+	$(PYTEST) -m exhaustive tests/test_expert_plans.py
+	$(PYTEST) -m slow $(wildcard tests/test_processes_expert*.py tests/test_expert*.py)
+
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md
 
@@ -48,6 +52,7 @@ zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most 
 	$(BIN)/python -m tests.zoo --table docs/model-types.md
 	$(BIN)/python -m tests.zoo.image_text --table docs/image-text-types.md
 	$(BIN)/python -m tests.zoo --checkpoints --table docs/model-types.md
+	$(BIN)/python -m tests.zoo --experts --table docs/model-types.md
 
 variants: $(VENV)/.installed  ## `auto` with published checkpoints and with each switch of each model type; two hours
 	$(BIN)/python -m tests.variants

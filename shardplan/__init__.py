@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         clip_grad_by_total_norm_,
         clip_grad_norm_,
         context_parallel,
+        count_expert_tokens,
         entropy,
         get_grad_norm,
         log_probabilities,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         to_local_if_dtensor,
         top_k,
         unshard,
+        update_expert_bias,
         vocabulary_parallel_nll,
     )
     from .weights import (
@@ -89,6 +91,8 @@ _EXPORTS = {
     "top_k": "shardplan.runtime.training",
     "unshard": "shardplan.runtime.training",
     "context_parallel": "shardplan.runtime.training",
+    "count_expert_tokens": "shardplan.runtime.training",
+    "update_expert_bias": "shardplan.runtime.training",
     "vocabulary_parallel_nll": "shardplan.runtime.training",
     "FSDP2Config": "shardplan.compat",
     "MegatronFSDPConfig": "shardplan.compat",

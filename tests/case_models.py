@@ -167,3 +167,45 @@ def llama_with_lora() -> nn.Module:
 def llama_with_prompts() -> nn.Module:
     """Prompt tuning: parameters around the model."""
     return llama_with(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+
+class Experts(nn.Module):
+    """Eight experts; each token's result has the mean of all tokens taken off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 8
+        self.up = nn.Parameter(torch.randn(8, 32, 16) * 0.1)
+        self.down = nn.Parameter(torch.randn(8, 16, 32) * 0.1)
+
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(ids == expert)
+            added = torch.relu(tokens[token] @ self.up[expert].T) @ self.down[expert].T
+            result = result.index_add(0, token, added * weights[token, slot].unsqueeze(1))
+        return result - result.mean(0)
+
+
+class Routed(nn.Module):
+    """A block of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 8, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        weights, ids = self.gate(rows).softmax(-1).topk(2)
+        return x + self.experts(rows, ids, weights).view_as(x)
+
+
+def experts_with_a_mean() -> nn.Module:
+    """Two blocks whose experts are not token by token."""
+    return Stack([Routed(), Routed()])
+
+
+def sequences(seed: int) -> dict[str, torch.Tensor]:
+    """Inputs of a `Stack`."""
+    return {"x": torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(seed))}

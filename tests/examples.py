@@ -61,5 +61,5 @@ def command(line: str) -> Command:
 def findings(example: str) -> tuple[Diagnostic, ...]:
     """What binding and checking say about an example."""
     said = command(example.partition("\n")[0])
-    resolved, about = bind(plan(example), tree(said.model), said.sizes, overlays_of(said.sequence_parallel))
+    resolved, about = bind(plan(example), tree(said.model), said.sizes, overlays_of(said.sequence_parallel, said.sizes))
     return (*about, *check(resolved, seq_len=said.seq_len))

@@ -25,7 +25,7 @@ GOOD = {
     "another one is open": ({"dp_shard": 3, "tp": None}, {"dp_shard": 3, "tp": 8}),
     "open as zero": ({"dp_shard": 6, "tp": 4, "cp": 0}, {"dp_shard": 6, "tp": 4}),
     "open as below zero": ({"dp_shard": 6, "dp_replicate": -1}, {"dp_replicate": 4, "dp_shard": 6, "tp": 1}),
-    "all said": ({"dp_shard": 12, "tp": 2, "ep": 1, "pp": None}, {"dp_shard": 12, "tp": 2}),
+    "all said": ({"dp_shard": 12, "tp": 2, "ep": 4, "pp": None}, {"dp_shard": 12, "tp": 2}),
 }
 
 
@@ -45,7 +45,6 @@ BAD = {
     ),
     "another product": ({"dp_shard": 2, "tp": 4}, "= 8, but the world size is 24"),
     "two are open": ({"tp": None}, "the sizes of dp_shard and tp are not given"),
-    "experts": ({"ep": 2}, "ep is 2: expert parallelism is not supported yet"),
     "stages": ({"pp": 2}, "pp is 2: pipeline parallelism is not supported yet"),
 }
 

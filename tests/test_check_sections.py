@@ -261,7 +261,7 @@ def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: fl
 # Mesh axes
 
 
-@pytest.mark.parametrize(("axis", "name"), [("ep", "expert parallelism"), ("pp", "pipeline parallelism")])
+@pytest.mark.parametrize(("axis", "name"), [("pp", "pipeline parallelism")])
 def test_axes_that_are_not_supported_are_refused(axis: str, name: str):
     (finding,) = checked("", **{axis: 2})
     assert (finding.code, finding.message) == (

@@ -59,10 +59,10 @@ def test_on_standard_output_the_plan_stands_alone(tmp_path: Path, capsys: pytest
 
 def test_what_cannot_be_said_is_no_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, plan = tmp_path / "names.json", tmp_path / "plan.yaml"
-    source.write_text('{\n  "a.up": "colwise",\n  "a.router": "ep_router"\n}')
+    source.write_text('{\n  "a.up": "colwise",\n  "a.router": "local_colwise"\n}')
     code, out, _ = run(capsys, source, "-o", plan)
     assert code == 1 and not plan.exists()
-    assert out.startswith("error[SP541]: `ep_router` has no counterpart") and f"--> {source}:3:3" in out
+    assert out.startswith("error[SP541]: `local_colwise` has no counterpart") and f"--> {source}:3:3" in out
 
 
 def test_code_is_imported_on_request_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,7 @@ from shardplan.compat import (
     parallelize_model,
     unshard_fsdp2_model,
 )
+from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.torchlib.private import private
 from tests.foreign_plans import STYLES
 
@@ -89,8 +90,8 @@ def test_a_manager_hands_on_what_its_config_says(world: None, calls: list[Simple
 
 def test_a_manager_takes_what_its_backend_has(world: None) -> None:
     mesh = mesh_of(dp_shard=4, tp=2)
-    with pytest.raises(ValueError, match="moe_mesh must be None: there is no expert parallelism"):
-        FSDP2Manager(FSDP2Config(), mesh, moe_mesh=mesh)
+    with pytest.raises(ValueError, match="moe_mesh must be None: the backend ddp has no expert parallelism"):
+        DDPManager(DDPConfig(), mesh, moe_mesh=mesh)
     with pytest.raises(TypeError, match="FSDP2Manager takes a FSDP2Config, not DDPConfig"):
         FSDP2Manager(DDPConfig(), mesh)
     with pytest.raises(TypeError, match="needs a device_mesh: shardplan.build_mesh"):
@@ -115,11 +116,11 @@ def test_without_tensor_parallelism_no_plan_is_needed(world: None) -> None:
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("axis", ["pp", "ep"])
-def test_axes_for_stages_and_experts_are_refused_by_the_plan(world: None, axis: str) -> None:
-    mesh = mesh_of(**{axis: 2, "dp_shard": 2, "tp": 2})
-    with pytest.raises(PlanError, match="parallelism is not supported"):
-        FSDP2Manager(FSDP2Config(mp_policy=None), mesh).parallelize(llama())
+def test_axes_for_stages_and_experts_are_refused(world: None) -> None:
+    with pytest.raises(PlanError, match="pipeline parallelism is not supported"):
+        FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(pp=2, dp_shard=2, tp=2)).parallelize(llama())
+    with pytest.raises(ValueError, match="ep is no axis of its own"):
+        FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(ep=2, dp_shard=2, tp=2)).parallelize(llama())
 
 
 SIZES = {
@@ -131,6 +132,31 @@ SIZES = {
         {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1},
     ),
 }
+
+
+def test_a_moe_mesh_is_handed_on(world: None, calls: list[SimpleNamespace]) -> None:
+    mesh, moe_mesh = mesh_of(dp_shard=4, tp=2), mesh_of(ep_shard=2, ep=4)
+    manager = FSDP2Manager(FSDP2Config(), mesh, moe_mesh)
+    manager.parallelize(llama())
+    fsdp2_strategy_parallelize(llama(), mesh, moe_mesh=moe_mesh)
+    FSDP2Manager(FSDP2Config(), mesh).parallelize(llama())
+    assert [call.moe_mesh for call in calls] == [moe_mesh, moe_mesh, None] and manager.moe_mesh is moe_mesh
+
+
+def test_experts_are_distributed_over_a_moe_mesh(world: None) -> None:
+    model = small_model("mixtral", num_hidden_layers=1)
+    manager = FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(dp_shard=4, tp=2), mesh_of(pp=1, ep_shard=2, ep=4))
+    manager.parallelize(model)
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    assert {p.device_mesh.mesh_dim_names for p in experts.parameters()} == {("ep_shard", "ep")}
+    assert applied(model).mesh.ep_size == 4
+    with pytest.raises(ValueError, match="moe_mesh must have the axes"):
+        FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(dp_shard=8), mesh_of(dp_shard=8)).parallelize(llama())
+
+
+def test_the_older_manager_takes_a_size_of_ep(world: None) -> None:
+    mesh = FSDP2Manager(tp_size=2, ep_size=4, backend="gloo").device_mesh
+    assert shape(mesh) == {"dp_shard": 4, "tp": 2} and read_mesh(mesh).ep_size == 4
 
 
 @pytest.mark.parametrize("name", SIZES)
@@ -170,7 +196,7 @@ WRONG = {
         {"sequence_parallel": True},
         "does not work with sequence parallel",
     ),
-    "experts": (FSDP2Manager, {"ep_size": 2}, "ep is 2: expert parallelism is not supported"),
+    "experts": (FSDP2Manager, {"ep_size": 3}, "ep 3 does not divide dp_shard x cp x tp = 8"),
     "stages": (FSDP2Manager, {"pp_size": 2}, "pp is 2: pipeline parallelism is not supported"),
     "no multiple": (FSDP2Manager, {"dp_size": 8, "dp_replicate_size": 3}, "dp_size 8 is not a multiple"),
     "another world": (FSDP2Manager, {"world_size": 4}, "world_size is 4, but the process group has 8 ranks"),
@@ -258,8 +284,6 @@ def test_fsdp2_strategy_parallelize(world: None, calls: list[SimpleNamespace]) -
         fsdp2_strategy_parallelize(model, mesh, policy, param_dtype=torch.float16)
     with pytest.raises(ValueError, match="cpu_offload and offload_policy were given"):
         fsdp2_strategy_parallelize(model, mesh, None, CPUOffloadPolicy(), cpu_offload=True)
-    with pytest.raises(ValueError, match="moe_mesh must be None"):
-        fsdp2_strategy_parallelize(model, mesh, moe_mesh=mesh)
     with pytest.raises(ValueError, match="frozen_multimodal_sharding must be"):
         fsdp2_strategy_parallelize(model, mesh, frozen_multimodal_sharding="some")
     with pytest.raises(ValueError, match="the mesh has no axis 'heads'"):

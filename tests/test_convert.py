@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-from shardplan import convert_plan
+from shardplan import convert_plan, validate
 from shardplan.authoring.convert.convert_plan import convert
 from shardplan.authoring.convert.regexes import NoGlob, globs_of
 from shardplan.compiler.bind import bind
@@ -32,6 +32,7 @@ from shardplan.language import parse_plan, parse_text
 from shardplan.language.globs import parse_glob
 from shardplan.model import find_model
 from tests import foreign_plans as foreign
+from tests.expert_runs import config_of
 from tests.proofs import assert_equal, case
 
 WHOLE, SLICE, FEATURES = Replicate(), Shard(1), Shard(-1)
@@ -385,11 +386,46 @@ def test_layers_that_are_listed_one_by_one() -> None:
     assert "model.layers.0" in rules(made.text, "sequence_parallel")
 
 
+EXPERTS = "layers.*.mlp.experts"
+EP_PLAN = {
+    f"{EXPERTS}.gate_up_proj": "grouped_gemm",
+    f"{EXPERTS}.down_proj": "grouped_gemm",
+    EXPERTS: "ep_dispatch_experts",
+}
+
+
+def test_experts_that_are_distributed() -> None:
+    made = convert_plan(EP_PLAN | {"norm": "replicate"})
+    assert not made.report.diagnostics and styles(made.text) == {"norm": "replicate"}
+    assert rules(made.text, "expert_parallel") == {EXPERTS: ("ep_dispatch", {})}
+    older = EP_PLAN | {EXPERTS: "moe_tp_experts", "layers.*.mlp.gate": "ep_router"}
+    made = convert_plan(older)
+    assert rules(made.text, "expert_parallel") == {EXPERTS: ("ep_experts", {"output": "all_reduce"})}
+    assert [(d.code, d.severity) for d in made.report.diagnostics] == [("SP545", "warning")]
+    stacks = {name: style for name, style in EP_PLAN.items() if style == "grouped_gemm"}
+    assert [code for code, _ in said(stacks)] == ["SP541"]
+    assert "has no entry: experts are distributed by module" in said(stacks)[0][1]
+
+
+@pytest.mark.parametrize("model", ["mixtral", "deepseek_v3", "gpt_oss"])
+def test_plans_of_transformers_for_experts(model: str) -> None:
+    config = config_of(model)
+    alone = convert_plan(config.base_model_ep_plan, model=config)
+    both = convert_plan("hf", model=config)
+    for made in (alone, both):
+        assert not made.report.diagnostics
+        assert styles(made.text, "expert_parallel") == {"model.layers.*.mlp.experts": "ep_dispatch"}
+        assert made.document["data_parallel"]["units"] == ["model.layers.*"]
+    assert not styles(alone.text) and styles(both.text)["lm_head"] == "colwise_gather_output"
+    report = validate(config, both.document, dp_shard=2, tp=2, ep=4)
+    assert report.ok and not report.diagnostics, report
+
+
 def test_unknown_styles() -> None:
-    wrong = {"a": "colwise_wrong", "b": foreign.MyOwn(), "c": 3, "d": "ep_router", "e": "none", "f": ["colwise"]}
+    wrong = {"a": "colwise_wrong", "b": foreign.MyOwn(), "c": 3, "d": "local_rowwise", "e": "none", "f": ["colwise"]}
     messages = said({**wrong, "g": ColwiseParallel()})
     assert [code for code, _ in messages] == ["SP541"] * 6
-    assert "MyOwn is an unknown class" in messages[1][1] and "expert parallelism" in messages[3][1]
+    assert "MyOwn is an unknown class" in messages[1][1] and "holds by itself" in messages[3][1]
 
 
 def test_keys_that_are_no_globs() -> None:

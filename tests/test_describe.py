@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
 from shardplan.core.module_program import (
+    ExpertsProgram,
     GradientGroup,
     InputMove,
     ModuleProgram,
@@ -61,6 +62,10 @@ OTHER_MODULES = (
     replace(MODULE, divide=(("heads", 4),)),
     replace(MODULE, shared=(SharedGroup((("", "weight"),), 2, True),)),
     replace(MODULE, draws="own"),
+    replace(MODULE, experts=ExpertsProgram(8)),
+    replace(MODULE, experts=ExpertsProgram(8, "once")),
+    replace(MODULE, experts=ExpertsProgram(8, "once", sliced=True)),
+    replace(MODULE, experts=ExpertsProgram(8, "pairs")),
     replace(MODULE, group=GradientGroup((("", "bias"),))),
 )
 # What follows from the model or from another module's fields.
@@ -85,6 +90,7 @@ def programs() -> Iterator[Program]:
     plan = whole.resolved
     for other in (
         replace(plan, sizes=replace(plan.sizes, tp=4)),
+        replace(plan, sizes=replace(plan.sizes, ep=4)),
         replace(plan, overlays=NO_OVERLAYS),
         replace(plan, dp_units=("m",)),
         replace(plan, dp_parts=("m",)),

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from math import comb
 
 import jsonschema
 import pytest
@@ -151,6 +152,24 @@ def test_communication_is_the_minimum():
     assert found["dp_shard", "reduce_scatter"].calls == layers + 1
 
 
+def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
+    """4 q (n - 1) / n H s bytes a token, layer and step, q = n (1 - C(E - E/n, k) / C(E, k)) (docs/applying.md), and what they need of
+    ids, weights and numbers of rows. Each tp rank sends its half of the tokens."""
+    experts, chosen, n, layers = 8, 2, 4, 2
+    settings = TINY | {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    whole = estimated("mixtral", {"dp_shard": 2, "tp": 2}, settings=settings)
+    one = estimated("mixtral", {"dp_shard": 2, "tp": 2, "ep": n}, settings=settings)
+    sent = next(t for t in one.traffic if t.axis == "ep")
+    rows = round(SEQ / 2 * (1 - comb(experts - experts // n, chosen) / comb(experts, chosen)))  # to each rank
+    of_a_row = 4 * HIDDEN * 2 + 2 * chosen * 4 + chosen * 4  # weights of routes are in float32
+    assert (sent.collective, sent.calls) == ("all_to_all", layers * 8)
+    assert sent.bytes == layers * (n - 1) * (rows * of_a_row + 3 * 8)
+    assert one.flops == pytest.approx(whole.flops, rel=0.05)  # rows of whole numbers
+    assert one.held == whole.held
+    assert one.memory.most["gathered parameters"] < whole.memory.most["gathered parameters"]
+    assert "uneven routes" in one.not_modelled[-1]
+
+
 def _gathers(one: Estimate) -> int:
     return next(t.calls for t in one.traffic if (t.axis, t.collective) == ("tp", "all_gather"))
 
@@ -247,6 +266,7 @@ def test_a_device_file_that_is_none(tmp_path):
     [
         ({"mesh": {"tpp": 2}}, "no mesh axis 'tpp'"),
         ({"mesh": {"cp": 2}}, "not cp"),
+        ({"mesh": {"tp": 2, "ep": 4}}, "ep 4 does not divide"),
         ({"mesh": {"dp": 2, "fsdp": 2}}, "two sizes of the mesh mean dp_shard"),
         ({"mesh": {"tp": 0}}, "positive integer"),
         ({"micro_batch": 0}, "micro_batch must be a positive integer"),

@@ -39,7 +39,13 @@ def _row(style: Style) -> str:
 
 
 def _fits(style: Style) -> str:
-    kinds = {"linear": "Linear", "conv1d": "Conv1D", "embedding": "Embedding", "norm": "norms"}
+    kinds = {
+        "linear": "Linear",
+        "conv1d": "Conv1D",
+        "embedding": "Embedding",
+        "norm": "norms",
+        "other": "modules of their own",
+    }
     modules = (
         "any module" if style.kinds is None else ", ".join(kinds[kind] for kind in sorted(style.kinds, reverse=True))
     )
@@ -56,6 +62,10 @@ def _parameters(style: Style) -> str:
 
 
 def _held(style: ParameterStyle) -> str:
+    if style.shard == "expert":
+        return f"whole experts, over {style.axis}"
+    if style.as_input:
+        return "whole (complete for I, partial for R and slices)"
     if style.shard is None:
         return f"whole ({GRADIENTS[style.computed]})"
     return f"split by {style.shard}put features" + (" of each part" if style.packed else "")

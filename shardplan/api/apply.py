@@ -100,6 +100,8 @@ def apply_plan(
     prove: bool = True,
     allow_unproven: bool = False,
     axes: Mapping[str, str] | None = None,
+    ep: int | None = None,
+    moe_mesh: DeviceMesh | None = None,
     check_inputs: bool = True,
     src_data_rank: int | None = 0,
     autocast_dtype: torch.dtype | str | None = None,
@@ -120,6 +122,8 @@ def apply_plan(
             all.
         prove: prove the plan numerically on the mesh's first rank before anything is sharded, unless this process has proven
             it before (`validate`). Without it, `applied(model)` says "not proven".
+        ep: over how many ranks experts are distributed, by the plan's `expert_parallel` section: the innermost of dp_shard x cp x tp.
+            None: as `moe_mesh`, a mesh with the axes (ep_shard, ep), or `build_mesh` says, else 1.
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: compare the tensor arguments over tp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
             the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); and once
@@ -150,7 +154,7 @@ def apply_plan(
 
     of_model, of_plan, changes = split_options("apply_plan", options, LiveModelOptions, PlanOptions, Changes)
     refuse_used(refuse_unfit(model))
-    plan_mesh, named = read_mesh(mesh, axes), Model(model, **of_model)
+    plan_mesh, named = read_mesh(mesh, axes, ep, moe_mesh), Model(model, **of_model)
     refuse_source(src_data_rank, plan_mesh.tp_size)
     with same_on_all_ranks(mesh) as agreement:
         compiled = compile_variant(

@@ -112,11 +112,11 @@ def _look(
 
     sizes = report.sizes
     assert sizes is not None  # `look_early` was given them
-    given = look_up(model, plan, split=sizes.tp != 1, derive=derive)
+    given = look_up(model, plan, split=sizes.splits_layers, derive=derive)
     report = replace(report, sources=given.sources, diagnostics=given.findings, derived=given.derived)
     if given.found is None or given.plan is None:
         return report
-    wanted = wanted_variants(given.plan, sequence_parallel)
+    wanted = wanted_variants(given.plan, sequence_parallel, sizes)
     variants, allowed = at_a_size(given, sizes, wanted, seq_len=seq_len)
     report = replace(
         report,
@@ -127,11 +127,17 @@ def _look(
     )
     if last != "structure" and not variants.any_error:
         progress("checking layouts")
-        reduced_model = ModelLayouts(given.found, report.checked_tp or 1)
+        reduced_model = ModelLayouts(given.found, report.checked_tp or 1, sizes.ep)
         variants = prove_layouts(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
         report = replace(report, stages=(*report.stages, "layouts") if variants.layouts else report.stages)
         report = replace(report, allowed_tp=variants.allowed(allowed))
-        if last == "proof" and variants.layouts and reduced_model.runs and not variants.any_error:
+        if (
+            last == "proof"
+            and reduced_model.tp > 1
+            and variants.layouts
+            and reduced_model.runs
+            and not variants.any_error
+        ):
             from shardplan.proof.stage import Question, prove_stage
 
             asked = Question(reduced_model, model, given.plan, allow_unproven=allow_unproven)
@@ -168,7 +174,7 @@ def coverage(
     given = look_up(named, plan, derive=deriving(named, of_plan, None, sequence_parallel=False))
     raise_errors(given.findings, given.sources)
     found, read = given.both
-    bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None))
+    bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None, MeshSizes()))
     raise_errors(bound.all_findings, given.sources)
     split, whole = covered(found.tree, split_parameters(bound.resolved[NO_OVERLAYS]))
     allowed = {variant_name(on): allowed_tp(resolved) for on, resolved in bound.resolved.items()}
@@ -212,14 +218,18 @@ def verify(
         raise TypeError("verify needs a tp size")
     if sizes.world_size > sizes.tp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
+    if sizes.ep not in (1, sizes.tp) and not processes:
+        raise ValueError(
+            "the simulation has the ranks of tp alone: an ep other than tp needs processes=True (--processes)"
+        )
     derive = deriving(named, of_plan, sizes.tp, sequence_parallel=sequence_parallel, progress=progress)
-    given = look_up(named, plan, split=sizes.tp != 1, derive=derive)
+    given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
     raise_errors(given.findings, given.sources)
     found, read = given.both
-    wanted = wanted_variants(read, sequence_parallel)
+    wanted = wanted_variants(read, sequence_parallel, sizes)
     raise_errors((*given.findings, *given.structure(sizes, wanted).all_findings), given.sources)
     return prove(
-        ModelLayouts(found, sizes.tp),
+        ModelLayouts(found, sizes.tp, sizes.ep),
         named,
         read,
         sizes,

@@ -119,7 +119,7 @@ def _estimates(
     changes: Changes,
     progress: Callable[[str], None],
 ) -> list[Estimate | PlanError]:
-    """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the tp axis."""
+    """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the axes tp and ep."""
     from shardplan.compiler.check import check
     from shardplan.core.estimates import Question
     from shardplan.cost.devices import read_device
@@ -128,21 +128,22 @@ def _estimates(
 
     asked = Question(model.shown, plan_name(plan), changes.get("sequence_parallel", False), step)
     known = read_device(device) if isinstance(device, str) else device
-    compiled: dict[int | None, Compiled] = {}
+    compiled: dict[tuple[int | None, int], Compiled] = {}
     made: list[Estimate | PlanError] = []
     for sizes in meshes:
         try:
-            if sizes.tp not in compiled:
+            split = sizes.tp, sizes.ep
+            if split not in compiled:
                 progress(f"compiling for tp {sizes.tp}")
                 overlay = changes.get("sequence_parallel", False)
                 derive = deriving(model, of_plan, sizes.tp, sequence_parallel=overlay, progress=progress)
-                compiled[sizes.tp] = compile_variant(
+                compiled[split] = compile_variant(
                     model, sizes, plan, changes, seq_len=step.seq_len, allow_unproven=True, derive=derive
                 )
-            program = program_or_raise(compiled[sizes.tp])
+            program = program_or_raise(compiled[split])
             resolved = replace(program.resolved, sizes=sizes)
             raise_errors(check(resolved, seq_len=step.seq_len), SourceMap())
-            found, _ = compiled[sizes.tp].given.both
+            found, _ = compiled[split].given.both
             made.append(estimate_mesh(found, replace(program, resolved=resolved), asked, known, progress))
         except PlanError as error:
             made.append(error)

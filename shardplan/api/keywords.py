@@ -36,6 +36,7 @@ class MeshOptions(TypedDict, total=False):
     dp_shard: int
     dp_replicate: int
     cp: int
+    ep: int
 
 
 def split_options(function: str, options: Mapping[str, Any], *kinds: type) -> list[Any]:

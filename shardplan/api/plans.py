@@ -52,6 +52,7 @@ def init_plan(
     *,
     tp: int = 2,
     sequence_parallel: bool = False,
+    expert_parallel: bool = False,
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
     **options: Unpack[ModelOptions],
@@ -65,13 +66,14 @@ def init_plan(
         model: as for `validate`.
         tp: the size for which rules are tried and the plan is proven; `validate` reports which others the model allows.
         sequence_parallel: with a sequence-parallel section.
+        expert_parallel: with an expert-parallel section; tried and proven with as many ep ranks as tp ranks.
         name: of the plan; None is the model's type.
         inputs, reduced, settings, trust_remote_code: as for `validate`.
         progress: called with what is being done.
 
     Raises:
         PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
-            (SP531).
+            (SP531); the experts cannot be distributed (SP533).
         ValueError: a tp size below 2.
     """
     from shardplan.authoring.init.new import new_plan
@@ -87,16 +89,23 @@ def init_plan(
     found, about_model = find_model(named)
     raise_errors(about_model, SourceMap())
     assert found is not None
-    made = new_plan(found, tp=tp, sequence_parallel=sequence_parallel, name=name, progress=progress)
+    made = new_plan(
+        found,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        expert_parallel=expert_parallel,
+        name=name,
+        progress=progress,
+    )
     parsed = parse_plan(dict(made.document), name="init")
     assert parsed.plan is not None, made.text
     progress("validating")
-    sizes = MeshSizes(tp=tp)
-    wanted = wanted_variants(parsed.plan, None)
+    sizes = MeshSizes(tp=tp, ep=tp if expert_parallel else 1)
+    wanted = wanted_variants(parsed.plan, None, sizes)
     variants = check_variants(bind_variants(parsed.plan, found.tree, sizes, wanted))
     about_rules = [d for d in variants.all_findings if d.primary is not None]
     raise_errors(about_rules, parsed.sources)
-    reduced_model = ModelLayouts(found, tp)
+    reduced_model = ModelLayouts(found, tp, sizes.ep)
     layouts = prove_layouts(
         replace(variants, findings=dict.fromkeys(variants.findings, ())), parsed.plan, reduced_model
     )

@@ -101,6 +101,7 @@ def _validate(parser: Parser) -> None:
     _dp_shard(parser)
     parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
     parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
+    _ep(parser)
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
     _model_options(parser)
     parser.add_argument(
@@ -124,6 +125,7 @@ def _init(parser: Parser) -> None:
         "--tp", type=several, default=2, metavar="N", help="the size for which rules are tried and proven (2)"
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="also write a sequence_parallel section")
+    parser.add_argument("--expert-parallel", action="store_true", help="also write an expert_parallel section")
     _model_options(parser)
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
@@ -160,6 +162,7 @@ def _verify(parser: Parser) -> None:
     _model_and_plan(parser)
     _mesh(parser, tp_required=True)
     _dp_shard(parser)
+    _ep(parser)
     parser.add_argument(
         "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )
@@ -256,6 +259,11 @@ def _mesh(parser: Parser, *, tp_required: bool) -> None:
 def _dp_shard(parser: Parser) -> None:
     text = "ranks that parameters and batches are split over (FSDP)"
     parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help=text)
+
+
+def _ep(parser: Parser) -> None:
+    text = "ranks that experts are distributed over; they are among those of dp_shard, cp and tp"
+    parser.add_argument("--ep", type=size, default=1, metavar="N", help=text)
 
 
 def _configuration(parser: Parser) -> None:

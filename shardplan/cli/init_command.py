@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
                 model_of(args),
                 tp=args.tp,
                 sequence_parallel=args.sequence_parallel,
+                expert_parallel=args.expert_parallel,
                 name=args.name,
                 progress=progress,
             )

@@ -42,6 +42,7 @@ OPTIONS = (
     "dp_shard",
     "dp_replicate",
     "cp",
+    "ep",
     "sequence_parallel",
     "seq_len",
     "strict",

@@ -22,6 +22,8 @@ from .validate_command import report_of
 def run(args: argparse.Namespace) -> int:
     if args.dp_shard > 1 and not args.processes:
         raise UsageError("FSDP2 does not run in the simulation: --dp-shard above 1 needs --processes")
+    if args.ep not in (1, args.tp) and not args.processes:
+        raise UsageError("the simulation has the ranks of tp alone: --ep other than tp needs --processes")
     findings = report_of(args, layouts=False)  # the proof decides about those
     if not findings.ok:
         return finish(findings, args)
@@ -35,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
                 args.plan,
                 tp=args.tp,
                 dp_shard=args.dp_shard,
+                ep=args.ep,
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
                 allow_unproven=args.allow_unproven,

@@ -18,7 +18,7 @@ from shardplan.runtime.apply import applied, build_mesh, micro_batches
 from shardplan.styles.backends import BACKENDS
 
 from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
-from .parallelize import parallelize, refuse_moe_mesh
+from .parallelize import parallelize
 from .policies import check_names
 
 _T = TypeVar("_T")
@@ -34,13 +34,14 @@ class Manager:
     Args:
         config: None is its defaults.
         device_mesh: a mesh with named axes, as for `apply_plan`.
-        moe_mesh: must be None.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks, as for `apply_plan`; with FSDP2 alone. None is no expert
+            parallelism, or what `build_mesh` was told.
         older: sizes (dp_size, dp_replicate_size, tp_size, cp_size, pp_size, ep_size), `backend` of the process group,
             `world_size`, `use_hf_tp_plan`, `custom_tp_plan`, and fields of the config.
 
     Raises:
-        ValueError: a moe_mesh, or pp_size or ep_size above 1: there is no expert and no pipeline parallelism; sizes that
-            do not fit, or that the backend does not have; a name that is none of these.
+        ValueError: pp_size above 1: there is no pipeline parallelism; a moe_mesh or sizes that the backend does not have, or
+            sizes that do not fit; a name that is none of these.
         TypeError: a config of another backend; sizes beside a mesh.
     """
 
@@ -55,7 +56,9 @@ class Manager:
         moe_mesh: DeviceMesh | None = None,
         **older: Any,
     ):
-        refuse_moe_mesh(moe_mesh)
+        backend = BACKENDS[self.config_type.backend]
+        if moe_mesh is not None and not backend.experts:
+            raise ValueError(f"moe_mesh must be None: the backend {backend.name} has no expert parallelism")
         self.tp_plan: Any = None
         if older and (config is not None or device_mesh is not None):
             raise TypeError(f"give a config and a mesh, or sizes and flags, not both: {', '.join(older)}")
@@ -64,7 +67,7 @@ class Manager:
         config = self.config_type() if config is None else config
         if not isinstance(config, self.config_type):
             raise TypeError(f"{type(self).__name__} takes a {self.config_type.__name__}, not {config!r}")
-        self.config, self.moe_mesh = config, None
+        self.config, self.moe_mesh = config, moe_mesh
         self.device_mesh = self._without_mesh() if device_mesh is None else device_mesh
         self.tp_plan = getattr(config, "tp_plan", self.tp_plan)
 
@@ -74,7 +77,7 @@ class Manager:
         Raises:
             PlanError, ValueError, RuntimeError: as `apply_plan`.
         """
-        return parallelize(model, self.device_mesh, self.config, self.tp_plan)
+        return parallelize(model, self.device_mesh, self.config, self.tp_plan, moe_mesh=self.moe_mesh)
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Nothing is left to do: `parallelize` compiles, with names as they were.

@@ -55,18 +55,19 @@ def parallelize(
     config: DistributedConfig,
     plan: AnyPlan | None = None,
     axes: Mapping[str, str] | None = None,
+    moe_mesh: DeviceMesh | None = None,
     **data_parallel: Any,
 ) -> nn.Module:
     """Apply a plan with what a config says.
 
     Args:
         plan: as for `plan_for`.
-        axes: as for `apply_plan`.
+        axes, moe_mesh: as for `apply_plan`.
         data_parallel: more fields of that section.
     """
     arguments = config.arguments(model)
     arguments["data_parallel"] |= data_parallel
-    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, **arguments)
+    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, moe_mesh=moe_mesh, **arguments)
 
 
 def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:
@@ -88,12 +89,3 @@ def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:
             except KeyError:
                 raise ValueError(f"the mesh has no axis {name!r}, only {mesh.mesh_dim_names}") from None
     return axes
-
-
-def refuse_moe_mesh(moe_mesh: Any) -> None:
-    """Raise ValueError where there is a mesh for experts."""
-    if moe_mesh is not None:
-        raise ValueError(
-            "moe_mesh must be None: there is no expert parallelism. Expert weights are split over tp by the plan, and "
-            "sharded over the data-parallel ranks"
-        )

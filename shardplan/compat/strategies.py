@@ -21,7 +21,7 @@ from shardplan.runtime.training import unshard
 
 from .configs import Checkpointing, FSDP2Config, MegatronFSDPConfig
 from .managers import refuse_optimizer
-from .parallelize import axes_of, parallelize, refuse_moe_mesh
+from .parallelize import axes_of, parallelize
 
 
 def _policies(
@@ -75,14 +75,13 @@ def fsdp2_strategy_parallelize(
         frozen_multimodal_sharding: "replicate" holds frozen parameters whole on every rank; else as the plan says.
         param_dtype: short for a policy that computes in it, and reduces and returns float32.
         cpu_offload: short for a CPUOffloadPolicy without pinned memory.
-        moe_mesh: must be None.
+        moe_mesh: the axes (ep_shard, ep) over the mesh's ranks, as for `apply_plan`; None: no expert parallelism.
 
     The other arguments are fields of `FSDP2Config`.
 
     Raises:
         ValueError, TypeError: a wrong argument. PlanError, RuntimeError: as `apply_plan`.
     """
-    refuse_moe_mesh(moe_mesh)
     if frozen_multimodal_sharding not in ("root", "per_layer", "replicate"):
         raise ValueError(
             f'frozen_multimodal_sharding must be "root", "per_layer" or "replicate", not {frozen_multimodal_sharding!r}'
@@ -103,7 +102,7 @@ def fsdp2_strategy_parallelize(
     )
     names = {"dp_replicate": dp_replicate_mesh_name, "dp_shard": dp_shard_cp_mesh_name, "tp": tp_mesh_name}
     frozen = {"frozen": "replicated"} if frozen_multimodal_sharding == "replicate" else {}
-    return parallelize(model, device_mesh, config, tp_shard_plan, axes_of(device_mesh, **names), **frozen)
+    return parallelize(model, device_mesh, config, tp_shard_plan, axes_of(device_mesh, **names), moe_mesh, **frozen)
 
 
 def parallelize_model(

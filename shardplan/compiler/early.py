@@ -181,7 +181,7 @@ def early_findings(
     plan, undecided = decided(plan, folded.tree)  # what config.json leaves out has the model's own default
     if sure and undecided:
         return ()
-    variants = bind_variants(plan, folded.tree, sizes, wanted_variants(plan, sequence_parallel))
+    variants = bind_variants(plan, folded.tree, sizes, wanted_variants(plan, sequence_parallel, sizes))
     certain: set[Diagnostic] = set()
     findings = {}
     for on, resolved in variants.resolved.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.core.plan import NO_OVERLAYS, Overlays, ResolvedPlan
+from shardplan.core.plan import Overlays, ResolvedPlan, without_sequence
 
 from .lower import Program, lower
 from .overrides import Logits, Override, switch, with_logits, with_regather
@@ -20,7 +20,7 @@ def program_of(
     regather: bool | None = None,
     sections: Mapping[str, Override] | None = None,
 ) -> Program:
-    """The program of one variant. With overlays, the plan without any is needed too: for sequences that they do not split.
+    """The program of one variant. With sequence parallelism, the variant without it is needed too: for sequences that it does not split.
 
     Args:
         variants: without errors.
@@ -38,4 +38,5 @@ def program_of(
             resolved = replace(resolved, sums=tuple(one for one in resolved.sums if not one.rule.optional))
         return with_regather(with_logits(switch(resolved, sections or {}), logits), regather)
 
-    return lower(finished(overlays), *([finished(NO_OVERLAYS)] if overlays else []))
+    base = without_sequence(overlays)
+    return lower(finished(overlays), *([finished(base)] if overlays != base else []))

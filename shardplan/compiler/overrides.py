@@ -58,7 +58,7 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
 
 def _off(resolved: ResolvedPlan, section: str) -> ResolvedPlan:
     if section == "data_parallel":
-        return replace(resolved, data_parallel=None, dp_units=(), dp_parts=(), dp_ignored=frozenset())
+        return replace(resolved, data_parallel=None, dp_units=(), dp_parts=(), dp_experts=(), dp_ignored=frozenset())
     if section == "activation_checkpointing":
         return replace(resolved, activation_checkpointing=None, ac_modules=())
     assert section == "compile", section

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, overlays_of
+from shardplan.core.plan import Overlays, PlanFile, overlays_of, without_sequence
 from shardplan.core.report import as_errors
 from shardplan.core.sources import SourceMap
 
@@ -181,18 +181,17 @@ def compile_variant(
     from .lowering_stage import program_of
 
     sections = sections_of(changes)
-    split = (sizes.tp or 1) > 1
-    given = look_up(model, plan, sections, split=split, derive=derive)
+    given = look_up(model, plan, sections, split=(sizes.tp or 1) > 1 or sizes.ep > 1, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
     if any_error(findings):
         return Compiled(None, findings, given)
     found, read = given.both
-    overlays = overlays_of(changes.get("sequence_parallel", False) and split)
-    variants = given.structure(sizes, {NO_OVERLAYS, overlays}, seq_len=seq_len, sections=sections)
+    overlays = overlays_of(changes.get("sequence_parallel", False) and (sizes.tp or 1) > 1, sizes)
+    variants = given.structure(sizes, {without_sequence(overlays), overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
-    reduced_model = ModelLayouts(found, sizes.tp or 1)
+    reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = severity((*findings, *variants.findings[overlays]))
     if any_error(findings):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, overlays_of
-from shardplan.core.report import of_both_variants
+from shardplan.core.report import of_both_variants, with_overlay_alone
 from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
@@ -37,12 +37,12 @@ class Variants:
     @property
     def secondary(self) -> tuple[Diagnostic, ...]:
         """What follows from the findings of the layout check, by the same rule."""
-        return _merged([report.secondary for report in self.layouts.values()])
+        return _merged({on: report.secondary for on, report in self.layouts.items()})
 
     @property
     def all_findings(self) -> tuple[Diagnostic, ...]:
-        """The findings of all variants; those of both appear once."""
-        return _merged(list(self.findings.values()))
+        """The findings of all variants; those of several appear once."""
+        return _merged(self.findings)
 
     def with_findings(self, more: Mapping[Overlays, tuple[Diagnostic, ...]]) -> Variants:
         """The same with further findings."""
@@ -62,10 +62,12 @@ class Variants:
         return replace(self, resolved={on: change(one) for on, one in self.resolved.items()})
 
 
-def wanted_variants(plan: PlanFile, sequence_parallel: bool | None) -> tuple[Overlays, ...]:
-    """The variants that a user asks for: None is every one that the plan has."""
+def wanted_variants(plan: PlanFile, sequence_parallel: bool | None, sizes: MeshSizes) -> tuple[Overlays, ...]:
+    """The variants that a user asks for: None is every one that the plan has. On a mesh with an axis ep those of it come
+    last."""
     both = sequence_parallel is None and plan.has_overlay
-    return tuple(map(overlays_of, (False, True) if both else (bool(sequence_parallel),)))
+    asked = (False, True) if both else (bool(sequence_parallel),)
+    return tuple(dict.fromkeys(overlays_of(on, mesh) for mesh in (None, sizes) for on in asked))
 
 
 def bind_variants(plan: PlanFile, tree: ModuleTree, sizes: MeshSizes, wanted: Iterable[Overlays]) -> Variants:
@@ -87,7 +89,7 @@ def check_variants(variants: Variants, *, seq_len: int | None = None) -> Variant
 
 
 def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False) -> Variants:
-    """Add what the layout check finds, without a tp size above 1 nothing, and what keeps the sequence from being split over
+    """Add what the layout check finds, without several ranks on the axes tp or ep nothing, and what keeps the sequence from being split over
     a cp axis. It is for plans without structural errors.
 
     Args:
@@ -100,16 +102,21 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
 
         about = context_findings(model.found)
         variants = variants.with_findings(dict.fromkeys(variants.findings, about))
-    if (sizes.tp or 1) == 1:
-        return variants
     reports = {
-        on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven) for on, one in variants.resolved.items()
+        on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven)
+        for on, one in variants.resolved.items()
+        if (sizes.tp or 1) > 1 or "expert_parallel" in on
     }
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
 
 
-def _merged(found: Sequence[tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
-    return of_both_variants(*found) if len(found) == 2 else next(iter(found), ())
+def _merged(found: Mapping[Overlays, tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:
+    """Of the variants without and with sequence parallelism, then of those without and with expert parallelism."""
+    pairs = [
+        [about for on, about in found.items() if ("expert_parallel" in on) == experts] for experts in (False, True)
+    ]
+    sides = [of_both_variants(*pair) if len(pair) == 2 else pair[0] for pair in pairs if pair]
+    return with_overlay_alone(sides[0], sides[1], "expert_parallel") if len(sides) == 2 else next(iter(sides), ())
 
 
 def any_error(findings: Iterable[Diagnostic]) -> bool:

@@ -23,8 +23,9 @@ AXES = tuple(Axis)
 DATA_PARALLEL = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)  # whose ranks have other batches or other tokens
 APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
 COSTED = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)  # that estimates know
+VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # whose ranks the ep axis is taken from
 # Refused where they are larger than one.
-UNSUPPORTED = {Axis.EP: "expert parallelism", Axis.PP: "pipeline parallelism"}
+UNSUPPORTED = {Axis.PP: "pipeline parallelism"}
 
 # Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.
 AXIS_ALIASES: dict[str, Axis] = {
@@ -57,6 +58,8 @@ def canonical_axis(name: str) -> Axis | None:
 class MeshSizes:
     """The number of ranks on each axis. `tp` None means that no size is given.
 
+    `ep` is a view of dp_shard x cp x tp, the innermost ranks of them: it takes no ranks of its own.
+
     Args:
         shards: how many axes of a DeviceMesh split parameters (dp_shard, cp): with one, a backend wraps the model even over
             one rank. Other meshes are sizes alone, where an axis of one rank is none.
@@ -86,7 +89,47 @@ class MeshSizes:
 
     @property
     def world_size(self) -> int:
-        return math.prod(map(self.of, AXES))
+        return math.prod(self.of(axis) for axis in AXES if axis is not Axis.EP)
+
+    @property
+    def splits_layers(self) -> bool:
+        """Whether there is more than data parallelism; without a size of tp it is meant to be above 1."""
+        return self.tp != 1 or self.ep > 1
+
+    @property
+    def viewed(self) -> int:
+        """The number of ranks that the ep axis is taken from."""
+        return math.prod(map(self.of, VIEWED))
+
+    @property
+    def ep_shard(self) -> int:
+        """The number of ranks over which FSDP2 shards the experts of one ep rank.
+
+        Raises:
+            ValueError: ep does not divide dp_shard x cp x tp.
+        """
+        if self.viewed % self.ep:
+            raise ValueError(f"ep {self.ep} does not divide dp_shard x cp x tp = {self.viewed}")
+        return self.viewed // self.ep
+
+    @property
+    def expert_share(self) -> float:
+        """What the gradients of experts are multiplied by where they are read.
+
+        All gradients are divided by dp_replicate x dp_shard x cp. Those of experts are sums over the ep axis, and are
+        averaged over dp_replicate x ep_shard; this is the rest.
+        """
+        return self.of(Axis.TP) / self.ep
+
+    def check_ep(self) -> None:
+        """Raise ValueError where the ep axis cannot be taken from the others: it does not divide dp_shard x cp x tp, or neither
+        of ep and tp divides the other, so that a tp group would lie across ep groups."""
+        assert self.ep_shard
+        tp = self.of(Axis.TP)
+        if tp % self.ep and self.ep % tp:
+            raise ValueError(
+                f"neither of ep {self.ep} and tp {tp} divides the other: ep groups would cut tp groups apart"
+            )
 
 
 def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:

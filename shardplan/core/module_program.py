@@ -13,6 +13,9 @@ StandIn = Literal["none", "zeros"]  # what a module's forward sees in the place 
 # Whose random numbers a module's own code draws: "common" are the same on all tp ranks, "own" are this rank's. "unseen": it
 # drew none when the plan was checked, and may draw none. "inside": those of the compiled module around it.
 Draws = Literal["common", "own", "unseen", "inside"]
+# How tokens are sent to the ranks of their experts: "once" to each rank that has some of them, which adds up their weighted
+# results; "pairs": once for each of their experts.
+Exchange = Literal["once", "pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,23 @@ class OutputMove:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsProgram:
+    """How a module runs that is a stack of experts, of which every rank has some, whole.
+
+    Args:
+        count: of all experts, on all ranks together.
+        exchange: how tokens come to the ranks of their experts; None: every rank of the tp axis has all tokens, and what it
+            computes is a partial sum over the axis.
+        sliced: with an exchange: tokens are the same on all tp ranks, each of which takes its slice of them; the results are
+            gathered.
+    """
+
+    count: int
+    exchange: Exchange | None = None
+    sliced: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleProgram:
     """What happens at one module.
 
@@ -186,6 +206,7 @@ class ModuleProgram:
         also_reads: parameters of modules below this one that its own forward reads directly (as nn.MultiheadAttention
             reads its out_proj): (module name relative to this one, parameter).
         draws: whose random numbers its own code draws in training; None: it draws none.
+        experts: of a module of experts that are distributed whole.
     """
 
     name: str
@@ -210,3 +231,9 @@ class ModuleProgram:
     shared: tuple[SharedGroup, ...] = ()
     also_reads: tuple[tuple[str, ParameterProgram], ...] = ()
     draws: Draws | None = None
+    experts: ExpertsProgram | None = None
+
+    @property
+    def over_ep(self) -> bool:
+        """Whether it has parameters that are stored over the ep axis: it is a unit of its own for FSDP2."""
+        return any(parameter.stored.axis is Axis.EP for parameter in self.parameters)

@@ -2,37 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, get_args
 
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import MeshSizes
-from .module_program import Draws
+from .module_program import Draws, Exchange
 from .sections import ActivationCheckpointing, Compile, DataParallel
 from .sources import SourceMap
 from .sum_outputs import SummedOutputs, SumRule
 from .tree import ModuleTree
 
-Overlay = Literal["sequence_parallel"]
-OVERLAYS: tuple[Overlay, ...] = get_args(Overlay)  # sections that are laid over tensor_parallel, in this order
-Section = Literal["tensor_parallel", Overlay]
-SECTIONS: tuple[Section, ...] = ("tensor_parallel", *OVERLAYS)
+Overlay = Literal["sequence_parallel", "expert_parallel"]
+# A section inside another is written as both names with a dot, and applies where both do.
+Section = Literal["tensor_parallel", Overlay, "expert_parallel.sequence_parallel"]
+SECTIONS: tuple[Section, ...] = get_args(Section)  # each is laid over those before it
 
 Overlays = frozenset[Overlay]  # a variant of a plan: the overlays that are laid over it
 NO_OVERLAYS: Overlays = frozenset()
 
 
-def overlays_of(sequence_parallel: bool) -> Overlays:
-    """The variant that a user asks for."""
-    return frozenset({"sequence_parallel"}) if sequence_parallel else NO_OVERLAYS
+def section_path(section: Section) -> tuple[str, ...]:
+    """Where a section stands in a document."""
+    return tuple(section.split("."))
+
+
+def section_at(path: Sequence[str | int]) -> Section | None:
+    """The section that a place in a document is in."""
+    return next(
+        (section for section in reversed(SECTIONS) if tuple(path[: section.count(".") + 1]) == section_path(section)),
+        None,
+    )
+
+
+def overlays_of(sequence_parallel: bool, sizes: MeshSizes | None = None) -> Overlays:
+    """The variant that a user asks for.
+
+    Args:
+        sizes: of the mesh; with several ranks on its ep axis, experts are distributed.
+    """
+    asked: dict[Overlay, bool] = {
+        "sequence_parallel": sequence_parallel,
+        "expert_parallel": sizes is not None and sizes.ep > 1,
+    }
+    return frozenset(overlay for overlay, on in asked.items() if on)
+
+
+def sections_of(overlays: Overlays) -> tuple[Section, ...]:
+    """The sections of a variant, each laid over those before it."""
+    return tuple(section for section in SECTIONS if set(section_path(section)) <= {"tensor_parallel", *overlays})
 
 
 def variant_name(overlays: Overlays) -> Section:
     """The section that is laid over the others last."""
-    return next((overlay for overlay in reversed(OVERLAYS) if overlay in overlays), "tensor_parallel")
+    return sections_of(overlays)[-1]
+
+
+def without_sequence(overlays: Overlays) -> Overlays:
+    """The variant for sequences that are not split."""
+    return overlays - {"sequence_parallel"}
 
 
 Output = Literal["gather", "all_reduce", "reduce_scatter"]
@@ -58,7 +89,9 @@ class Rule:
         seq_dim: the sequence dimension of what the rule moves.
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
             every rank computes in full (router logits of an auxiliary loss).
+        exchange: how tokens are sent to the ranks of their experts; None: as the style does by default.
         regather: what is gathered along the sequence is not kept for backward: its shard is, which is gathered again there.
+        having: only for modules below which a module or parameter of this name is; None: for all.
         when: a condition over the configuration: without it, the rule is none. A bool: whether it holds.
     """
 
@@ -75,7 +108,9 @@ class Rule:
     divides: tuple[str, ...] = ()
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
+    exchange: Exchange | None = None
     regather: bool = False
+    having: str | None = None
     when: str | bool = True
 
     @property
@@ -90,8 +125,19 @@ class Rule:
             "divides": self.divides,
             "seq_dim": self.seq_dim,
             "read_outside": self.read_outside,
+            "exchange": self.exchange,
             "regather": self.regather,
+            "having": self.having,
         }
+
+
+# The field of `PlanFile` with a section's rules.
+FIELD_OF: Mapping[Section, str] = {
+    "tensor_parallel": "tensor_parallel",
+    "sequence_parallel": "sequence_parallel",
+    "expert_parallel": "expert_parallel",
+    "expert_parallel.sequence_parallel": "expert_sequence_parallel",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +150,7 @@ class PlanFile:
         data_parallel, activation_checkpointing, compile: as this document has them; `language` gives what applies after `extends`.
         parent: what it extends.
         configurations: a condition over the configuration, of models that the plan is for.
+        expert_sequence_parallel: of the section `sequence_parallel` inside `expert_parallel`.
         lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
             of models).
         sums: by section, the `sum_outputs` of its rules.
@@ -116,6 +163,8 @@ class PlanFile:
     models: tuple[str, ...] = ()
     tensor_parallel: tuple[Rule, ...] = ()
     sequence_parallel: tuple[Rule, ...] = ()
+    expert_parallel: tuple[Rule, ...] = ()
+    expert_sequence_parallel: tuple[Rule, ...] = ()
     data_parallel: DataParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
@@ -130,11 +179,22 @@ class PlanFile:
         return (*(self.parent.lineage if self.parent else ()), self)
 
     def rules(self, section: Section) -> tuple[Rule, ...]:
-        return self.sequence_parallel if section == "sequence_parallel" else self.tensor_parallel
+        return getattr(self, FIELD_OF[section])
+
+    def with_rules(self, change: Callable[[Section, Rule], Rule]) -> PlanFile:
+        """The same with a change to each rule of its own."""
+        changed: dict[str, Any] = {
+            FIELD_OF[section]: tuple(change(section, rule) for rule in self.rules(section)) for section in SECTIONS
+        }
+        return replace(self, **changed)
 
     @property
     def has_overlay(self) -> bool:
         return any(plan.sequence_parallel for plan in self.lineage)
+
+    @property
+    def has_expert_parallel(self) -> bool:
+        return any(plan.expert_parallel or plan.expert_sequence_parallel for plan in self.lineage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +240,7 @@ class ResolvedPlan:
         data_parallel, activation_checkpointing, compile: the sections that apply after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
         dp_parts: modules that are FSDP units of their own beside the plan's: frozen ones, and those of a dtype of their own.
+        dp_experts: the modules of experts that are distributed over the axis ep: FSDP units of their own, over other ranks.
         dp_ignored: the parameters that data parallelism leaves alone, by full name.
         incoming: the incoming layout (I or R) of each module that accepts both, and the output layout of each module with
             `output: gather`, as the layout check saw them; None where it did not run.
@@ -204,6 +265,7 @@ class ResolvedPlan:
     ac_modules: tuple[str, ...] = ()
     compile_modules: tuple[str, ...] = ()
     dp_parts: tuple[str, ...] = ()
+    dp_experts: tuple[str, ...] = ()
     dp_ignored: frozenset[str] = frozenset()
     incoming: Mapping[str, Layout] | None = None
     cross_module_reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -218,7 +280,7 @@ class ResolvedPlan:
     @cached_property
     def fsdp_units(self) -> tuple[str, ...]:
         """All modules that FSDP2 gathers on their own: the plan's units and those that follow from the model."""
-        return (*self.dp_units, *self.dp_parts)
+        return (*self.dp_units, *self.dp_parts, *(name for name in self.dp_experts if name not in self.dp_units))
 
     @cached_property
     def modules(self) -> Mapping[str, Assignment]:

@@ -52,7 +52,16 @@ def of_both_variants(without: Iterable[Diagnostic], with_overlay: Iterable[Diagn
     at different lines names both lines, and a finding of only one names the variant unless its line shows it."""
     tensor, sequence = ({_content(d): d for d in diagnostics} for diagnostics in (without, with_overlay))
     both = [_of_both(d, sequence.get(content)) for content, d in tensor.items()]
-    return (*both, *(_of_overlay(d) for content, d in sequence.items() if content not in tensor))
+    return (*both, *(_of_overlay(d, "sequence_parallel") for content, d in sequence.items() if content not in tensor))
+
+
+def with_overlay_alone(
+    without: tuple[Diagnostic, ...], with_overlay: tuple[Diagnostic, ...], section: Section
+) -> tuple[Diagnostic, ...]:
+    """The findings of a plan without and with another overlay, each once: what only the overlay has says so, unless its
+    line shows it."""
+    known = {_content(d) for d in without}
+    return (*without, *(_of_overlay(d, section) for d in with_overlay if _content(d) not in known))
 
 
 def _content(diagnostic: Diagnostic) -> tuple[object, ...]:
@@ -69,10 +78,11 @@ def _of_both(diagnostic: Diagnostic, same: Diagnostic | None) -> Diagnostic:
     return replace(diagnostic, related=(*diagnostic.related, label))
 
 
-def _of_overlay(diagnostic: Diagnostic) -> Diagnostic:
-    if diagnostic.primary is not None and diagnostic.primary.location.path[:1] == ("sequence_parallel",):
+def _of_overlay(diagnostic: Diagnostic, section: Section) -> Diagnostic:
+    if diagnostic.primary is not None and diagnostic.primary.location.path[:1] == (section,):
         return diagnostic
-    return replace(diagnostic, notes=(*diagnostic.notes, "only with sequence parallelism"))
+    words = section.replace("_parallel", " parallelism")
+    return replace(diagnostic, notes=(*diagnostic.notes, f"only with {words}"))
 
 
 @dataclass(frozen=True, slots=True)

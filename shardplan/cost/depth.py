@@ -119,6 +119,7 @@ def restricted(program: Program, model: nn.Module) -> Program:
             resolved,
             dp_units=_those(resolved.dp_units, present),
             dp_parts=_those(resolved.dp_parts, present),
+            dp_experts=_those(resolved.dp_experts, present),
             dp_ignored=resolved.dp_ignored & parameters,
             ac_modules=_those(resolved.ac_modules, present),
             compile_modules=_those(resolved.compile_modules, present),

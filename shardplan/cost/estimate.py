@@ -68,6 +68,8 @@ def estimate_mesh(
         Traffic(axis, name, calls, ledger.bytes[axis, name]) for (axis, name), calls in sorted(ledger.calls.items())
     )
     left_out = [*ALWAYS_LEFT_OUT]
+    if resolved.dp_experts:
+        left_out.append("uneven routes: each token chooses among all experts alike")
     if resolved.compile is not None:
         left_out.append("torch.compile: the step is traced eagerly")
     if offloaded:

@@ -39,7 +39,7 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     dist.init_process_group("fake", rank=0, world_size=sizes.world_size)
     try:
         mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
-        yield read_mesh(mesh, names)
+        yield read_mesh(mesh, names, sizes.ep)
     finally:
         dist.destroy_process_group()
 
@@ -55,6 +55,8 @@ def groups_of(mesh: PlanMesh, neighbours: Mapping[int, DeviceMesh]) -> Mapping[s
         found[one.get_group().group_name] = Axis.TP, copies
     for axis, name in mesh.names.items():
         found[mesh.mesh.get_group(name).group_name] = axis, mesh.mesh[name].size()
+    for axis, one in mesh.expert_axes.items():
+        found[one.get_group().group_name] = axis, one.size()
     return found
 
 

@@ -37,7 +37,9 @@ def bound_of(
 
 def _placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
     """How many ranks of a group of that axis are in one node, and whether the group has others."""
-    inner = COSTED[COSTED.index(axis) + 1 :]  # neighbouring ranks are of one tp group
+    inner = (
+        COSTED[COSTED.index(axis) + 1 :] if axis in COSTED else ()
+    )  # neighbouring ranks are of one tp group, and of one of ep
     stride, size = math.prod(map(sizes.of, inner)), sizes.of(axis)
     inside = max(1, min(size, node // stride))
     return inside, inside < size

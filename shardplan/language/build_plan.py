@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.options import options
-from shardplan.core.plan import SECTIONS, PlanFile, Rule
-from shardplan.core.sections import Section, Sections
+from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, section_path
+from shardplan.core.sections import Section as OptionSection
+from shardplan.core.sections import Sections
 from shardplan.core.sum_outputs import SumRule
 from shardplan.styles import canonical_style
 
@@ -23,25 +25,31 @@ def build_plan(document: Document, file: str, name: str, parent: PlanFile | None
         name: the plan's name, where the document has none.
         parent: the plan that it extends.
     """
+    written: dict[Section, Rules] = {
+        "tensor_parallel": document.tensor_parallel,
+        "sequence_parallel": document.sequence_parallel,
+        "expert_parallel": document.expert_parallel.model_extra or {},
+        "expert_parallel.sequence_parallel": document.expert_parallel.sequence_parallel,
+    }
+    rules_of: dict[str, Any] = {FIELD_OF[section]: _rules(rules, section, file) for section, rules in written.items()}
     return PlanFile(
         name=document.name or name,
         file=file,
         version=document.version,
         description=document.description,
         models=tuple(document.models),
-        tensor_parallel=_rules(document.tensor_parallel, "tensor_parallel", file),
-        sequence_parallel=_rules(document.sequence_parallel, "sequence_parallel", file),
+        **rules_of,
         **read_section(Sections, document, (), file).values,
         parent=parent,
         configurations=document.configurations,
-        sums={section: found for section in SECTIONS if (found := _sums(getattr(document, section), section, file))},
+        sums={section: found for section, rules in written.items() if (found := _sums(rules, section, file))},
     )
 
 
 Rules = Mapping[str, str | RuleOptions | list[RuleOptions]]
 
 
-def _rules(rules: Rules, section: str, file: str) -> tuple[Rule, ...]:
+def _rules(rules: Rules, section: Section, file: str) -> tuple[Rule, ...]:
     """Those that have a style; others say `sum_outputs` alone."""
     return tuple(
         _rule(key, entry, location)
@@ -50,7 +58,7 @@ def _rules(rules: Rules, section: str, file: str) -> tuple[Rule, ...]:
     )
 
 
-def _sums(rules: Rules, section: str, file: str) -> tuple[SumRule, ...]:
+def _sums(rules: Rules, section: Section, file: str) -> tuple[SumRule, ...]:
     return tuple(
         SumRule(
             pattern=key,
@@ -65,14 +73,14 @@ def _sums(rules: Rules, section: str, file: str) -> tuple[SumRule, ...]:
     )
 
 
-def _entries(rules: Rules, section: str, file: str) -> Iterator[tuple[str, str | RuleOptions, Location]]:
+def _entries(rules: Rules, section: Section, file: str) -> Iterator[tuple[str, str | RuleOptions, Location]]:
     """Each rule with its key and its place: those of a list stand one after the other."""
     for key, entry in rules.items():
         if isinstance(entry, list):
             for i, one in enumerate(entry):
-                yield key, one, Location(file, (section, key, i), "value")
+                yield key, one, Location(file, (*section_path(section), key, i), "value")
         else:
-            yield key, entry, Location(file, (section, key))
+            yield key, entry, Location(file, (*section_path(section), key))
 
 
 def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
@@ -94,7 +102,10 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     return Rule(pattern, style, location, **options)
 
 
-def read_section(section: type[Section], model: Strict, path: Path, file: str) -> Section:
+_S = TypeVar("_S", bound=OptionSection)
+
+
+def read_section(section: type[_S], model: Strict, path: Path, file: str) -> _S:
     """A section from what a document says of it."""
     names = [name for name in options(section) if name in model.model_fields_set]
     values = {name: _value(getattr(model, name), (*path, name), file) for name in names}

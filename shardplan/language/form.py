@@ -9,7 +9,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from shardplan.core.diagnostics import Code
-from shardplan.core.plan import SECTIONS
+from shardplan.core.plan import SECTIONS, section_at, section_path
 from shardplan.core.suggest import closest, did_you_mean
 
 from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
@@ -159,9 +159,10 @@ def _report_version(node: Node | None, findings: Findings) -> None:
 
 def _subject(path: Path) -> str:
     """What a path leads to, in a message."""
-    if path[0] in SECTIONS and len(path) > 1:
-        rule = f"the rule {quoted(str(path[1]))}"
-        return rule if len(path) == 2 else f"{_dotted(path[2:])} of {rule}"
+    section = section_at(path)
+    if section is not None and len(path) > (depth := len(section_path(section))):
+        rule = f"the rule {quoted(str(path[depth]))}"
+        return rule if len(path) == depth + 1 else f"{_dotted(path[depth + 1 :])} of {rule}"
     return _dotted(path)
 
 
@@ -178,7 +179,7 @@ def _right_field(path: Path) -> str | None:
         if len(homes) == 1:
             return f"`{name}` belongs under `{homes[0]}`"
         if "." in name or "*" in name:
-            return "a rule stands under `tensor_parallel` or `sequence_parallel`"
+            return "a rule stands under `tensor_parallel`, `sequence_parallel` or `expert_parallel`"
     near = closest(name, known)
     return did_you_mean(name, near) if near else f"the fields are {_listed(known, 'and')}"
 

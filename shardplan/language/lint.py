@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardplan.core.diagnostics import Code, Label, Location, Severity
-from shardplan.core.plan import SECTIONS, PlanFile, Rule
+from shardplan.core.plan import SECTIONS, PlanFile, Rule, section_path
 from shardplan.core.sources import SourceMap
 
 from .globs import parse_glob
@@ -90,7 +90,7 @@ def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str |
         return parsed
     findings = Findings(parsed.plan.file)
     for section in SECTIONS:
-        _check_section(getattr(parsed.plan, section), findings)
+        _check_section(parsed.plan.rules(section), findings)
     _check_emptiness(parsed.plan, parsed.sources, findings)
     return replace(parsed, diagnostics=parsed.diagnostics + findings.all)
 
@@ -159,14 +159,16 @@ def _warn_no_effect(message: str, rule: Rule, findings: Findings, *related: Labe
 
 
 def _check_emptiness(plan: PlanFile, sources: SourceMap, findings: Findings) -> None:
-    there = {path[0] for path, part in sources.files[plan.file].spans if part == "key" and len(path) == 1}
+    there = {path for path, part in sources.files[plan.file].spans if part == "key"}
     sections = effective_sections(plan)
-    rules = any(one.tensor_parallel or one.sequence_parallel or one.sums for one in plan.lineage)
+    rules = any(one.sums or any(map(one.rules, SECTIONS)) for one in plan.lineage)
     if not rules and not sections.data_parallel:
         _warn_nothing("the plan has no rules and no data_parallel section", (), "add rules", findings)
     for section in SECTIONS:
-        if section in there and not getattr(plan, section) and section not in plan.sums:
-            _warn_nothing(f"`{section}` has no rules", (section,), "add rules, or remove it", findings)
+        path = section_path(section)
+        inside = [other for other in SECTIONS if section_path(other)[: len(path)] == path]
+        if path in there and not any(plan.rules(other) or other in plan.sums for other in inside):
+            _warn_nothing(f"`{section}` has no rules", path, "add rules, or remove it", findings)
     if plan.data_parallel is not None and not plan.data_parallel.given:
         _warn_nothing("`data_parallel` is empty", ("data_parallel",), "remove it", findings)
     for field in ("activation_checkpointing", "compile"):

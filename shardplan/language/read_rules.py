@@ -9,7 +9,7 @@ from typing import NamedTuple
 from shardplan.core.diagnostics import Code, Part, Span
 from shardplan.core.expressions import MAX_LENGTH as MAX_EXPRESSION
 from shardplan.core.expressions import Expression, ExpressionError, parse_condition, parse_expression
-from shardplan.core.plan import SECTIONS
+from shardplan.core.plan import SECTIONS, section_at, section_path
 from shardplan.core.sections import Sections
 from shardplan.core.suggest import closest, did_you_mean
 from shardplan.styles import NONE, STYLES, canonical_style
@@ -18,7 +18,7 @@ from .document import glob_lists
 from .globs import MAX_LENGTH as MAX_GLOB
 from .globs import GlobError, parse_glob
 from .limits import MAX_ALTERNATIVES
-from .nodes import ListNode, MapNode, Node, Path, Scalar, node_at
+from .nodes import Entry, ListNode, MapNode, Node, Path, Scalar, node_at
 from .parse_findings import TOO_LARGE, Findings, quoted
 from .rule_options import style_names, takers, takes
 
@@ -98,8 +98,8 @@ NONE_WITHOUT_PARENT = Code(
     code="SP115",
     title="`none` in a plan that inherits nothing",
     text="""
-    The style `none` removes a rule that the plan inherits for the same modules. A plan that extends no other
-    inherits none: leave the rule out. To keep modules whole that an earlier rule of the same section would
+    The style `none` removes a rule that the plan inherits for the same modules, and in `expert_parallel` one of the other
+    sections. A plan that extends no other inherits none: leave the rule out. To keep modules whole that an earlier rule of the same section would
     split, write `replicate` with `override: true`.
     """,
     bad="""
@@ -145,16 +145,23 @@ def check_rules(root: Node, findings: Findings) -> None:
 
 
 def _rules(root: Node) -> Iterator[_Rule]:
+    for entry, path in _entries(root):
+        if isinstance(entry.value, Scalar) and isinstance(entry.value.value, str):
+            yield _Rule(path, entry.value.value, path, None)
+        for at, options in _mappings(entry.value, path):
+            style = options.get("style")
+            text = style.value if isinstance(style, Scalar) and isinstance(style.value, str) else None
+            yield _Rule(at, text, (*at, "style"), options)
+
+
+def _entries(root: Node) -> Iterator[tuple[Entry, Path]]:
+    """The rules of all sections, and where they stand."""
     for section in SECTIONS:
-        rules = node_at(root, (section,))
+        at = section_path(section)
+        rules = node_at(root, at)
         for entry in rules.entries if isinstance(rules, MapNode) else ():
-            path = (section, entry.key)
-            if isinstance(entry.value, Scalar) and isinstance(entry.value.value, str):
-                yield _Rule(path, entry.value.value, path, None)
-            for at, options in _mappings(entry.value, path):
-                style = options.get("style")
-                text = style.value if isinstance(style, Scalar) and isinstance(style.value, str) else None
-                yield _Rule(at, text, (*at, "style"), options)
+            if section_at((*at, entry.key)) == section:  # else it is a section inside this one
+                yield entry, (*at, entry.key)
 
 
 def _mappings(entry: Node, path: Path) -> Iterator[tuple[Path, MapNode]]:
@@ -176,7 +183,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
         help = did_you_mean(rule.style, near) if near else f"the styles are {', '.join(names)}"
         findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help)
         return
-    if style == NONE and not extends:
+    if style == NONE and not extends and rule.path[0] != "expert_parallel":
         findings.add(
             NONE_WITHOUT_PARENT,
             "the style `none` removes an inherited rule, but this plan extends no other",
@@ -260,12 +267,10 @@ def _check_globs(root: Node, findings: Findings) -> None:
 
 
 def _globs(root: Node) -> Iterator[tuple[str, Path, Part, Span | None]]:
-    for section in SECTIONS:
-        rules = node_at(root, (section,))
-        for entry in rules.entries if isinstance(rules, MapNode) else ():
-            yield entry.key, (section, entry.key), "key", entry.span
-            for path, options in _mappings(entry.value, (section, entry.key)):
-                yield from _items(options.get("sum_outputs"), (*path, "sum_outputs"))
+    for entry, at in _entries(root):
+        yield entry.key, at, "key", entry.span
+        for path, options in _mappings(entry.value, at):
+            yield from _items(options.get("sum_outputs"), (*path, "sum_outputs"))
     for listed in GLOB_LISTS:
         yield from _items(node_at(root, listed), listed)
 

@@ -18,6 +18,7 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "divides": lambda style: True,
     "seq_dim": lambda style: style.seq_option,
     "read_outside": lambda style: style.read_outside_option,
+    "exchange": lambda style: style.exchange_option,
     "regather": lambda style: style.regather_option,
 }
 
@@ -81,5 +82,10 @@ def none_rule() -> dict[str, Any]:
     section = {"additionalProperties": {"not": {"anyOf": [removal, {"type": "array", "contains": removal}]}}}
     return {
         "if": {"not": {"required": ["extends"]}},
-        "then": {"properties": {"tensor_parallel": section, "sequence_parallel": section}},
+        "then": {
+            "properties": {
+                "tensor_parallel": section,
+                "sequence_parallel": section,
+            }
+        },
     }

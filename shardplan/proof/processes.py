@@ -94,7 +94,7 @@ def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Compar
 
 def _prove(case: Case) -> tuple[Comparison, ...]:
     shape, names = tuple(map(case.sizes.of, APPLIED)), tuple(axis.value for axis in APPLIED)
-    mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names))
+    mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), ep=case.sizes.ep)
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
     reference = _combined_reference(case, index, replicas)
     model = in_dtype(case.build(), case.dtype)

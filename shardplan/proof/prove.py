@@ -20,7 +20,7 @@ from shardplan.compiler.variants import Variants, any_error, bind_variants, chec
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram
-from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, variant_name
+from shardplan.core.plan import Overlays, PlanFile, variant_name, without_sequence
 from shardplan.core.report import Comparison, VariantProof, VerifyReport
 from shardplan.core.tree import full_name
 from shardplan.model.reduced import ReducedModel
@@ -58,11 +58,12 @@ def compile_for(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted:
     Raises:
         PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
     """
-    variants = check_variants(bind_variants(plan, reduced.benches[0].tree, sizes, {NO_OVERLAYS, *wanted}))
+    both = {*wanted, *map(without_sequence, wanted)}
+    variants = check_variants(bind_variants(plan, reduced.benches[0].tree, sizes, both))
     for on in wanted:
         if any_error(variants.findings[on]):
             raise PlanError(variants.findings[on])
-    if sizes.tp == 1:
+    if not sizes.splits_layers:
         return variants
     return replace(variants, layouts={on: reduced.layouts_of(plan, one) for on, one in variants.resolved.items()})
 
@@ -157,7 +158,7 @@ class ReducedCase:
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
         """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
         assert self.sizes.tp is not None  # a proof is of one size
-        reduced_model = ModelLayouts(self.source.find(), self.sizes.tp).reduced_model
+        reduced_model = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep).reduced_model
         for kind in reduced_model.kinds:
             yield Case(reduced_model.build, partial(reduced_model.inputs, kind=kind), self.program, self.sizes, dtype)
 

@@ -34,12 +34,14 @@ def simulate(
     """
     tp = program.resolved.sizes.tp
     assert tp is not None  # a proof is of one size
+    # What other ranks are sent is a matter of the exchange alone: the ranks of tp stand for all.
+    ep = tp if "expert_parallel" in program.resolved.overlays else 1
     models = [build()]
     while len(models) < tp:  # one after the other: they draw from one generator
         models.append(_sharing(build(), models[0]))
 
     def rows(rank: int) -> tuple[Comparison, ...]:
-        mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)))
+        mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), ep=ep)
         with NothingEmpty():
             return rank_rows(models[rank], mesh, program, [_copied(batch) for batch in batches], reference)
 

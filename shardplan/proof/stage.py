@@ -45,7 +45,7 @@ class Question:
 
     @property
     def sizes(self) -> MeshSizes:
-        return MeshSizes(tp=self.reduced.tp)
+        return self.reduced.sizes
 
 
 @reduced_runs()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardplan.core.estimates import CATEGORIES, Estimate, Memory, Sweep
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 
 from .color import Paint
 from .table import table
@@ -61,7 +61,7 @@ def sweep_text(sweep: Sweep, *, color: bool, width: int | None = None) -> str:
 
 def mesh_text(sizes: MeshSizes) -> str:
     """ "dp_shard 64 x tp 8"."""
-    return sizes.text() or "1 device"
+    return sizes.text((*APPLIED, Axis.EP)) or "1 device"
 
 
 def bytes_text(number: float) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from shardplan.core.mesh import AXES, Axis, MeshSizes
+from shardplan.core.plan import Section
 from shardplan.core.report import Comparison, VariantProof, Verdict, VerifyReport
 
 from .color import Paint, Role
@@ -17,7 +18,12 @@ from .text import named_few
 from .width import printable
 
 VERDICTS: dict[Verdict, Role] = {"equal": "good", "differs": "error", "unproven": "warning"}
-VARIANTS = {"tensor_parallel": "tensor parallel", "sequence_parallel": "sequence parallel"}
+VARIANTS: dict[Section, str] = {
+    "tensor_parallel": "tensor parallel",
+    "sequence_parallel": "sequence parallel",
+    "expert_parallel": "expert parallel",
+    "expert_parallel.sequence_parallel": "expert and sequence parallel",
+}
 HEADER = ("  tensor", "worst error", "where", "verdict")
 RANKS = {True: "real processes", False: "simulated in one process"}
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import Section
 
 VERSION: Final = "1"  # raised when a field is removed or changes its meaning; new fields do not raise it
 
@@ -84,7 +85,7 @@ class FindingsReport:
     model: Annotated[str | None, "null where plans were read without a model"]
     mesh: Mesh | None
     checked_tp: Annotated[int | None, "the tp size at which what depends on the size was checked"]
-    variants: Annotated[tuple[Literal["tensor_parallel", "sequence_parallel"], ...], "the variants that were checked"]
+    variants: Annotated[tuple[Section, ...], "the variants that were checked"]
     allowed_tp: Annotated[
         tuple[int, ...] | None,
         "the tp sizes that divide what is split; layouts and numbers are checked at checked_tp alone",
@@ -121,7 +122,7 @@ class ComparisonRecord:
 class ProofRecord:
     """One variant of the plan."""
 
-    variant: Literal["tensor_parallel", "sequence_parallel"]
+    variant: Section
     ok: bool
     parameters: Annotated[int, "the number of parameters of the model that was compared"]
     sharded: Annotated[int, "how many of them are split over tp"]

@@ -38,7 +38,9 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
         body += "".join(f"\n{line}" for line in report.derived.lines)
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
-    if report.checked_tp == 1:
+    if report.checked_tp == 1 and report.sizes is not None and report.sizes.ep > 1:
+        body += "\nat tp 1 no layer is split; experts are distributed, which was tried on the tokens of a reduced model"
+    elif report.checked_tp == 1:
         body += "\ndata parallel only: at tp 1 nothing is split, and no layout is checked"
     body += "".join(f"\n{line}" for line in proof_lines(report))
     if report.stages[-1] == "names":
@@ -56,7 +58,7 @@ def _by_size(report: Report) -> str:
 
 def proof_lines(report: Report) -> list[str]:
     """What is proven, and what was not reached, of a report whose layouts were checked and have no errors."""
-    if "layouts" not in report.stages or not report.ok:
+    if "layouts" not in report.stages or not report.ok or report.checked_tp == 1:
         return []
     if report.proof is None:
         return ["not proven: the numeric proof was not run"]

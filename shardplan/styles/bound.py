@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardplan.core.module_program import ParameterProgram
+from shardplan.core.layout import I
+from shardplan.core.module_program import ExpertsProgram, ParameterProgram
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.tree import ModuleInfo
 
@@ -15,6 +16,7 @@ from .divided_numbers import divided, shared_heads
 from .links import Link, links
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
+from .token_layouts import tokens_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class BoundModule:
         tail: how many trailing output features pass a move I -> R; 0: none do.
         link: as in `core.module_program.ModuleProgram`.
         divide: attributes of the instance, and by what each is divided.
+        experts: as in `core.module_program.ModuleProgram`.
         scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
             module contains both.
     """
@@ -40,6 +43,7 @@ class BoundModule:
     tail: int = 0
     link: Link | None = None
     divide: tuple[tuple[str, int], ...] = ()
+    experts: ExpertsProgram | None = None
     scope: str | None = None
 
     @property
@@ -92,5 +96,18 @@ def _bound(
         tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         link=link,
         divide=divide,
+        experts=_experts(plan, module, assignment),
         scope=scope if style.until_block_input else None,
     )
+
+
+def _experts(plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment) -> ExpertsProgram | None:
+    style = STYLES[assignment.rule.style]
+    shape = module.parameters[0].shape if module.parameters else ()
+    if style.experts is None or not shape:  # a rule that names no stack is a finding of its own
+        return None
+    count = shape[0]
+    if not style.exchanges:
+        return ExpertsProgram(count)
+    sliced = (plan.sizes.tp or 1) > 1 and tokens_layout(plan, module.name) == I
+    return ExpertsProgram(count, assignment.rule.exchange or "once", sliced)

@@ -1,10 +1,44 @@
-"""Styles of mixture-of-experts modules whose expert weights are split, not distributed (tensor parallelism)."""
+"""Styles of mixture-of-experts modules: expert weights that are split (tensor parallelism), and whole experts that are
+distributed (expert parallelism)."""
 
 from shardplan.core.layout import I, P, R
+from shardplan.core.mesh import Axis
 
-from .style_record import OTHER, Style, Trial
+from .style_record import OTHER, WHOLE_AS_INPUT, ExpertStyle, Options, ParameterStyle, Style, Trial
 
 STYLES = (
+    Style(
+        name="ep_experts",
+        kinds=OTHER,
+        summary="A module of experts of which every rank has some, whole, where ep is tp: all ranks have all tokens, each runs "
+        "its own experts on those that are routed to them, and the output is a partial sum.",
+        weight=ParameterStyle("expert", "V"),
+        input_sources=(R, I),
+        input_destination=R,
+        output_source=P,
+        argument="floats",
+        options=Options(output=("all_reduce", "reduce_scatter")),
+        experts=ExpertStyle(exchanged=False),
+        comment="Every rank has some of the experts, whole, and runs them on the tokens that are routed to them.",
+        source="GShard, arXiv 2006.16668",
+    ),
+    Style(
+        name="ep_dispatch",
+        kinds=OTHER,
+        summary="A module of experts of which every rank has some, whole: each rank sends its own tokens to the ranks of their "
+        "experts, and gets the results back.",
+        weight=ParameterStyle("expert", "V", axis=Axis.EP),
+        experts=ExpertStyle(exchanged=True),
+        comment="Every rank has some of the experts, whole; tokens are sent to the ranks of their experts.",
+        source="GShard, arXiv 2006.16668",
+    ),
+    Style(
+        name="token_wise",
+        summary="A module that works token by token (a router), whole on every rank, on tokens as they come: the gradient is complete where every rank has all of them, and a "
+        "partial sum where they are split.",
+        weight=WHOLE_AS_INPUT,
+        comment="Whole, on the tokens that each rank has.",
+    ),
     Style(
         name="moe_tp_experts",
         summary="A module of experts whose weights are split by other rules: every floating-point argument (tokens, "

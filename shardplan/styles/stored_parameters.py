@@ -15,6 +15,7 @@ from . import STYLES, ParameterStyle, feature_dim
 from .adapter_styles import adapter_dim, adapter_style
 from .head_counts import copies_of, head_count
 from .style_record import WHOLE
+from .token_layouts import tokens_layout
 
 
 def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
@@ -77,11 +78,18 @@ def _program(
 ) -> ParameterProgram:
     dim = split_dim(module, parameter, placement)
     if dim is None:
-        computed = Layout(placement.computed) if placement.shard is None else I
+        computed = _computed(plan, module, placement) if placement.shard is None else I
         # A Linear skips a bias that is None; Conv1D's addmm needs one.
         stand_in: StandIn | None = ("zeros" if module.kind == "conv1d" else "none") if withheld else None
         return ParameterProgram(parameter.name, I, computed, withheld=stand_in)
     return _split(plan, module, parameter, placement, rule, dim)
+
+
+def _computed(plan: ResolvedPlan, module: ModuleInfo, placement: ParameterStyle) -> Layout:
+    """What is read of a whole copy."""
+    if not placement.as_input:
+        return Layout(placement.computed)
+    return I if tokens_layout(plan, module.name) == I else R
 
 
 def _split(
@@ -90,6 +98,8 @@ def _split(
     """A parameter that is stored in shards; with fewer key-value heads than ranks, several compute with each."""
     size, ranks = parameter.shape[dim], plan.sizes.tp or 1
     parts = packed_parts(rule, size, plan) if placement.packed else ()
+    if placement.shard == "expert":
+        return ParameterProgram(parameter.name, *(replace(V(dim), axis=placement.axis),) * 2)
     if placement.computed != "V":
         return ParameterProgram(parameter.name, V(dim), Layout(placement.computed))
     lengths = parts or (size,)

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardplan.core.layout import SEQ, I, Layout, LayoutKind, R, V
+from shardplan.core.mesh import Axis
 from shardplan.core.plan import Output
 from shardplan.core.tree import ModuleKind
 
-Features = Literal["out", "in"]
+Features = Literal["out", "in", "expert"]  # "expert": whole experts, dim 0 of a stack of them
 TrialKind = ModuleKind | Literal["parameter"]  # "parameter": named by a rule of its own
 TorchStyle = Literal["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "own"]
 
@@ -33,6 +34,8 @@ FEATURE_DIMS: dict[tuple[ModuleKind, str], dict[Features, int]] = {
 
 def feature_dim(kind: ModuleKind, parameter: str, features: Features, ndim: int) -> int | None:
     """The dim (from 0) of a parameter that holds the given features; None where it has no such dim (`in` of a bias)."""
+    if features == "expert":
+        return 0
     known = FEATURE_DIMS.get((kind, parameter))
     if known is not None:
         return known.get(features)
@@ -43,22 +46,28 @@ def feature_dim(kind: ModuleKind, parameter: str, features: Features, ndim: int)
 
 @dataclass(frozen=True, slots=True)
 class ParameterStyle:
-    """How a style stores and reads a parameter on the tp axis.
+    """How a style stores and reads a parameter.
 
     Args:
         shard: the features that are stored in shards, or None for a whole copy on every rank.
         computed: the kind of layout that the module's code reads (core/layout.py): V, the shard; I, a whole with a complete
             gradient; R, a whole with a partial one; P, 1/tp of a whole copy. Shards that are read whole are gathered.
         packed: split each of the rule's `packed` parts, not the dimension as a whole.
+        as_input: on the tp axis its gradient follows the module's input: complete where that is I, a partial sum where it is R
+            or a slice.
+        axis: that it is split over.
     """
 
     shard: Features | None
     computed: LayoutKind
     packed: bool = False
+    as_input: bool = False
+    axis: Axis = Axis.TP
 
 
 WHOLE = ParameterStyle(None, "I")
 WHOLE_PARTIAL = ParameterStyle(None, "R")
+WHOLE_AS_INPUT = ParameterStyle(None, "I", as_input=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +110,18 @@ class FeatureStyle:
     means: bool = False
     dtensor: bool = False
     tail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertStyle:
+    """How the experts of a module are distributed, each whole on one rank.
+
+    Args:
+        exchanged: each rank sends its own tokens to the ranks of their experts, over the axis ep; else every rank of the tp axis
+            has all tokens, and computes a partial sum with its experts.
+    """
+
+    exchanged: bool
 
 
 REMOVAL = 10  # the rank of taking a rule away: what is likelier has a smaller one
@@ -147,6 +168,7 @@ class Style:
         options: options of its rules that do not follow from the layouts.
         lookup: of a table of vectors.
         features: what is done along the features of a value.
+        experts: of a module of experts that are distributed whole: its rule takes the module's parameters with it.
         owns_parameters: whether it stores the module's parameters; else other rules do.
         trials: where it is proposed as a repair; empty: nowhere.
         comment: the comment that `init` writes above the first rule of the style in a plan that it writes; empty: nothing.
@@ -170,6 +192,7 @@ class Style:
     options: Options = Options()
     lookup: Lookup | None = None
     features: FeatureStyle = FeatureStyle()
+    experts: ExpertStyle | None = None
     owns_parameters: bool = True
     trials: tuple[Trial, ...] = ()
     comment: str = ""
@@ -183,7 +206,17 @@ class Style:
     @property
     def shards_parameters(self) -> bool:
         """Whether each rank computes with its shard: what is gathered where it is read does not count."""
-        return self.weight.computed == "V"
+        return self.weight.computed == "V" and self.weight.axis is Axis.TP
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens are sent to the ranks of their experts."""
+        return self.experts is not None and self.experts.exchanged
+
+    @property
+    def as_input(self) -> bool:
+        """Whether the tp layout of the module's input says what its parameters' gradients are."""
+        return self.weight.as_input or self.exchanges
 
     @property
     def splits_rows(self) -> bool:
@@ -229,6 +262,11 @@ class Style:
             and self.output_source is None
             and (self.input_destination is None or self.input_destination.kind == "R")
         )
+
+    @property
+    def exchange_option(self) -> bool:
+        """Whether `exchange:` is accepted."""
+        return self.exchanges
 
     @property
     def regather_option(self) -> bool:

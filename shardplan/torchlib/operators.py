@@ -21,6 +21,9 @@ COLLECTIVES: dict[str, str] = {
     "reduce_scatter_tensor_out": "reduce_scatter",
     "_reduce_scatter_base_": "reduce_scatter",
     "reduce_scatter_": "reduce_scatter",
+    "alltoall_base_": "all_to_all",
+    "alltoall_": "all_to_all",
+    "all_to_all_single": "all_to_all",
     "broadcast_": "broadcast",
     "scatter_": "scatter",
 }

@@ -9,12 +9,11 @@ from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, sections_of
 from shardplan.core.tree import ModuleTree
-from shardplan.styles import STYLES
+from shardplan.styles import NONE, STYLES
 
 Rules = dict[str, dict[str, Any]]
-SECTIONS = ("tensor_parallel", "sequence_parallel")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,13 @@ class Document:
     unruled: Mapping[str, str]
 
     def plan(self) -> dict[str, Any]:
-        return {"version": "1", "name": "edited", **{k: dict(v) for k, v in self.sections.items() if v}}
+        plan: dict[str, Any] = {"version": "1", "name": "edited"}
+        for section, rules in self.sections.items():
+            *around, name = section.split(".")
+            within = plan.setdefault(around[0], {}) if around else plan
+            if rules:
+                within[name] = dict(rules)
+        return {name: part for name, part in plan.items() if part}
 
 
 @dataclass(frozen=True)
@@ -76,41 +81,62 @@ def _rules(resolved: ResolvedPlan) -> Rules:
     return rules
 
 
-def written_out(plan: PlanFile, tree: ModuleTree) -> Document:
-    """The plan with one rule per kind of module or parameter, as it is bound to the model."""
-    bound = [bind(plan, tree, MeshSizes(), overlays_of(on))[0] for on in (False, True)]
-    tensor, both = (_rules(resolved) for resolved in bound)
+def written_out(plan: PlanFile, tree: ModuleTree, *, experts: bool = False) -> Document:
+    """The plan with one rule per kind of module or parameter, as it is bound to the model.
+
+    Args:
+        experts: with its expert-parallel sections.
+    """
+    ways = [overlays_of(on, mesh) for mesh in (None, MeshSizes(ep=2))[: 1 + experts] for on in (False, True)]
+    tensor, both, *distributed = (_rules(bind(plan, tree, MeshSizes(), on)[0]) for on in ways)
     overlay = {pattern: rule for pattern, rule in both.items() if tensor.get(pattern) != rule}
+    sections = {"tensor_parallel": tensor, "sequence_parallel": overlay}
+    if experts:
+        whole, sliced = distributed
+        sections["expert_parallel"] = over = _over(tensor, whole)
+        sections["expert_parallel.sequence_parallel"] = _over({**tensor, **overlay, **over}, sliced)
     kinds = {pattern_of(name): module.kind for name, module in tree.modules.items()}
     kinds |= {name: module.kind for name, module in tree.modules.items()}
     kinds |= dict.fromkeys((*map(pattern_of, tree.parameters), *tree.parameters), "parameter")
-    ruled = {*tensor, *overlay}
+    ruled = {pattern for rules in sections.values() for pattern in rules}
     unruled = {
         pattern_of(name): module.kind
         for name, module in tree.modules.items()
         if name and module.kind not in ("list", "dropout") and pattern_of(name) not in ruled
     }
-    return Document({"tensor_parallel": tensor, "sequence_parallel": overlay}, kinds, unruled)
+    return Document(sections, kinds, unruled)
 
 
-def fitting(kind: str) -> list[str]:
-    """The styles that a rule of a section may say of a module of that kind."""
+def _over(below: Rules, above: Rules) -> Rules:
+    """The rules that make `above` of what lies below."""
+    gone = {pattern: {"style": NONE} for pattern in below if below[pattern]["style"] != NONE and pattern not in above}
+    return {**gone, **{pattern: rule for pattern, rule in above.items() if below.get(pattern) != rule}}
+
+
+def fitting(kind: str, *, experts: bool = False) -> list[str]:
+    """The styles that a rule of a section may say of a module of that kind.
+
+    Args:
+        experts: of an expert-parallel section.
+    """
     return [
         style.name
         for style in STYLES.values()
         if (style.on_parameters if kind == "parameter" else style.kinds is None or kind in style.kinds)
         and style.name not in ("local_params", "mla_kv_a_proj")
+        and (experts or style.experts is None)
     ]
 
 
-def edits(document: Document, *, sequence_parallel: bool) -> Iterator[Edit]:
-    """Every edit of the rules that hold with or without the overlay."""
-    for section in SECTIONS if sequence_parallel else SECTIONS[:1]:
+def edits(document: Document, *, sequence_parallel: bool, experts: bool = False) -> Iterator[Edit]:
+    """Every edit of the rules that hold in a variant."""
+    sections = sections_of(overlays_of(sequence_parallel, MeshSizes(ep=1 + experts)))
+    for i, section in enumerate(sections):
         for pattern, rule in document.sections[section].items():
-            if sequence_parallel and section == "tensor_parallel" and pattern in document.sections["sequence_parallel"]:
-                continue  # the overlay has another rule for it
+            if rule["style"] == NONE or any(pattern in document.sections[later] for later in sections[i + 1 :]):
+                continue  # a later section has another rule for it
             yield from _of_rule(document, section, pattern, rule)
-    section = "sequence_parallel" if sequence_parallel else "tensor_parallel"
+    section = sections[-1]
     for pattern, kind in document.unruled.items():
         for style in ("replicate", "replicated_with_grad_allreduce", "sequence_parallel", *ADDED.get(kind, ())):
             if style == "sequence_parallel" and not sequence_parallel:
@@ -129,7 +155,7 @@ def _of_rule(document: Document, section: str, pattern: str, rule: Mapping[str, 
     yield _edit(document, section, "dropped", f"{pattern} without a rule", pattern, None)
     yield _renamed(document, section, pattern)
     kind = document.kinds[pattern]
-    for style in fitting(kind):
+    for style in fitting(kind, experts=section.startswith("expert_parallel")):
         if style != rule["style"]:
             kept = {k: v for k, v in rule.items() if k in _allowed(style)}
             yield _edit(
@@ -168,6 +194,8 @@ def _options(rule: Mapping[str, Any]) -> dict[str, list[Any]]:
         result["output"] = [v for v in (None, *record.options.output) if v != rule.get("output")]
     if record.options.grad and (rule.get("output") == "gather" or record.is_block_input):
         result["grad"] = [v for v in ("partial", "complete") if v != rule.get("grad")]
+    if record.exchange_option:
+        result["exchange"] = ["pairs"]
     if record.packed_option:
         result["packed"] = [v for v in (2, 3) if v != rule.get("packed")]
     if rule.get("divide"):

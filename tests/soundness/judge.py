@@ -11,18 +11,20 @@ import torch
 from torch import nn
 
 from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout.token_by_token import token_findings
 from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lowering_stage import program_of
 from shardplan.compiler.variants import any_error, bind_variants, check_variants
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import NO_OVERLAYS, PlanFile, ResolvedPlan, overlays_of
+from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
+from shardplan.styles import STYLES
 from tests.model_settings import find
 
 
@@ -39,6 +41,7 @@ class Subject:
         batches: by kind, what its training steps are called with.
         steps: by kind and dtype, its unsharded training steps.
         unseen: why images that it takes are not among its inputs.
+        ep: the number of ranks that experts are distributed over: 1, or tp.
     """
 
     name: str
@@ -49,6 +52,14 @@ class Subject:
     batches: dict[str, list[dict[str, Any]]]
     steps: dict[str, dict[torch.dtype, Steps]]
     unseen: str = ""
+    ep: int = 1
+
+    def benches_for(self, plan: ResolvedPlan) -> tuple[Workbench, ...]:
+        """The recorded runs for a plan: with the experts that it distributes as one operation each."""
+        experts = frozenset(name for name, a in plan.modules.items() if STYLES[a.rule.style].experts is not None)
+        if not experts:
+            return tuple(self.benches.values())
+        return tuple(Workbench(one.model, one.inputs, one.tree, experts) for one in self.benches.values())
 
     @property
     def bench(self) -> Workbench:
@@ -56,9 +67,9 @@ class Subject:
         return next(iter(self.benches.values()))
 
 
-def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
+def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1) -> Subject:
     """The reduced model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
-    reduced_model = make_reduced_model(find(name), tp=tp, tied=tied, experts_implementation="eager")
+    reduced_model = make_reduced_model(find(name), tp=tp, ep=ep, tied=tied, experts_implementation="eager")
     model, exact = reduced_model.build(), reduced_model.build()
     tree = tree_of(model)
     models = {torch.float32: model, torch.float64: exact.to(torch.float64)}
@@ -73,7 +84,7 @@ def subject(name: str, tp: int, tied: bool | None = None) -> Subject:
             for dtype, one in models.items()
         }
         benches[kind] = Workbench(model, batches[kind][0], tree)
-    return Subject(name, tp, models, tree, benches, batches, steps, reduced_model.unseen)
+    return Subject(name, tp, models, tree, benches, batches, steps, reduced_model.unseen, ep)
 
 
 @dataclass(frozen=True)
@@ -105,19 +116,18 @@ class Verdict:
 
 def judge(subject: Subject, plan: PlanFile, *, sequence_parallel: bool, help: bool = True) -> Verdict:
     """Let both judges see a plan."""
-    sizes, on = MeshSizes(tp=subject.tp), overlays_of(sequence_parallel)
-    variants = check_variants(bind_variants(plan, subject.tree, sizes, dict.fromkeys((on, NO_OVERLAYS))))
+    sizes = MeshSizes(tp=subject.tp, ep=subject.ep)
+    on, base = overlays_of(sequence_parallel, sizes), overlays_of(False, sizes)
+    variants = check_variants(bind_variants(plan, subject.tree, sizes, dict.fromkeys((on, base))))
     structure = tuple(d for d in variants.findings[on] if d.is_error)
     layout, fixed = None, None
     if not structure:
-        layout = check_layout(variants.resolved[on], tuple(subject.benches.values()), help=help)
+        layout = _layouts(subject, variants.resolved[on], help=help)
         if help and layout.diagnostics:
             fixed = _mends(subject, variants.resolved[on], layout)
         reports = {on: layout}
-        if on and not any_error(variants.findings[NO_OVERLAYS]):
-            reports[NO_OVERLAYS] = check_layout(
-                variants.resolved[NO_OVERLAYS], tuple(subject.benches.values()), help=False
-            )
+        if on != base and not any_error(variants.findings[base]):
+            reports[base] = _layouts(subject, variants.resolved[base], help=False)
         variants = replace(variants, layouts=reports)
     # The very program that `apply_plan` runs: compiled in the same way, after every pass.
     program = program_of(variants, on)
@@ -130,7 +140,16 @@ def _mends(subject: Subject, resolved: ResolvedPlan, report: LayoutReport) -> bo
         return False
     for repair in report.repairs:
         resolved = repair.apply(resolved)
-    return check_layout(resolved, tuple(subject.benches.values()), help=False).ok
+    return _layouts(subject, resolved, help=False).ok
+
+
+def _layouts(subject: Subject, resolved: ResolvedPlan, *, help: bool) -> LayoutReport:
+    benches = subject.benches_for(resolved)
+    report = check_layout(resolved, benches, help=help)
+    if not report.ok or subject.ep == 1:
+        return report
+    found = token_findings(resolved, benches, subject.ep)
+    return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
 
 def _numbers(subject: Subject, resolved: ResolvedPlan) -> tuple[bool, bool, str]:

@@ -36,15 +36,23 @@ PLANS = (
     "llama=seed_oss",
     "llama=smollm3",
     "mistral=ministral3",
+    "mixtral=mixtral:ep",
+    "qwen3_moe=qwen3_moe:ep",
+    "qwen2_moe=qwen2_moe:ep",
+    "deepseek_v3=deepseek_v3:ep",
+    "gpt_oss=gpt_oss:ep",
 )
 
 
 def rows(plan: str, model: Subject, *, sample: int | None, seed: int, help: bool, kinds: list[str]) -> Iterator[Row]:
     """Judge the edits of a plan, or a sample of them."""
-    document = written_out(parse_plan(plan).plan, model.tree)
+    experts = model.ep > 1
+    document = written_out(parse_plan(plan).plan, model.tree, experts=experts)
     for sequence_parallel in (False, True):
         todo: list[Edit] = [
-            edit for edit in edits(document, sequence_parallel=sequence_parallel) if not kinds or edit.kind in kinds
+            edit
+            for edit in edits(document, sequence_parallel=sequence_parallel, experts=experts)
+            if not kinds or edit.kind in kinds
         ]
         if sample is not None and sample < len(todo):
             todo = random.Random(f"{seed} {plan} {model.name} {model.tp} {sequence_parallel}").sample(todo, sample)
@@ -60,7 +68,7 @@ class Task:
     """The edits of one plan for one architecture at one size, judged in a process of its own.
 
     Args:
-        word: `plan`, `plan=architecture` or `plan=architecture:tied`.
+        word: `plan`, `plan=architecture`, `plan=architecture:tied` or `plan=architecture:ep`, whose experts are distributed.
         tp: the size of the axis.
         sample, seed, help, kinds: as for `rows`.
     """
@@ -76,6 +84,7 @@ class Task:
         warnings.filterwarnings("ignore")
         torch.set_num_threads(1)
         plan, _, architecture = self.word.partition("=")
-        name, _, tied = architecture.partition(":")
-        model = subject(name or parse_plan(plan).plan.models[0], self.tp, True if tied else None)
+        name, _, how = architecture.partition(":")
+        ep = self.tp if how == "ep" else 1
+        model = subject(name or parse_plan(plan).plan.models[0], self.tp, True if how == "tied" else None, ep)
         return list(rows(plan, model, sample=self.sample, seed=self.seed, help=self.help, kinds=self.kinds))

@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from .checkpoints import with_checkpoints  # noqa: E402
 from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
+from .experts import with_experts  # noqa: E402
 from .init import by_init as made_by_init  # noqa: E402
 from .table import arguments, fill, read  # noqa: E402
 
@@ -32,12 +33,14 @@ sequence_parallel section.
   same split allows (tests/zoo/minimum.py), where an operation runs more often; why is said below the table. More of them
   backward are the minimum too where no choice of what is reduced has no more collectives and no more elements
   (tests/zoo/block_inputs.py, decision 0032).
+- "EP": the same proof with the experts distributed, at tp 2 with ep 2, in all variants of the plan; "-" where it distributes
+  none (`python -m tests.zoo --experts`). Where the default configuration has one expert, seven or none, it gets eight (tests/zoo/experts.py).
 - "init": the same proof for what `shardplan init` writes for the type, without looking at the built-in plan: right with TP
   at the first size, and with SP; "more": it communicates more than the minimum of what it splits (`python -m tests.zoo --init`).
 - "checkpoints": how many of the type's published checkpoints (tests/data/published) are proven at tp 2 (`python -m tests.zoo --checkpoints`).
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
-parallelism too, {wrong} wrong. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
+parallelism too, {wrong} wrong; {experts} right with expert parallelism. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
 for {init_sp}, wrong for {init_wrong}; with TP it communicates at the minimum for {init_least}, {init_fewest} of them with the
 fewest collectives.
 
@@ -64,7 +67,7 @@ def page(found: Sequence[Entry]) -> str:
     planned = [e for e in found if e.verdicts]
     columns = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
     titles = [f"{'TP' if column[0] == 't' else 'SP'} {column[2:]}" for column in columns]
-    head = ["model type", "plan", *titles, "split", "collectives", "init", "checkpoints"]
+    head = ["model type", "plan", *titles, "EP", "split", "collectives", "init", "checkpoints"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for e in planned:
         said = [e.verdicts[column].replace("|", "\\|") for column in columns]
@@ -72,6 +75,7 @@ def page(found: Sequence[Entry]) -> str:
             e.name,
             f"[{e.plan}](../plans/{e.plan}.yaml)",
             *said,
+            (e.experts or "-").replace("|", "\\|"),
             share(e),
             communication(e),
             by_init(e),
@@ -91,6 +95,7 @@ def page(found: Sequence[Entry]) -> str:
             tp=len(good),
             sp=sum(e.has("sp") for e in good),
             wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
+            experts=sum(e.experts == "right" for e in found),
             init=sum(bool(e.init) for e in found),
             init_tp=sum(has(e.init, "tp") for e in found),
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
@@ -162,6 +167,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--init", action="store_true", help="what `shardplan init` writes, not the built-in plans")
     parser.add_argument("--count", action="store_true", help="count again what the plans communicate; prove nothing")
     parser.add_argument("--checkpoints", action="store_true", help="the published checkpoints; prove nothing else")
+    parser.add_argument("--experts", action="store_true", help="the plans with experts distributed; prove nothing else")
     args = parser.parse_args(argv)
     known = read(args.table)
     rows = [known.get(name, Entry(name)) for name in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
@@ -170,6 +176,8 @@ def main(argv: list[str]) -> int:
         make, said = made_by_init, lambda e: (e.init, e.init_more)
     if args.checkpoints:
         make, said = with_checkpoints, lambda e: e.checkpoints
+    if args.experts:
+        make, said = with_experts, lambda e: e.experts
     found = fill(rows, make, page, said, **vars(args))
     verdicts = (one.init if args.init else one.verdicts for one in found)
     return int(any(not right(text) for texts in verdicts for text in texts.values()))

@@ -58,6 +58,7 @@ class Entry:
         init: the verdicts of the plan that `init` writes.
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
         checkpoints: the published checkpoints of the type -> "TP", "TP, SP" (what is proven), or why they are refused.
+        experts: "right" where the plan is proven with its experts distributed, or what is wrong; empty where it distributes none.
         reason: why there is no plan, or no verdict.
         images: the kinds of input beside text that the verdicts are of: "image", "video".
         unseen: why images that the model takes are not among them.
@@ -76,6 +77,7 @@ class Entry:
     init: dict[str, str] = field(default_factory=dict)
     init_more: list[str] = field(default_factory=list)
     checkpoints: dict[str, str] = field(default_factory=dict)
+    experts: str = ""
     reason: str = ""
     images: list[str] = field(default_factory=list)
     unseen: str = ""
@@ -119,7 +121,8 @@ def made_again(before: Entry) -> Entry:
     """The entry of a type, with what is known beside its proofs. Not in the file that is run, which other processes cannot
     import.
     """
-    return replace(entry(before.name), init=before.init, init_more=before.init_more, checkpoints=before.checkpoints)
+    kept = {field: getattr(before, field) for field in ("init", "init_more", "checkpoints", "experts")}
+    return replace(entry(before.name), **kept)
 
 
 def entry(name: str) -> Entry:

@@ -16,10 +16,11 @@ NO_STYLE = Code(
     "SP541",
     "a style without a counterpart",
     "The entry names a style, or holds an object of a class, whose meaning is not known. A subclass of torch's styles runs "
-    "code of its own, which its layouts do not tell; those of NeMo Automodel and NeMo-RL are known by their names. Styles of "
-    "expert parallelism have no counterpart: experts are split by tensor parallelism here (`moe_tp_experts`).",
-    bad='{"model.layers.*.mlp.experts": "ep_router"}',
-    good='{"model.layers.*.mlp.experts": "moe_tp_experts"}',
+    "code of its own, which its layouts do not tell; those of NeMo Automodel and NeMo-RL are known by their names. Experts are "
+    "distributed by their module (`ep_dispatch_experts`), which takes its stacks (`grouped_gemm`) with it; these alone have no "
+    "counterpart.",
+    bad='{"model.layers.*.mlp.experts": "local_colwise"}',
+    good='{"model.layers.*.mlp.experts": "ep_dispatch_experts"}',
 )
 NO_LAYOUTS = Code(
     "SP542",

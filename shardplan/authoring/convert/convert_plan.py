@@ -14,7 +14,7 @@ from shardplan.core.diagnostics import Diagnostic, Location, PlanError
 from shardplan.core.sources import SourceMap
 from shardplan.core.tree import element
 from shardplan.language.parse_findings import quoted
-from shardplan.model import FoundModel, hf_tp_plan
+from shardplan.model import FoundModel, hf_ep_plan, hf_tp_plan
 
 from . import deepspeed
 from .convert_codes import LEFT_OUT, NEEDS_MODEL, NO_FORM
@@ -75,11 +75,12 @@ def convert(
         findings = (*read.diagnostics, error.finding(Location(read.name)))
         return Conversion(None, None, findings, read.sources)
     findings = (*read.diagnostics, *rules.findings)
-    if not rules.whole and not rules.sliced and not any(d.is_error for d in findings):
+    if not (rules.whole or rules.sliced or rules.experts) and not any(d.is_error for d in findings):
         findings = (*findings, finding(NO_FORM, "no entry is left for a plan", Location(read.name)))
     if any(d.is_error for d in findings):
         return Conversion(None, None, findings, read.sources)
-    draft = Draft(rules.whole, overlay(rules.whole, rules.sliced) or None)
+    experts = {"expert_parallel": rules.experts} if rules.experts else {}
+    draft = Draft(rules.whole, overlay(rules.whole, rules.sliced) or None, distributed=experts)
     model = (found.tree.model_type or found.tree.class_names[0]) if found is not None else None
     heading = Heading(
         name=name or model or _stem(read.name),
@@ -101,9 +102,14 @@ def _read(source: object, import_path: str | None, found: FoundModel | None) -> 
     if found is None:
         message = "transformers' own plan belongs to a model"
         raise PlanError((finding(NEEDS_MODEL, message, None, help="name the model: --model"),))
-    plan, prefix = hf_tp_plan(found.build())
+    model = found.build()
+    plan, prefix = hf_tp_plan(model)
     start = f"{prefix}." if prefix else ""
-    return Source("<hf>", {k if k.startswith(start) else start + k: style for k, style in plan.items()})
+    whole, experts = (
+        {k if k.startswith(start) else start + k: style for k, style in one.items()}
+        for one in (plan, hf_ep_plan(model))
+    )
+    return Source("<hf>", whole, experts=experts)
 
 
 def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[Rules, Form, tuple[str, ...]]:
@@ -122,6 +128,11 @@ def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[R
     entries = _entries(read, read.data, meaning_of, plan_form, places, findings)
     rules = rules_of(entries if found is None else with_cuts(entries, found, findings))
     rules.findings[:0] = findings
+    if read.experts:
+        findings = []
+        distributed = rules_of(_entries(read, read.experts, meaning_of, plan_form, places, findings))
+        rules.experts |= distributed.experts
+        rules.findings += [*findings, *distributed.findings]
     if read.sequence_parallel is None:
         derived = any(rules.whole.get(p) != options for p, options in rules.sliced.items())
         return rules, plan_form, (DERIVED,) if derived else ()
@@ -131,7 +142,7 @@ def _rules(read: Source, form: Form | None, found: FoundModel | None) -> tuple[R
     left_out = {pattern: {"style": "replicate"} for pattern in rules.whole if pattern not in second.sliced}
     known = {(d.code, d.message) for d in rules.findings}
     more = [d for d in (*findings, *second.findings) if (d.code, d.message) not in known]
-    return Rules(rules.whole, {**second.sliced, **left_out}, [*rules.findings, *more]), plan_form, ()
+    return Rules(rules.whole, {**second.sliced, **left_out}, rules.experts, [*rules.findings, *more]), plan_form, ()
 
 
 def _form(read: Source, form: Form | None, *, is_deepspeed: bool) -> Form:
@@ -251,7 +262,7 @@ def _deepspeed(
 def _units(found: FoundModel, draft: Draft) -> tuple[str, ...]:
     """The layers with rules, for data parallelism."""
     patterns = dict.fromkeys(found.tree.pattern(name) for name in found.tree.modules if element(name))
-    rules = tuple(draft.tensor_parallel)
+    rules = (*draft.tensor_parallel, *draft.distributed.get("expert_parallel", ()))
     return tuple(p for p in patterns if any(rule == p or rule.startswith(f"{p}.") for rule in rules))
 
 

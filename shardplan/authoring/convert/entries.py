@@ -12,7 +12,7 @@ from shardplan.core.plan import Rule
 #   whole     Replicate()               features  Shard(-1), a slice of the last dim
 #   sequence  Shard(0) or Shard(1)      partial   Partial()
 Spread = Literal["whole", "features", "sequence", "partial"]
-Kind = Literal["colwise", "rowwise", "sequence", "input", "output", "style", "nothing"]
+Kind = Literal["colwise", "rowwise", "sequence", "input", "output", "style", "experts", "stack", "nothing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Meaning:
 
     Args:
         kind: it splits by output or by input features, runs on slices of the sequence, moves an input or an output; is a
-            style of ours already; or has no effect here.
+            style of ours already; distributes a module of experts, or a stack of one; or has no effect here.
         label: as the source has it, for messages.
         source, destination: the input layout and the output layout.
         dtensor: whether the output is a DTensor, which carries its layout along.
@@ -29,7 +29,7 @@ class Meaning:
         argument: the argument that is moved, by name.
         position: its place among the positional arguments, where it has no name.
         output: of `kind` input: (source, destination) of the output that is moved as well.
-        options: of `kind` style and colwise and rowwise: `style` and options, options of the rule.
+        options: of `kind` style, experts, colwise and rowwise: `style` and options, options of the rule.
         why: of `kind` nothing: why not.
         unsure: whether embedding and linear layers are both usual in this place, so that only the model tells.
     """

@@ -16,10 +16,13 @@ TORCH: dict[str, tuple[str, Spread, Spread]] = {
     "colwise_rep": ("colwise", "whole", "whole"),
     "rowwise_rep": ("rowwise", "whole", "whole"),
 }
+# transformers' words for experts that are distributed: of their module, and of each of its parameters.
+EXPERTS, STACK = "ep_dispatch_experts", "grouped_gemm"
+LEFT = {
+    "ep_router": "transformers has removed it; a router is whole on every rank here, and its ids are those of all experts",
+}
 # Words that are, or were, transformers', and mean what tensor parallelism is not.
 REFUSED = {
-    "ep_router": "it distributes whole experts (expert parallelism)",
-    "grouped_gemm": "it distributes whole experts (expert parallelism)",
     "gather": "it belongs to expert weights that each rank holds by itself",
     "local": "it belongs to expert weights that each rank holds by itself",
     "local_colwise": "it belongs to expert weights that each rank holds by itself",
@@ -43,6 +46,12 @@ def meaning_of_name(name: object) -> Meaning:
         raise NotConvertible(
             NO_STYLE, f"{label} has no counterpart: {REFUSED[name]}", help="split experts by `moe_tp_experts`"
         )
+    if name == EXPERTS:
+        return Meaning("experts", label, options={"style": "ep_dispatch"})
+    if name == STACK:
+        return Meaning("stack", label)
+    if name in LEFT:
+        return Meaning("nothing", label, why=LEFT[name])
     if name in TORCH:
         kind, source, destination = TORCH[name]
         return Meaning(kind, label, source, destination, unsure=name == "rowwise_rep")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from typing import Any
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.styles import STYLES
 
-from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, TWO
+from .convert_codes import IMPLIED, LEFT_OUT, NEEDS_MODEL, NO_LAYOUTS, NO_STYLE, TWO
 from .entries import DEFAULT_SEQ_DIM, Entry, NotConvertible, Spread, finding
 
 Options = dict[str, Any]
@@ -40,6 +40,7 @@ OUTPUT: dict[tuple[Spread | None, Spread | None], Pair] = {
     ("partial", "whole"): ("all_reduce", "all_reduce"),
     ("partial", "sequence"): ("all_reduce", "reduce_scatter"),
 }
+SUMMED = "moe_tp_experts"
 SLICED = {"colwise": "colwise_seq", "colwise_gather_output": "colwise_seq_gather_output"}
 
 
@@ -50,11 +51,13 @@ class Rules:
     Args:
         whole: with the sequence whole on every rank.
         sliced: with slices of it.
+        experts: of experts that are distributed whole.
         findings: what could not be converted, was left out or was added.
     """
 
     whole: dict[str, Options] = field(default_factory=dict)
     sliced: dict[str, Options] = field(default_factory=dict)
+    experts: dict[str, Options] = field(default_factory=dict)
     findings: list[Diagnostic] = field(default_factory=list)
 
 
@@ -62,7 +65,7 @@ def rules_of(entries: Iterable[Entry]) -> Rules:
     """The rules for all entries, in their order."""
     rules = Rules()
     kept: list[Entry] = []
-    for entry in entries:
+    for entry in _without_experts(list(entries), rules):
         if entry.meaning.kind == "nothing":
             message = f"`{entry.pattern}` is left out ({entry.meaning.label}): {entry.meaning.why}"
             rules.findings.append(finding(LEFT_OUT, message, entry.at, warning=True))
@@ -87,6 +90,27 @@ def rules_of(entries: Iterable[Entry]) -> Rules:
         _readers(kept, rules)
         _entrance(kept, rules)
     return rules
+
+
+def _without_experts(entries: list[Entry], rules: Rules) -> list[Entry]:
+    """The other entries. A rule of a module of experts takes its parameters with it; before transformers 5.23, `moe_tp_experts`
+    over stacks of whole experts meant that all ranks have all tokens."""
+    stacks = {entry.pattern.rpartition(".")[0]: entry for entry in entries if entry.meaning.kind == "stack"}
+    others = []
+    for entry in entries:
+        meaning = entry.meaning
+        if meaning.kind == "experts":
+            rules.experts[entry.pattern] = dict(meaning.options)
+        elif meaning.options.get("style") == SUMMED and entry.pattern in stacks:
+            rules.experts[entry.pattern] = {"style": "ep_experts", "output": "all_reduce"}
+        elif meaning.kind != "stack":
+            others.append(entry)
+    for module, entry in stacks.items():
+        if module not in rules.experts:
+            message = f"`{entry.pattern}` is {entry.meaning.label}, but `{module}` has no entry: experts are distributed by module"
+            help = "add the module, `ep_dispatch_experts`"
+            rules.findings.append(finding(NO_STYLE, message, entry.at, help=help))
+    return others
 
 
 def _options(entry: Entry) -> tuple[Options | None, Options | None]:

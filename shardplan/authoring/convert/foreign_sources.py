@@ -33,6 +33,8 @@ class Source:
         name: for findings and for the plan's comment.
         data: the content; None where it could not be read.
         sequence_parallel: the same with sequence parallelism, where the source tells both.
+        experts: entries about experts that are distributed, where the source has them apart: other entries about the same modules
+            are for what runs without.
         sources: its text, where it has one.
         diagnostics: what was met while reading.
     """
@@ -40,6 +42,7 @@ class Source:
     name: str
     data: Any
     sequence_parallel: Any = None
+    experts: Mapping[str, Any] = field(default_factory=dict)
     sources: SourceMap = field(default_factory=SourceMap)
     diagnostics: tuple[Diagnostic, ...] = ()
 

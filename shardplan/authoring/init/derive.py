@@ -16,6 +16,7 @@ from shardplan.core.tree import ModuleTree, ancestors, full_name, part
 from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
+from .distributed import with_distributed
 from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options
 from .flow import Flow
 from .fronts import with_fronts
@@ -53,6 +54,7 @@ class Derived:
         whole: what could not be split.
         tries: how many runs of drafts it took.
         no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
+        no_experts: the reason against expert parallelism, likewise.
     """
 
     draft: Draft
@@ -60,6 +62,7 @@ class Derived:
     whole: tuple[Whole, ...]
     tries: int
     no_overlay: str | None = None
+    no_experts: str | None = None
 
 
 def derive(
@@ -67,6 +70,7 @@ def derive(
     tp: int = 2,
     *,
     sequence_parallel: bool = False,
+    expert_parallel: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Derived:
     """Find a plan: split every region for which rules are found that are right, leave the rest whole.
@@ -74,6 +78,7 @@ def derive(
     Args:
         tp: the size for which it is tried; what divides is kept in its relation to it in the reduced model.
         sequence_parallel: find an overlay too.
+        expert_parallel: find rules that distribute the experts too.
         progress: called with what is being tried.
 
     Raises:
@@ -104,7 +109,11 @@ def derive(
     reason = overlaid if isinstance(overlaid, str) else None
     result = draft if isinstance(overlaid, str) else overlaid
     result = with_sums(board, with_whole_named(result, board.tree, tp))
-    return Derived(result, benches[0].tree, tuple(whole), MOST_TRIES - board.left, reason)
+    progress("distributing the experts")
+    distributed = with_distributed(ModelLayouts(found, tp, tp), result) if expert_parallel else result
+    no_experts = distributed if isinstance(distributed, str) else None
+    result = result if isinstance(distributed, str) else distributed
+    return Derived(result, benches[0].tree, tuple(whole), MOST_TRIES - board.left, reason, no_experts)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:

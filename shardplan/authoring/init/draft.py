@@ -37,11 +37,13 @@ class Draft:
     Args:
         tensor_parallel, sequence_parallel: pattern -> style and options.
         sums: section -> pattern -> `sum_outputs`, and `optional`.
+        distributed: section -> the rules of expert parallelism.
     """
 
     tensor_parallel: Rules
     sequence_parallel: Rules | None = None
     sums: Mapping[str, Rules] = field(default_factory=dict)
+    distributed: Mapping[str, Rules] = field(default_factory=dict)
 
     def with_rules(self, rules: Rules) -> Draft:
         """With more rules under `tensor_parallel`; options of rules that are there already are joined."""
@@ -54,22 +56,27 @@ class Draft:
             return {tree.address(pattern): options for pattern, options in rules.items()}
 
         overlay = None if self.sequence_parallel is None else named(self.sequence_parallel)
-        return Draft(named(self.tensor_parallel), overlay, {on: named(rules) for on, rules in self.sums.items()})
+        sums, distributed = (
+            {on: named(rules) for on, rules in found.items()} for found in (self.sums, self.distributed)
+        )
+        return Draft(named(self.tensor_parallel), overlay, sums, distributed)
 
     @property
     def sections(self) -> Mapping[str, Rules]:
         """The rules of each section, those with `sum_outputs` among them."""
         rules = {"tensor_parallel": self.tensor_parallel, "sequence_parallel": self.sequence_parallel or {}}
+        rules |= self.distributed
         return {section: _joined(found, self.sums.get(section, {})) for section, found in rules.items()}
 
     def document(self, name: str = "draft") -> dict[str, Any]:
         """As a plan file has it."""
-        written = {
-            section: {p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()}
-            for section, rules in self.sections.items()
-            if rules
-        }
-        return {"version": "1", "name": name, **written}
+        document: dict[str, Any] = {"version": "1", "name": name}
+        for section, rules in self.sections.items():
+            if rules:
+                outside, _, inside = section.rpartition(".")
+                place = document[outside] if outside else document
+                place[inside] = {p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()}
+        return document
 
     def plan(self) -> PlanFile | None:
         """None where it is not well formed."""

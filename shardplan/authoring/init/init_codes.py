@@ -28,5 +28,14 @@ WHOLE = Code(
     bad="$ shardplan init falcon",
     good="$ shardplan init falcon --set num_attention_heads=64",
 )
+NO_EXPERTS_FOUND = Code(
+    "SP533",
+    "a model whose experts `init` cannot distribute",
+    "Expert parallelism is for modules whose parameters are stacks of experts. This model has none, or the layout "
+    "check has a reason against the rules that distribute them; the note gives it. Without the option `init` writes a plan "
+    "that splits each expert.",
+    bad="$ shardplan init llama --expert-parallel",
+    good="$ shardplan init mixtral --expert-parallel",
+)
 
-CODES = (NOTHING, NO_OVERLAY, WHOLE)
+CODES = (NOTHING, NO_OVERLAY, WHOLE, NO_EXPERTS_FOUND)

@@ -13,7 +13,7 @@ from shardplan.model import FoundModel
 
 from .derive import Derived, Whole, derive
 from .draft import BLOCK_INPUT
-from .init_codes import NO_OVERLAY, NOTHING, WHOLE
+from .init_codes import NO_EXPERTS_FOUND, NO_OVERLAY, NOTHING, WHOLE
 from .write import WIDTH, Heading, document, folded, plan_text
 
 
@@ -39,6 +39,7 @@ def new_plan(
     *,
     tp: int = 2,
     sequence_parallel: bool = False,
+    expert_parallel: bool = False,
     name: str | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> NewPlan:
@@ -48,20 +49,24 @@ def new_plan(
         found: the model.
         tp: the size for which it is tried.
         sequence_parallel: with an overlay.
+        expert_parallel: with a section that distributes the experts.
         name: of the plan; without it the model's type.
         progress: called with what is being done.
 
     Raises:
         PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
-            is wanted and none is found (SP531).
+            is wanted and none is found (SP531); the experts cannot be distributed (SP533).
     """
-    derived = derive(found, tp, sequence_parallel=sequence_parallel, progress=progress)
+    derived = derive(found, tp, sequence_parallel=sequence_parallel, expert_parallel=expert_parallel, progress=progress)
     if not derived.draft.tensor_parallel:
         reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept_whole(found, derived))
         raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))
     if derived.no_overlay is not None:
         message = f"no sequence-parallel overlay was found for {found.name}"
         raise PlanError((_error(NO_OVERLAY, message, f"on the reduced model: {derived.no_overlay}"),))
+    if derived.no_experts is not None:
+        message = f"no rules were found that distribute the experts of {found.name}"
+        raise PlanError((_error(NO_EXPERTS_FOUND, message, f"on the reduced model: {derived.no_experts}"),))
     return written(found, derived, name)
 
 

@@ -52,7 +52,11 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Se
                 frozenset(_pattern(tree, name) for name in tree.parameters) if tree is not None else frozenset()
             )
             ordered = in_order(rules, tree) if tree is not None else rules
-            lines += [f"{section}:", *_rules(folded(ordered, parameters), written), ""]
+            outside, _, inside = section.rpartition(".")
+            indent = "  " * bool(outside)
+            lines = lines[:-1] if outside else lines  # it is the last entry of the section before it
+            text = [f"{inside}:", *_rules(folded(ordered, parameters), written)]
+            lines += [*(f"{indent}{line}" for line in text), ""]
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
         lines += ["  reshard_after_forward: all_but_last", ""]

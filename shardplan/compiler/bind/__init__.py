@@ -12,6 +12,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language.inherit import effective_sections
 from shardplan.language.limits import MAX_FINDINGS
 from shardplan.language.parse_findings import TOO_LARGE
+from shardplan.styles import STYLES
 
 from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .combine import CONTRADICTION, contradictions
@@ -59,17 +60,19 @@ def bind(
     checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
     compiled, about_compiled = wrapped(sections.compile, names, units)
     sums, about_sums = declared_sums(plan, tree, names, overlays)
+    assignments = assign(stack, names)
     resolved = ResolvedPlan(
         plan=plan,
         tree=tree,
         sizes=sizes,
         overlays=overlays,
-        assignments=assign(stack, names),
+        assignments=assignments,
         data_parallel=sections.data_parallel,
         activation_checkpointing=recomputed,
         compile=sections.compile,
         dp_units=units,
         dp_parts=parts,
+        dp_experts=tuple(name for name, a in assignments.items() if STYLES[a.rule.style].exchanges),
         dp_ignored=left_out,
         ac_modules=checkpointed,
         compile_modules=compiled,

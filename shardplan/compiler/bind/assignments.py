@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.plan import OVERLAYS, Assignment, Overlays, PlanFile, Rule, Section
+from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, sections_of
 from shardplan.core.tree import ModuleTree, full_name, named
 from shardplan.language.globs import parse_glob
-from shardplan.styles import NONE
+from shardplan.styles import NONE, STYLES
 
 from .conditions import applies
 from .dead import dead
@@ -101,18 +101,13 @@ class Layer:
 def layers(plan: PlanFile, names: Names, overlays: Overlays) -> tuple[Layer, ...]:
     """The sections that apply, those that later ones override first: tensor_parallel of the oldest ancestor to the
     plan's own, then each of the overlays in the same order."""
-    sections: list[tuple[PlanFile, Section, tuple[Rule, ...]]] = [
-        (file, "tensor_parallel", file.tensor_parallel) for file in plan.lineage
-    ]
-    for overlay in OVERLAYS:
-        if overlay in overlays:
-            sections += [(file, overlay, file.rules(overlay)) for file in plan.lineage]
-    return tuple(_layer(file, section, rules, names) for file, section, rules in sections if rules)
+    sections = [(file, section) for section in sections_of(overlays) for file in plan.lineage]
+    return tuple(_layer(file, section, rules, names) for file, section in sections if (rules := file.rules(section)))
 
 
 def _layer(file: PlanFile, section: Section, rules: tuple[Rule, ...], names: Names) -> Layer:
     acting = tuple(rule for rule in rules if applies(rule))
-    reached = tuple(names.reach(parse_glob(rule.pattern)) for rule in acting)
+    reached = tuple(names.reach_of(rule) for rule in acting)
     return Layer(file, section, acting, reached, frozenset(rule.pattern for rule in rules))
 
 
@@ -123,7 +118,22 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
         for name, (rule, is_parameter) in _winners(layer).items():
             winning[name] = Assignment(name, is_parameter, rule, layer.section)
     kept = {name: assignment for name, assignment in winning.items() if assignment.rule.style != NONE}
+    kept = _with_whole_experts(kept, names.tree)
     return {name: kept[name] for name in _in_order(kept, names.tree)}
+
+
+def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
+    """Without the rules of other sections for parameters of a module whose experts a rule distributes whole."""
+    experts = {
+        name: a.section
+        for name, a in assignments.items()
+        if not a.is_parameter and STYLES[a.rule.style].experts is not None
+    }
+    return {
+        name: a
+        for name, a in assignments.items()
+        if not a.is_parameter or experts.get(tree.owner(name), a.section) == a.section
+    }
 
 
 def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[str]:

@@ -69,6 +69,8 @@ def _finding(module_rule: Rule, rule: Rule, names: tuple[str, ...]) -> Diagnosti
 
 
 def _words(style: ParameterStyle) -> str:
+    if style.shard == "expert":
+        return "by whole experts"
     if style.shard is not None:
         return f"split by its {style.shard}put features" + (" in packed parts" if style.packed else "")
     return "whole" if style.computed == "I" else "whole with a partial gradient"

@@ -117,9 +117,7 @@ class _Conditions:
             return bool(value)
 
         own = replace(
-            plan,
-            tensor_parallel=tuple(replace(r, when=when(r, "tensor_parallel")) for r in plan.tensor_parallel),
-            sequence_parallel=tuple(replace(r, when=when(r, "sequence_parallel")) for r in plan.sequence_parallel),
+            plan.with_rules(lambda section, rule: replace(rule, when=when(rule, section))),
             sums={on: tuple(replace(r, when=when(r, on)) for r in sums) for on, sums in plan.sums.items()},
         )
         if own.parent is None:

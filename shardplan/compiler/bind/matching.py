@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import compress, islice
 
-from shardplan.core.tree import ModuleTree, starred
-from shardplan.language.globs import Glob, Segment
+from shardplan.core.plan import Rule
+from shardplan.core.tree import ModuleTree, full_name, starred
+from shardplan.language.globs import Glob, Segment, parse_glob
 
 MOST_STARRED = 2000  # names with `*` for list indices; real models have some tens
 
@@ -125,6 +126,16 @@ class Names:
 
     def _star(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(islice(dict.fromkeys(starred(self.tree.address(name)) for name in names), MOST_STARRED))
+
+    def reach_of(self, rule: Rule) -> Reached:
+        """What a rule is for."""
+        reached = self.reach(parse_glob(rule.pattern))
+        if rule.having is None:
+            return reached
+        tree, below = self.tree, rule.having
+        there = (full_name(name, below) for name in reached.modules)
+        chosen = (name in tree.modules or name in tree.parameters for name in there)
+        return Reached(tuple(compress(reached.modules, chosen)))
 
     def reach(self, glob: Glob) -> Reached:
         """All modules and parameters whose whole name matches."""

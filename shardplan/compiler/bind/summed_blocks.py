@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.plan import SECTIONS, Overlays, PlanFile
+from shardplan.core.plan import Overlays, PlanFile, sections_of
 from shardplan.core.suggest import closest
 from shardplan.core.sum_outputs import SummedOutputs, SumRule
 from shardplan.core.tree import ModuleTree, named, starred
@@ -46,10 +46,9 @@ def declared_sums(
     The lists of a child plan and of the overlays replace earlier lists for the same block; a rule without
     a list changes nothing.
     """
-    sections = [section for section in SECTIONS if section == "tensor_parallel" or section in overlays]
     rules = [
         (file, rule)
-        for section in sections
+        for section in sections_of(overlays)
         for file in plan.lineage
         for rule in file.sums.get(section, ())
         if applies(rule)

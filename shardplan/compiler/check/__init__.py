@@ -15,6 +15,7 @@ from . import (
     checkpointed_modules,
     declared,
     divisibility,
+    expert_parallel,
     fsdp,
     half_covered,
     kinds,
@@ -43,6 +44,7 @@ _RULES = (
     checkpointed_modules,
     async_tp_needs,
     mesh_axes,
+    expert_parallel,
     parameter_hooks,
 )
 

@@ -12,8 +12,8 @@ from .facts import Facts
 AXIS = Code(
     code="SP550",
     title="a mesh axis that is not supported yet",
-    text="""A mesh may have the axes `ep` (expert parallelism) and `pp` (pipeline parallelism); with size 1 they are
-ignored. Larger sizes would distribute experts over ranks, or layers over stages, which plans cannot declare yet.""",
+    text="""A mesh may have the axis `pp` (pipeline parallelism); with size 1 it is ignored. A larger size would distribute layers
+over stages, which plans cannot declare yet.""",
 )
 
 CODES = (AXIS,)

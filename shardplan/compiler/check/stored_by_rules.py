@@ -76,7 +76,7 @@ class StorageFacts:
         module = self.resolved.tree.modules[assignment.name]
         if style.kinds is not None and module.kind not in style.kinds:
             return False
-        return style.weight.shard is None or module.parameter("weight") is not None
+        return style.weight.shard is None or style.experts is not None or module.parameter("weight") is not None
 
     @cached_property
     def groups(self) -> tuple[StoredParameter, ...]:

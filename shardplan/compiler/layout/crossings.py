@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardplan.core.layout import I, Layout, P, R
+from shardplan.core.layout import I, Layout, P, R, V
 from shardplan.model.reduced.recorder import argument_names
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import BoundModule
@@ -56,6 +56,8 @@ class Crossings:
         """A module is called: its inputs must have layouts that its boundary accepts."""
         self.running.append(event.module)
         bound, module = self.plan[event.module], self.model.get_submodule(event.module)
+        if bound.style is not None and bound.style.as_input:
+            self._follow_input(event, bound)
         for one in bound.boundary.inputs:
             for position, name in enumerate(event.names):
                 if one.argument == "*":
@@ -64,6 +66,29 @@ class Crossings:
                     chosen = name == (one.argument or argument_names(module)[0])
                 if chosen:
                     self._check_input(event, bound, one, position)
+
+    def _follow_input(self, event: Event, bound: BoundModule) -> None:
+        """The gradients of the module's parameters are complete where its first floating-point argument is I, and partial
+        sums where that is R or a slice; tokens to be sent to the ranks of their experts are not R."""
+        values = self.known.run.values
+        position = next((i for i, n in enumerate(event.inputs) if values[n].is_floating_point()), None)
+        if position is None:
+            return
+        number = event.inputs[position]
+        actual, ndim = self._resolved(event, number, position), values[number].ndim
+        exchanged = bound.style is not None and bound.style.exchanges
+        slices = actual.kind == "V" and actual.spread.dim == 0
+        if exchanged and not slices and actual.kind not in ("I", "whole", "?"):
+            wanted = "I or V(0)"
+            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+        layout = V(0) if actual.kind == "V" else R if actual.kind == "R" else I
+        before = self.incoming.setdefault(bound.name, layout)
+        if before != layout:
+            wanted = f"{before}{AS_BEFORE}"
+            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+        for parameter, name in self.known.run.parameters.items():
+            if name.rpartition(".")[0] == bound.name:
+                self.known.types[parameter] = Type("I" if layout == I else "R")
 
     def _check_input(self, event: Event, bound: BoundModule, one: InputBoundary, position: int) -> None:
         number, inside = event.inputs[position], event.outputs[position]

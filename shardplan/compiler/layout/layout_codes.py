@@ -204,6 +204,22 @@ the last one. Without `sum_outputs` each output is reduced by itself.""",
     good=_LLAMA,
 )
 
+TOKENS = Code(
+    code="SP413",
+    title="experts that cannot be distributed",
+    text="""With expert parallelism a module of experts runs on the tokens that other ranks send it, with some of its experts. Its
+call must have just tokens [T, H], the ids [T, k] of each token's experts and their weights [T, k]; each id must have a part of its
+stacks; and each token must be computed by itself, as the sum over its experts of what each adds. A module that drops tokens beyond
+a capacity, takes a mean over tokens, or returns something else cannot be distributed. Use tensor parallelism for its stacks.""",
+    bad="""expert_parallel:
+  model.layers.*.mlp.experts: ep_dispatch  # experts whose code drops tokens beyond a capacity
+""",
+    good="""tensor_parallel:
+  model.layers.*.mlp.experts: moe_tp_experts
+""",
+)
+
+
 CODES = (
     PARTIAL,
     MISFIT,
@@ -219,4 +235,5 @@ CODES = (
     UNSUMMED,
     DROPOUT,
     RANDOM,
+    TOKENS,
 )

@@ -17,6 +17,7 @@ from shardplan.core.tree import ModuleTree, block, element
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
+from shardplan.styles import STYLES
 from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
 
@@ -28,6 +29,7 @@ from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
 from .run import Workbench
 from .split_lengths import misfit, split_lengths
+from .token_by_token import token_findings
 from .unsummed import acting, dropping
 
 
@@ -45,12 +47,18 @@ class ModelLayouts:
 
     Args:
         found: the model.
-        tp: the size of the axis.
+        tp, ep: the sizes of the axes.
     """
 
-    def __init__(self, found: FoundModel, tp: int):
-        self.found, self.tp = found, tp
+    def __init__(self, found: FoundModel, tp: int, ep: int = 1):
+        self.found, self.tp, self.ep = found, tp, ep
         self._plans: dict[int, _Checked] = {}
+        self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
+
+    @property
+    def sizes(self) -> MeshSizes:
+        """The smallest mesh with these axes."""
+        return MeshSizes(tp=self.tp, ep=self.ep, dp_shard=max(1, self.ep // self.tp))
 
     @cached_property
     def reduced_model(self) -> ReducedModel:
@@ -61,7 +69,7 @@ class ModelLayouts:
         """
         # Experts one by one: grouped multiplications want sizes that a reduced model's shards may not have, and no float64.
         experts = "eager" if self.found.config is not None else None
-        return make_reduced_model(self.found, tp=self.tp, experts_implementation=experts)
+        return make_reduced_model(self.found, tp=self.tp, ep=self.ep, experts_implementation=experts)
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
@@ -80,6 +88,21 @@ class ModelLayouts:
                 if not bench.reference.finite:
                     raise ArithmeticError("its result is not finite")
         return benches
+
+    def benches_for(self, resolved: ResolvedPlan) -> tuple[Workbench, ...]:
+        """Those for a plan: with the modules whose experts it distributes as one operation each.
+
+        Args:
+            resolved: the plan, bound to the reduced model.
+        """
+        experts = frozenset(name for name, a in resolved.modules.items() if STYLES[a.rule.style].experts is not None)
+        if not experts:
+            return self.benches
+        if experts not in self._benches:
+            with self.reduced_model.running():
+                made = (Workbench(one.model, one.inputs, one.tree, experts) for one in self.benches)
+                self._benches[experts] = tuple(made)
+        return self._benches[experts]
 
     @property
     def random(self) -> Diagnostic | None:
@@ -133,7 +156,7 @@ class ModelLayouts:
         tree = benches[0].tree
         if self.random is not None:
             return LayoutReport((self._about_the_model(self.random),))
-        resolved, about = bind(plan, tree, MeshSizes(tp=self.tp), overlays)
+        resolved, about = bind(plan, tree, self.sizes, overlays)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
         if structure:
             return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
@@ -234,7 +257,12 @@ class ModelLayouts:
         Raises:
             PlanError: there is no reduced model, or it does not run.
         """
-        return check_layout(resolved, self.benches, help=help, search=search)
+        benches = self.benches_for(resolved)
+        report = check_layout(resolved, benches, help=help, search=search) if self.tp > 1 else LayoutReport()
+        if not report.ok or "expert_parallel" not in resolved.overlays:
+            return report
+        found = token_findings(resolved, benches, self.ep)
+        return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
         """The finding with the model's modules in place of its reduced model's."""

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from torch import nn
 
 from shardplan.core.layout import Layout
+from shardplan.core.mesh import Axis
 from shardplan.core.tree import full_name
 from shardplan.model.reduced.trace import Event, Place
 from shardplan.styles.bound import BoundModule
@@ -88,7 +89,9 @@ class Prover:
             bound, parameter = owned[name]
             self.known.maker[number] = bound.name
             dim = parameter.computed.dim
-            if isinstance(dim, int):
+            if parameter.computed.axis is not Axis.TP:  # its module's input says which
+                self.known.types[number] = READ["I"]
+            elif isinstance(dim, int):
                 info = bound.module.parameter(parameter.name)
                 assert info is not None, name
                 order = read_order(parameter, info.shape[dim], len(self.runs))

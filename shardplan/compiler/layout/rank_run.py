@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shardplan.core.layout import Layout, P
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.recorder import Recorder, argument_names
@@ -22,6 +23,7 @@ from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary
 from shardplan.torchlib.attributes import divide_attributes, owner_of
 
+from .rank_experts import distribute_experts
 from .spread import chunk, same
 from .typed_modules import is_mean
 from .types import read_order
@@ -158,6 +160,8 @@ def chosen_arguments(
 def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:
     """What a rank reads of a parameter."""
     dim = parameter.computed.dim
+    if parameter.stored.axis is not Axis.TP:  # the exchange brings each rank the results of all experts
+        return whole
     if not isinstance(dim, int):
         return whole / ranks if parameter.computed == P else whole
     order = read_order(parameter, whole.shape[dim], ranks)
@@ -191,6 +195,8 @@ def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, ra
             assert isinstance(layer, nn.Embedding), bound.name
             layer.padding_idx = None
             _look_up_own_rows(layer, bound.vocabulary, ranks, rank)
+        if bound.experts is not None and not bound.experts.exchange:
+            distribute_experts(module, bound.experts.count, ranks, rank)
     return local
 
 

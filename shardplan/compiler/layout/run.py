@@ -39,15 +39,19 @@ class Workbench:
         model: with its weights; it is not changed.
         inputs: keyword arguments of its forward.
         tree: its picture, the one that plans are bound to.
+        experts: modules of experts that plans distribute: each is one operation, as what a rank computes there is not what the
+            unsharded model does with the same rows.
 
     Attributes:
         random: the places of its code that draw random numbers which change its result.
     """
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree):
+    def __init__(
+        self, model: nn.Module, inputs: Mapping[str, Any], tree: ModuleTree, experts: frozenset[str] = frozenset()
+    ):
         self.model, self.inputs, self.tree = model, inputs, tree
         kinds = ((name, module.kind) for name, module in tree.modules.items() if name not in tree.inside)
-        self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS)
+        self.atoms = frozenset(name for name, kind in kinds if kind in ATOMS) | experts
         # A copy: some models keep states of a run on their modules.
         fresh = copied(model)
         with watched(fresh) as watch:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from shardplan.core.layout import I, LayoutKind
-from shardplan.core.module_program import Draws, InputMove, ModuleProgram, ParameterProgram
+from shardplan.core.mesh import Axis
+from shardplan.core.module_program import Draws, ExpertsProgram, InputMove, ModuleProgram, ParameterProgram
 from shardplan.core.plan import Overlays, ResolvedPlan
 
 NUMBERS: dict[Draws, str] = {
@@ -26,7 +27,8 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
     """
     lines = [
         f"plan {resolved.plan.name} version {resolved.plan.version}",
-        f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}",
+        f"tp {resolved.sizes.tp} sequence_parallel {str(resolved.sequence_parallel).lower()}"
+        + (f" ep {resolved.sizes.ep}" if resolved.sizes.ep > 1 else ""),
     ]
     for overlays, modules in variants.items():
         lines += ["without sequence parallelism"] if overlays != resolved.overlays else []
@@ -58,6 +60,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  out, last {module.tail}: I -> R"
     for position in module.outside:
         yield f"  out[{position}]: R -> I"
+    if module.experts is not None:
+        yield f"  {experts(module.experts)}"
     for attribute, by in module.divide:
         yield f"  {attribute} divided by {by}"
     if module.draws is not None:
@@ -66,6 +70,17 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  one gather from {one.copies} ranks: " + ", ".join(_member(*names) for names in one.parameters)
     if module.group is not None:
         yield "  one gradient all-reduce: " + ", ".join(_member(*names) for names in module.group.parameters)
+
+
+def experts(program: ExpertsProgram) -> str:
+    """How whole experts run, in words."""
+    if program.exchange is None:
+        return f"its own of {program.count} experts, on all tokens"
+    sent = {"once": "once to each rank with some of its experts", "pairs": "once for each of its experts"}[
+        program.exchange
+    ]
+    of = "this rank's slice of the tokens" if program.sliced else "this rank's tokens"
+    return f"{program.count} experts over ep: {of}, each sent {sent}"
 
 
 def _member(module: str, parameter: str) -> str:
@@ -93,6 +108,7 @@ def placement(parameter: ParameterProgram) -> str:
         return "Replicate" + (", added after the reduction" if parameter.withheld else "")
     return (
         f"Shard({parameter.dim})"
+        + (f" over {parameter.stored.axis}" if parameter.stored.axis is not Axis.TP else "")
         + (f" of parts {'+'.join(map(str, parameter.parts))}" if parameter.parts else "")
         + _gathered(parameter)
     )

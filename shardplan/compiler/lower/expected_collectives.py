@@ -46,6 +46,9 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
         yield _of_move(program.leave.src, program.leave.dst)
     if program.features is not None:
         yield _of_move(P, R)
+    if program.experts is not None and program.experts.sliced:
+        yield Axis.TP, "all_gather", "all_gather"  # of the results, and of the tokens' gradient
+        yield Axis.TP, "identity", "all_gather"  # of that of the weights
     if program.tail:
         yield Axis.TP, "identity", "all_reduce"
 

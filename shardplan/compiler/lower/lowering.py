@@ -38,8 +38,11 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
 
 
 def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
-    """The module programs of one variant, by name, in the tree's order."""
+    """The module programs of one variant, by name, in the tree's order. Of expert parallelism alone, without a tp axis, they are
+    the exchanges of tokens."""
     modules = bound_modules(plan)
+    if plan.sizes.tp == 1 and "expert_parallel" in plan.overlays:
+        return {n: _alone(one) for n, one in modules.items() if one.experts is not None and one.experts.exchange}
     incoming = IncomingLayouts(modules, plan.incoming or {})
     programs = {}
     for name, one in modules.items():
@@ -79,9 +82,15 @@ def _lower_module(
         tail=one.tail,
         outside=one.boundary.outside,
         divide=one.divide,
+        experts=one.experts,
         layer=one.module.layer,
         also_reads=also_reads,
     )
+
+
+def _alone(one: BoundModule) -> ModuleProgram:
+    assert one.style is not None, one  # a rule distributes the experts
+    return ModuleProgram(one.name, one.style.name, one.parameters, experts=one.experts, layer=one.module.layer)
 
 
 def _mean_features(plan: ResolvedPlan, one: BoundModule) -> int | None:

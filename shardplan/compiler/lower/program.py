@@ -21,7 +21,7 @@ class Program:
 
     Args:
         resolved: the plan bound to the model.
-        variants: what happens at each module, by name, for each way to run: with the overlays of `resolved`, and without any.
+        variants: what happens at each module, by name, for each way to run: with the overlays of `resolved`, and without sequence parallelism.
     """
 
     resolved: ResolvedPlan

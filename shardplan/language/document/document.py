@@ -14,6 +14,19 @@ from .rule_models import Entry
 from .section_models import with_sections
 
 
+class ExpertParallel(Strict):
+    """Rules, and a section inside."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Entry]
+
+    sequence_parallel: dict[GlobText, Entry] = Field(
+        default={},
+        description="Rules laid over `expert_parallel` when sequence parallelism is on too.",
+        examples=[{"model.layers.*.mlp.shared_experts": {"style": "gather_seq_input", "output": "reduce_scatter"}}],
+    )
+
+
 class Document(Strict):
     """How to split a model over ranks: tensor, sequence and data parallelism, activation checkpointing."""
 
@@ -54,6 +67,11 @@ class Document(Strict):
         default={},
         description="Rules laid over `tensor_parallel` when sequence parallelism is on.",
         examples=[{"model.layers.*.mlp.down_proj": "rowwise_seq"}],
+    )
+    expert_parallel: ExpertParallel = Field(
+        default_factory=lambda: ExpertParallel.model_validate({}),
+        description="Rules laid over the others when the mesh has several ranks on its axis `ep`.",
+        examples=[{"model.layers.*.mlp.experts": "ep_dispatch"}],
     )
 
 

@@ -9,6 +9,7 @@ from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
+from shardplan.core.module_program import Exchange
 from shardplan.core.plan import Output, Rule
 from shardplan.language.rule_options import option_rules, style_schema
 
@@ -107,6 +108,12 @@ class RuleOptions(Strict):
         "by something that every rank computes in full, like an auxiliary loss on router logits.",
         examples=[[0]],
     )
+    exchange: Given[Exchange] = Field(
+        default=None,
+        description="How tokens are sent to the ranks of their experts: `once` to each rank that has some of them, which adds "
+        "up their weighted results (the default), `pairs` once for each of their experts.",
+        examples=["pairs"],
+    )
     regather: bool = Field(
         default=default_of(Rule, "regather"),
         description="Keep the rank's shard of the sequence for the backward pass instead of the gathered one, and gather "
@@ -122,6 +129,12 @@ class RuleOptions(Strict):
         examples=[["self_attn.o_proj", "mlp.down_proj"]],
     )
 
+    having: Given[AttributeName] = Field(
+        default=None,
+        description="The rule is for those of the modules only below which there is a module or parameter of this name: blocks of one "
+        "kind among blocks of several.",
+        examples=["experts"],
+    )
     when: Given[ConditionText] = Field(
         default=None,
         description="The rule is for models of whose configuration this condition holds; for others the plan is without it.",

@@ -96,6 +96,7 @@ def make_reduced_model(
     model: FoundModel | nn.Module,
     *,
     tp: int,
+    ep: int = 1,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     tied: bool | None = None,
@@ -114,6 +115,7 @@ def make_reduced_model(
         model: what `find_model` gave, or a module on any device (its weights are not read, unless it has no
             configuration).
         tp: the number of ranks that it will be split over.
+        ep: the number of ranks that its experts will be distributed over.
         seed: of the weights. The same seed gives the same weights in every dtype, up to rounding.
         dtype: of the parameters.
         tied: whether embedding and head are one Parameter; None: as in the original.
@@ -150,7 +152,7 @@ def make_reduced_model(
         named = named_by_user(reduced, tree, name, seed)
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
-    reduced_config, kept, adapted = reduced_config_of(config, cls, tree, adapters, name, found, tp=tp, tied=tied)
+    reduced_config, kept, adapted = reduced_config_of(config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied)
     build = maker(cls, reduced_config, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(build()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")

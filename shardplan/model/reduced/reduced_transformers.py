@@ -96,6 +96,7 @@ def reduced_config_of(
     live: Live | None,
     *,
     tp: int,
+    ep: int = 1,
     tied: bool | None,
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
@@ -108,7 +109,7 @@ def reduced_config_of(
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
     for kept in candidates(tree, count, vars(text), others):
         try:
-            reduced = reduced_config(config, tp=tp, seq_len=sequence_length(tp), kept=kept, tied=tied)
+            reduced = reduced_config(config, tp=tp, ep=ep, seq_len=sequence_length(tp), kept=kept, tied=tied)
             if labels_of(cls) == "class" and text_config(reduced).pad_token_id is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding
             adapted = _adapting(adapters, live, lists, kept)

@@ -24,7 +24,7 @@ class Scale:
     """The small values for one model within a configuration (its text model, its vision tower).
 
     Args:
-        tp: the number of ranks.
+        tp, ep: the number of ranks that layers are split over, and experts distributed.
         seq_len: the length of the sequences that the reduced model is run on.
         heads, head_dims, widths, vocabulary: original -> small.
         tokens: special token ids, original -> small.
@@ -45,6 +45,7 @@ class Scale:
     hidden: int | None = None
     rotary: Fraction = Fraction(1)
     positions: int | None = None
+    ep: int = 1
 
 
 def scale_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from math import isqrt
 from typing import Any
 
@@ -27,13 +28,14 @@ OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)
 
 
 def reduced_config(
-    config: PreTrainedConfig, *, tp: int, seq_len: int, kept: Kept, tied: bool | None = None
+    config: PreTrainedConfig, *, tp: int, ep: int = 1, seq_len: int, kept: Kept, tied: bool | None = None
 ) -> PreTrainedConfig:
     """A configuration of the same class with small numbers.
 
     Args:
         config: the original; it is not changed.
         tp: the number of ranks; every count keeps its relation to it.
+        ep: the number of ranks that experts are distributed over.
         seq_len: windows are made smaller than this, position tables not.
         kept: the layers of the text model to keep.
         tied: whether embedding and head share their weight; None: as the original.
@@ -42,7 +44,7 @@ def reduced_config(
         Exception: whatever the configuration's class raises on a combination that it refuses.
     """
     text = text_config(config)
-    scale = scale_of(text, config, tp, seq_len, kept)
+    scale = replace(scale_of(text, config, tp, seq_len, kept), ep=ep)
     data = _shrunk(config, scale, text)
     if tied is not None:
         data["tie_word_embeddings"] = tied
@@ -220,7 +222,9 @@ def _last_layers(value: Any, scale: Scale, name: str) -> Any:
 def _experts(value: Any, scale: Scale, name: str) -> Any:
     if not isinstance(value, int) or value <= EXPERTS:
         return value
-    return like(value, scale.tp, at_least=EXPERTS, multiple_of=2 if value % 2 == 0 else 1)
+    ranks = max(scale.tp, scale.ep)
+    at_least = EXPERTS if scale.ep == 1 else max(EXPERTS, 2 * ranks)  # with one on each rank all local numbers are 0
+    return like(value, ranks, at_least=at_least, multiple_of=2 if value % 2 == 0 else 1)
 
 
 def _dropout(value: Any, scale: Scale, name: str) -> Any:

@@ -15,7 +15,7 @@ from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.compiler.lower.program import Program
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic
-from shardplan.core.plan import variant_name
+from shardplan.core.plan import variant_name, without_sequence
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
 from shardplan.runtime.parallel.random_streams import Streams
@@ -195,7 +195,7 @@ def without_sequence_parallel(model: nn.Module) -> Iterator[Any]:
         yield model
         return
     before = record.shared.regime.variant
-    record.shared.regime.variant = variant_name(record.program.resolved.overlays - {"sequence_parallel"})
+    record.shared.regime.variant = variant_name(without_sequence(record.program.resolved.overlays))
     try:
         yield model
     finally:

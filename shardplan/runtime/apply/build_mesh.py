@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardplan.core.mesh import APPLIED, UNSUPPORTED, Axis
+from shardplan.core.mesh import APPLIED, UNSUPPORTED, Axis, MeshSizes
+
+from .expert_mesh import note_ep
 
 ALWAYS = (Axis.DP_SHARD, Axis.TP)  # axes that scripts read from a mesh
 
@@ -25,37 +27,49 @@ def build_mesh(
 ) -> DeviceMesh:
     """A mesh over all ranks, with the axes that plans are applied on: dp_replicate, dp_shard, cp, tp, in this order.
 
-    The axes dp_shard and tp are always there, the others where they are larger than one.
+    The axes dp_shard and tp are always there, the others where they are larger than one. The axis ep is none of them: it is a
+    view of dp_shard x cp x tp, the innermost ranks of them. The mesh carries its size to `apply_plan`; slices of the mesh do not.
 
     Args:
         dp_shard, tp, dp_replicate, cp: the sizes. At most one may be None (or 0, or below): what the others leave of the
             world size.
-        ep, pp: must be 1: expert and pipeline parallelism are not supported.
+        ep: over how many ranks experts are distributed. It divides dp_shard x cp x tp, and it divides tp or tp divides it.
+        pp: must be 1: pipeline parallelism is not supported.
         device_type: "cuda" or "cpu"; None follows the process group's backend.
 
     Raises:
-        ValueError: no process group; several sizes to infer; the sizes do not multiply to the world size.
+        ValueError: no process group; several sizes to infer; the sizes do not multiply to the world size; ep does not fit.
+        TypeError: a size that is no whole number.
     """
     if not dist.is_initialized():
         raise ValueError(
             "there is no process group: call torch.distributed.init_process_group() first, in processes that torchrun starts"
         )
-    for axis, size in {Axis.EP: ep, Axis.PP: pp}.items():
-        if size is not None and size > 1:
-            raise ValueError(f"{axis} is {size}: {UNSUPPORTED[axis]} is not supported yet")
+    if pp is not None and pp > 1:
+        raise ValueError(f"pp is {pp}: {UNSUPPORTED[Axis.PP]} is not supported yet")
     given: dict[Axis, int | None] = dict(zip(APPLIED, (dp_replicate, dp_shard, cp, tp), strict=True))
     sizes = _inferred(given, dist.get_world_size())
+    _check_type(Axis.EP, ep)
+    experts = max(ep or 1, 1)
+    MeshSizes(**sizes, ep=experts).check_ep()
     axes = [axis for axis in APPLIED if axis in ALWAYS or sizes[axis] > 1]
     device = device_type or ("cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu")
-    return init_device_mesh(
+    mesh = init_device_mesh(
         device, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axis.value for axis in axes)
     )
+    if experts > 1:
+        note_ep(mesh, experts)
+    return mesh
+
+
+def _check_type(axis: Axis, size: object) -> None:
+    if not (size is None or (isinstance(size, int) and not isinstance(size, bool))):
+        raise TypeError(f"the size of {axis} must be a whole number or None, not {size!r}")
 
 
 def _inferred(given: dict[Axis, int | None], world: int) -> dict[Axis, int]:
     for axis, size in given.items():
-        if not (size is None or (isinstance(size, int) and not isinstance(size, bool))):
-            raise TypeError(f"the size of {axis} must be a whole number or None, not {size!r}")
+        _check_type(axis, size)
     declared = {axis: size for axis, size in given.items() if size is not None and size > 0}
     free = [axis for axis in given if axis not in declared]
     if len(free) > 1:

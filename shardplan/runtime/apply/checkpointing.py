@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.sections import ActivationCheckpointing
 from shardplan.runtime.parallel.forward import Around, wrap_forward
@@ -19,8 +18,7 @@ def _full(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: d
 
 
 def _selective(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    contexts = partial(create_selective_checkpoint_contexts, keep_products)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep_products, **kwargs)
 
 
 MODES: dict[str, Around] = {"full": _full, "selective": _selective}

@@ -15,6 +15,7 @@ from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
 from shardplan.core.tree import ancestors
 from shardplan.runtime.parallel.failures import at_module
 
+from .expert_units import placement_over
 from .wrapped import Wrapped
 
 
@@ -39,10 +40,12 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
     # Units return their compute dtype: a value in the model's output dtype would meet parameters of another dtype.
     options["mp_policy"] = replace(_policy(section.mixed_precision), output_dtype=None)
     last = wrapped.units[-1:]
-    for name in sorted((*wrapped.units, *wrapped.parts), key=lambda unit: -unit.count(".")):
+    names = dict.fromkeys((*wrapped.units, *wrapped.parts, *wrapped.experts))
+    for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
             kept = name in last or any(above in last for above in ancestors(name))
-            fully_shard(model.get_submodule(name), **options, reshard_after_forward=_reshard(section, kept))
+            own = _of_experts(options, wrapped, named=name in wrapped.units) if name in wrapped.experts else options
+            fully_shard(model.get_submodule(name), **own, reshard_after_forward=_reshard(section, kept))
     if section.prefetch is not None:
         _prefetch(model, wrapped, section.prefetch)
 
@@ -54,6 +57,20 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
         "offload_policy": _offload(section),
         "ignored_params": _left_alone(model, mesh, wrapped.ignored),
     }
+
+
+def _of_experts(options: dict[str, Any], wrapped: Wrapped, named: bool) -> dict[str, Any]:
+    """The arguments of `fully_shard` for a module of experts.
+
+    Args:
+        named: the plan has it as a unit. Else its inputs keep their dtypes, as they would if it were none: the weights of the
+            routes may be in float32.
+    """
+    mesh = wrapped.experts_mesh
+    assert mesh is not None, wrapped.experts
+    policy = options["mp_policy"] if named else replace(options["mp_policy"], cast_forward_inputs=False)
+    placement = placement_over(mesh.size(mesh.ndim - 1))
+    return {**options, "mesh": mesh, "mp_policy": policy, "shard_placement_fn": placement}
 
 
 def _left_alone(model: nn.Module, mesh: DeviceMesh, names: Iterable[str]) -> set[nn.Parameter]:
@@ -102,10 +119,10 @@ def _unit(model: nn.Module, name: str) -> FSDPModule:
 
 
 def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch) -> None:
-    """Set how many units are gathered ahead; each is gathered with the parts inside it."""
+    """Set how many units are gathered ahead; each is gathered with the parts and the experts inside it."""
+    parts = dict.fromkeys((*wrapped.parts, *(name for name in wrapped.experts if name not in wrapped.units)))
     groups = [
-        [_unit(model, name) for name in (unit, *(p for p in wrapped.parts if unit in ancestors(p)))]
-        for unit in wrapped.units
+        [_unit(model, name) for name in (unit, *(p for p in parts if unit in ancestors(p)))] for unit in wrapped.units
     ]
     for i, (unit, *_) in enumerate(groups):
         if (ahead := prefetch.forward) is not None:

@@ -28,6 +28,7 @@ from .backends import FUNCTIONS
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
+from .expert_units import check_experts, experts_of
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
 from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
@@ -60,14 +61,19 @@ class Work:
     streams: Streams | None = None
     steps: list[str] = field(default_factory=list)
 
+    @property
+    def split(self) -> bool:
+        """Whether the model runs on several tp ranks."""
+        return self.mesh.tp_size > 1
+
 
 def _tensor_parallel(work: Work) -> bool:
     work.ties = tied_groups(work.inner)
-    tp = work.mesh.tp
-    if tp is None or tp.size() == 1:
+    if not work.split and not experts_of(work.program):
         return False
-    work.shared = shard(work.inner, tp, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
-    use_sharded_loss(work.inner, work.program)
+    work.shared = shard(work.inner, work.mesh, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
+    if work.split:
+        use_sharded_loss(work.inner, work.program)
     return True
 
 
@@ -77,21 +83,21 @@ def _ties(work: Work) -> bool:
 
 
 def _checkpoints(work: Work) -> bool:
-    packed = packed_parameters(work.program) if work.shared is not None else {}
+    packed = packed_parameters(work.program) if work.split else {}
     keep_original_order(work.inner, packed, work.mesh.tp_size)
     load_any_layout(work.inner, packed)
     return bool(packed)
 
 
 def _own_random_numbers(work: Work) -> bool:
-    if work.streams is None or work.shared is None:
+    if work.streams is None or work.shared is None or not work.split:
         return False
     use_own_streams(work.inner, work.draws, work.streams, work.shared.regime)
     return True
 
 
 def _common_random_numbers(work: Work) -> bool:
-    if work.streams is None or work.shared is None:
+    if work.streams is None or work.shared is None or not work.split:
         return False
     use_common_streams(work.inner, work.draws, work.streams, work.shared.regime)
     return True
@@ -127,19 +133,23 @@ def _data_parallel(work: Work) -> bool:
     if mesh is None:
         return False
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
-    units, parts, ignored = (
+    experts = experts_of(work.program)
+    over = work.mesh.experts_data_parallel(backend) if experts else None
+    units, parts, ignored, experts = (
         tuple(full_name(prefix, name) for name in names)
-        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored))
+        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored), experts)
     )
     joint = work.mesh.joint(mesh) if backend.joint_group else None
-    names = Wrapped(units, parts, ignored, work.mesh.mesh, work.mesh.names.get(Axis.TP), joint)
+    names = Wrapped(
+        units, parts, ignored, experts, over, mesh=work.mesh.mesh, tp=work.mesh.names.get(Axis.TP), joint=joint
+    )
     work.result = FUNCTIONS[backend.name].model(work.model, mesh, resolved.data_parallel, names)
     assert (work.result is not work.model) == backend.wraps, f"the record of {backend.name} is wrong"
     return True
 
 
 def _refusals(work: Work) -> bool:
-    if work.shared is not None:
+    if work.split:
         refuse_attention_maps(work.inner)
         refuse_full_tensor(work.inner, packed_parameters(work.program))
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
@@ -149,10 +159,11 @@ def _refusals(work: Work) -> bool:
 
 
 def _replaces(work: Work) -> bool:
-    """As `check.parameter_hooks.replaces`, for a mesh: FSDP2 replaces parameters on an axis of size 1 too."""
-    section = work.program.resolved.data_parallel
-    if replaces(work.program.resolved) or section is None:
-        return replaces(work.program.resolved)
+    """As `check.parameter_hooks.replaces`, for a mesh: FSDP2 replaces parameters on an axis of size 1 too, and experts are
+    distributed over ep."""
+    section, known = work.program.resolved.data_parallel, replaces(work.program.resolved)
+    if known or experts_of(work.program) or section is None:
+        return known or bool(experts_of(work.program))
     backend = BACKENDS[section.backend]
     return backend.shards and work.mesh.data_parallel(backend) is not None
 
@@ -208,7 +219,8 @@ def apply_program(
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
-        ValueError: parameters that are not contiguous; the model is untouched.
+        ValueError: parameters that are not contiguous; experts over ep whose gradients would not be averaged. The model is
+            untouched.
         RuntimeError: a step failed, here or on another rank; names it and the module. The model is then marked unusable, and
             its forward raises.
     """
@@ -218,6 +230,7 @@ def apply_program(
         model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast, draws=draws, streams=streams
     )
     with ranks.step():
+        check_experts(mesh, program)
         if _replaces(work) and (found := tuple(hooked(program.resolved))):
             raise PlanError(found)
         section = program.resolved.data_parallel

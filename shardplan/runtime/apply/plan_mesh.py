@@ -13,6 +13,8 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.runtime.parallel.process_groups import flatten
 from shardplan.styles.backends import BACKENDS, Backend
 
+from .expert_mesh import EP, EP_SHARD, check_moe_mesh, ep_of, expert_view
+
 
 @dataclass(frozen=True)
 class PlanMesh:
@@ -21,15 +23,18 @@ class PlanMesh:
     Args:
         mesh: the mesh as given.
         names: our axis name -> the mesh's own name.
+        ep_size: over how many ranks experts are distributed: the innermost ones of dp_shard x cp x tp.
     """
 
     mesh: DeviceMesh
     names: Mapping[Axis, str]
+    ep_size: int = 1
 
     @property
     def sizes(self) -> MeshSizes:
         sizes = {axis: self.mesh[name].size() for axis, name in self.names.items()} | self._no_tp()
-        return MeshSizes(**sizes, shards=sum(axis in self.names for axis in (Axis.DP_SHARD, Axis.CP)))
+        shards = sum(axis in self.names for axis in (Axis.DP_SHARD, Axis.CP))
+        return MeshSizes(**sizes, ep=self.ep_size, shards=shards)
 
     def _no_tp(self) -> dict[str, int]:
         return {} if Axis.TP in self.names else {"tp": 1}
@@ -53,6 +58,41 @@ class PlanMesh:
     def cp(self) -> DeviceMesh | None:
         """The one-dimensional cp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names[Axis.CP]] if Axis.CP in self.names else None
+
+    @property
+    def ep(self) -> DeviceMesh | None:
+        """The one-dimensional mesh over which experts are distributed; None where that is one rank. The first call makes process
+        groups: all ranks must make it."""
+        return self._experts[EP] if self.ep_size > 1 else None
+
+    @property
+    def _experts(self) -> DeviceMesh:
+        return expert_view(self.mesh, self.names, self.sizes)
+
+    @property
+    def expert_axes(self) -> Mapping[Axis, DeviceMesh]:
+        """The axes of the mesh that experts are on: ep, and what FSDP2 shards them over; none where experts are not distributed."""
+        if self.ep_size == 1:
+            return {}
+        names = {Axis.DP_SHARD: EP_SHARD, Axis.EP: EP}
+        if (replicate := self.names.get(Axis.DP_REPLICATE)) is not None:
+            names[Axis.DP_REPLICATE] = replicate
+        return {axis: self._experts[name] for axis, name in names.items()}
+
+    @property
+    def tp_or_one(self) -> DeviceMesh:
+        """The tp mesh; one of this rank alone where the mesh has no such axis, but experts are distributed."""
+        tp = self.tp
+        return tp if tp is not None else self._experts[Axis.TP.value]
+
+    def experts_data_parallel(self, backend: Backend) -> DeviceMesh | None:
+        """What a backend works over for the experts of one ep rank: [dp_replicate,] ep_shard. None where experts are not
+        distributed, or the backend wraps nothing. The first call makes process groups: all ranks must make it."""
+        if self.ep_size == 1 or self.data_parallel(backend) is None:
+            return None
+        assert backend.experts, backend.name  # `check_experts` refused it
+        replicate = self.names.get(Axis.DP_REPLICATE)
+        return self._experts[(replicate, EP_SHARD)] if replicate else self._experts[EP_SHARD]
 
     @property
     def data_parallel_ranks(self) -> int:
@@ -117,17 +157,25 @@ class PlanMesh:
             )
 
 
-def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMesh:
+def read_mesh(
+    mesh: DeviceMesh,
+    axes: Mapping[str, str] | None = None,
+    ep: int | None = None,
+    moe_mesh: DeviceMesh | None = None,
+) -> PlanMesh:
     """Read a mesh's axes.
 
     Args:
         mesh: a DeviceMesh with dim names; `tp` and any of dp_replicate, dp_shard, cp, or their other spellings.
         axes: our axis name -> the mesh's, for names that are not among the known spellings.
+        ep: over how many ranks experts are distributed; None: as the moe_mesh or `build_mesh` says, else 1.
+        moe_mesh: a mesh of experts with the axes (ep_shard, ep), as NeMo Automodel makes it. It is compared, not used.
 
     Raises:
-        TypeError: it is not a DeviceMesh.
+        TypeError: it is not a DeviceMesh, or the moe_mesh is none.
         ValueError: an axis without a name, with an unknown name, two axes with one meaning, or axes in an
-            order that torch's mesh slices cannot express.
+            order that torch's mesh slices cannot express; ep that does not fit the mesh, or is an axis of it; a moe_mesh with
+            other ep groups; two sizes of ep.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__name__}")
@@ -149,7 +197,18 @@ def read_mesh(mesh: DeviceMesh, axes: Mapping[str, str] | None = None) -> PlanMe
     if twice:
         raise ValueError(f"two axes of the mesh {mesh.mesh_dim_names} mean {twice[0]}")
     _check_order(canonical)
-    return PlanMesh(mesh, {axis: name for name, axis in canonical.items()})
+    names = {axis: name for name, axis in canonical.items()}
+    own = names.pop(Axis.EP, None)
+    if own is not None and mesh[own].size() > 1:
+        raise ValueError(
+            f"the mesh has the axis {own!r}, but ep is no axis of its own: it is taken from dp_shard x cp x tp. Make the mesh "
+            "without it, and pass ep"
+        )
+    read = PlanMesh(mesh, names, ep_of(mesh, ep, moe_mesh))
+    read.sizes.check_ep()
+    if moe_mesh is not None:
+        check_moe_mesh(mesh, moe_mesh, read.ep_size)
+    return read
 
 
 def _check_order(canonical: Mapping[str, Axis]) -> None:

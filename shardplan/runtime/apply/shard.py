@@ -1,30 +1,39 @@
-"""The first phase: tensor and sequence parallelism."""
+"""The first phase: tensor and sequence parallelism, and the experts of each rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shardplan.compiler.lower.program import Program
 from shardplan.runtime.parallel.make_styles import make_styles
 from shardplan.runtime.parallel.regime import Shared
 
+from .expert_units import experts_of
+from .plan_mesh import PlanMesh
+
 
 def shard(
-    model: nn.Module, mesh: DeviceMesh, program: Program, *, src_data_rank: int | None, ready: Callable[[], None]
+    model: nn.Module, mesh: PlanMesh, program: Program, *, src_data_rank: int | None, ready: Callable[[], None]
 ) -> Shared:
-    """Shard the model's parameters over the one-dimensional tp mesh and register the moves.
+    """Shard the model's parameters over the tp and ep axes of the mesh and register the moves. Without ranks on tp, only modules
+    of experts are touched.
 
     Args:
         ready: called before the values of a parameter are sent; raises where another rank failed.
     """
-    styles, shared = make_styles(program.resolved, program.by_name, ready)
+    experts = experts_of(program)
+    ep = mesh.ep if experts else None
+    share = mesh.sizes.expert_share if experts else 1.0
+    styles, shared = make_styles(program.resolved, program.by_name, ready, ep, share)
+    if mesh.tp_size == 1:
+        styles = {name: styles[name] for name in experts}
+    tp = mesh.tp_or_one
     root = styles.pop("", None)
-    parallelize_module(model, mesh, styles, src_data_rank=src_data_rank)
+    parallelize_module(model, tp, styles, src_data_rank=src_data_rank)
     if root is not None:
         # As the key "" it would lose src_data_rank.
-        parallelize_module(model, mesh, root, src_data_rank=src_data_rank)
+        parallelize_module(model, tp, root, src_data_rank=src_data_rank)
     return shared

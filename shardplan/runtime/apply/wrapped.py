@@ -15,15 +15,19 @@ class Wrapped:
     Args:
         units: the modules that the plan gathers together, in the order of the model.
         parts: modules that are gathered on their own beside them.
+        experts: modules of experts that are distributed over ep, gathered on their own too.
+        experts_mesh: what these are sharded over: [dp_replicate,] ep_shard.
         ignored: parameters that are left alone.
         mesh: the whole mesh.
         tp: the mesh's name of its tp axis, if it has one.
-        together: the process group of dp_replicate and dp_shard in one, where there are both.
+        joint: the process group of dp_replicate and dp_shard in one, where there are both.
     """
 
     units: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    experts_mesh: DeviceMesh | None = None
     mesh: DeviceMesh | None = None
     tp: str | None = None
     joint: ProcessGroup | None = None

@@ -7,6 +7,7 @@ that is a tenth of the host time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -61,6 +62,11 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int) -> Tensor:
         x = x.unflatten(dim, (ranks, -1)).movedim(dim, 0)
     stacked = x.reshape(ranks * chunk[0], *chunk[1:]).contiguous()
     return _run(FUNCTIONAL.reduce_scatter_tensor.default, stacked, "sum", ranks, _name(mesh))
+
+
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Rows for each rank, [sum of sent, ...], to rows from each, [sum of received, ...], in the order of the ranks."""
+    return _run(FUNCTIONAL.all_to_all_single.default, x.contiguous(), list(received), list(sent), _name(group))
 
 
 def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.compiler.lower.homes import home_of
@@ -22,13 +23,18 @@ Variants = Mapping[str, Mapping[str, ModuleProgram]]  # `Program.by_name`
 
 
 def make_styles(
-    plan: ResolvedPlan, variants: Variants, ready: Callable[[], None] = lambda: None
+    plan: ResolvedPlan,
+    variants: Variants,
+    ready: Callable[[], None] = lambda: None,
+    ep: DeviceMesh | None = None,
+    expert_share: float = 1.0,
 ) -> tuple[dict[str, ParallelStyle], Shared]:
     """Fresh styles for one model, by module name, and what they share.
 
     Args:
         plan, variants: `resolved` and `by_name` of a `Program`.
         ready: called before the values of a parameter are sent to other ranks; raises where one of them failed.
+        ep, expert_share: as `Regime` has them.
     """
     waiting: dict[tuple[str, str | None], Waiting] = {
         (variant, name): Waiting((*module.joined, name), module.sum_rule)
@@ -42,7 +48,7 @@ def make_styles(
         for module in modules.values()
         if module.reads_in is not None
     }
-    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan))
+    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan), ep=ep, expert_share=expert_share)
     shared = Shared(regime, _link(variants[regime.variant]), waiting, tables)
     reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
@@ -57,8 +63,9 @@ def make_styles(
 
 def _reads(plan: ResolvedPlan, variants: Variants) -> dict[str, dict[str, list[tuple[str, ParameterProgram]]]]:
     """Block (or module outside of blocks) -> by variant, the parameters in it, with the names of their modules relative to
-    it, where there are several."""
-    units = frozenset(plan.fsdp_units)
+    it, where there are several. Modules of experts are FSDP units too."""
+    own = (name for modules in variants.values() for name, module in modules.items() if module.over_ep)
+    units = frozenset((*plan.fsdp_units, *own))
     found: dict[str, dict[str, list[tuple[str, ParameterProgram]]]] = defaultdict(lambda: defaultdict(list))
     for variant, modules in variants.items():
         for name, module in modules.items():

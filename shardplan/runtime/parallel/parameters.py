@@ -1,4 +1,4 @@
-"""Parameters: stored as DTensors on the tp mesh, read as local tensors while a module's own forward runs."""
+"""Parameters: stored as DTensors on the tp or the ep mesh, read as local tensors while a module's own forward runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram, StandIn
 from shardplan.torchlib.attributes import owner_of
 from shardplan.torchlib.packing import pack
@@ -24,12 +25,15 @@ def distribute(
     mesh: DeviceMesh,
     src_data_rank: int | None,
     ready: Callable[[], None],
+    ep: DeviceMesh | None = None,
 ) -> None:
     """Replace a parameter of the module by a DTensor Parameter; frozen stays frozen.
 
     Args:
+        mesh: the tp mesh.
         src_data_rank: the tp rank whose values count; None: every rank's own (no communication).
         ready: called before the values are sent; raises where another rank failed.
+        ep: the ep mesh, where the program has parameters that are stored over it.
     """
     owner, leaf = owner_of(module, parameter.name)
     old = owner._parameters[leaf]
@@ -42,6 +46,13 @@ def distribute(
             data = pack(data, parameter.dim, parameter.parts, mesh.size())
     if src_data_rank is not None and not data.is_meta:
         ready()
+    if parameter.stored.axis is Axis.EP:
+        assert ep is not None and parameter.dim is not None and data.shape[parameter.dim] % ep.size() == 0, (
+            parameter.name
+        )
+        # An ep group may be a part of a tp group, without the rank whose values count, or hold several.
+        data = distribute_tensor(data, mesh, [Replicate()], src_data_rank=src_data_rank).to_local()
+        mesh, src_data_rank = ep, None
     new = nn.Parameter(
         distribute_tensor(data, mesh, [placement], src_data_rank=src_data_rank), requires_grad=old.requires_grad
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -13,9 +15,17 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh._get_root_mesh()
 
 
-def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> None:
-    """Make several axes of a mesh available as one, under a new name.
+def flatten(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """Make several axes of a mesh available as one, under a new name. Returns that axis.
 
     `DeviceMesh._flatten` is what torchtitan calls for dp_shard x cp (torch 2.11 to 2.13 have no public spelling).
     """
-    mesh[axes]._flatten(name)
+    return mesh[axes]._flatten(name)
+
+
+def unflatten(mesh: DeviceMesh, sizes: Mapping[str, int]) -> DeviceMesh:
+    """A one-dimensional mesh as one of several axes, the outermost first. Makes process groups.
+
+    `DeviceMesh._unflatten` is what torchtitan calls for the axes of experts (torch 2.11 to 2.13 have no public spelling).
+    """
+    return mesh._unflatten(0, tuple(sizes.values()), tuple(sizes))

@@ -8,6 +8,7 @@ are a third of what a small layer costs otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,24 @@ from shardplan.torchlib.private import private
 from .regather import note
 from .regime import Regime
 from .shared_rows import SharedRows
-from .tensor_moves import move, refuse_second_derivatives, sum_gradients, summed
+from .tensor_moves import move, refuse_second_derivatives, scale_gradient, sum_gradients, summed
 
 _FakeTensor = private("FakeTensor")
 
 Member = tuple[nn.Module, str, ParameterProgram]  # (its owner, its name there, how it is stored and read)
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """What a parameter's gradient is, as the module's backward gives it.
+
+    Args:
+        partial: a partial sum over all ranks.
+        share: to be multiplied by this.
+    """
+
+    partial: bool
+    share: float
 
 
 class _Read(torch.autograd.Function):
@@ -33,7 +47,7 @@ class _Read(torch.autograd.Function):
     that are partial sums are summed before, by one all-reduce, and those of shared rows by one reduce-scatter.
 
     Args:
-        partial: of each, whether its gradient is a partial sum over all ranks.
+        gradients: of each.
         gathered: what is gathered of those that have shared rows, by their number.
         rows: those parameters.
     """
@@ -41,14 +55,14 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        partial: Sequence[bool],
+        gradients: Sequence[_Gradient],
         gathered: Mapping[int, Tensor],
         rows: SharedRows | None,
         dtype: torch.dtype | None,
         *parameters: DTensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.partial, ctx.rows, ctx.dtype = partial, rows, dtype
+        ctx.gradients, ctx.rows, ctx.dtype = gradients, rows, dtype
         ctx.shared = {i: _like(whole) for i, whole in gathered.items()}
         ctx.specs = [parameter._spec for parameter in parameters]
         locals_ = [parameter._local_tensor for parameter in parameters]
@@ -61,7 +75,7 @@ class _Read(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         found = list(gradients)
-        which = [i for i, partial in enumerate(ctx.partial) if partial]
+        which = [i for i, one in enumerate(ctx.gradients) if one.partial]
         if any(found[i] is not None for i in which):
             parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
             for i, total in zip(which, summed(ctx.specs[0].mesh, parts, ctx.dtype), strict=True):
@@ -70,6 +84,9 @@ class _Read(torch.autograd.Function):
             parts = [part if (part := found[i]) is not None else _zeros(like) for i, like in ctx.shared.items()]
             for i, total in zip(ctx.shared, ctx.rows.reduce(parts, ctx.dtype), strict=True):
                 found[i] = _used(found[i], total)
+        for i, one in enumerate(ctx.gradients):
+            if one.share != 1.0 and (whole := found[i]) is not None:
+                found[i] = whole * one.share
         return (None, None, None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
 
 
@@ -134,7 +151,7 @@ def _read_together(
     if trained:
         own = [i for i in trained if i in gathered]
         read = _Read.apply(
-            [programs[i].summed for i in trained],
+            [_Gradient(programs[i].summed, regime.share(programs[i])) for i in trained],
             {trained.index(i): gathered[i] for i in own},
             _rows(parameters, programs, own, regime) if own else None,
             regime.reduce_dtype,
@@ -169,7 +186,7 @@ def _traced(parameter: DTensor, program: ParameterProgram, regime: Regime) -> Te
     local = parameter.to_local(grad_placements=parameter.placements)
     if program.summed and local.requires_grad:
         (local,) = sum_gradients(parameter.device_mesh, [local], regime.reduce_dtype)
-    return local
+    return scale_gradient(local, regime.share(program)) if local.requires_grad else local
 
 
 def call_with(

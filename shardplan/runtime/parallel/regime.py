@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.core.mesh import Axis
+from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
 from .shared_reads import SharedReads
@@ -26,11 +28,19 @@ class Regime:
         variant: which of the programs the hooks run, by the name of the last section that is laid over the plan's others.
         reduce_dtype: the dtype in which partial gradients of small parameters are summed; None is the gradients' own.
         neighbours: the ranks that compute with the same key-value heads, by their number.
+        ep: the one-dimensional mesh over which experts are distributed; None where they are not.
+        expert_share: what the gradients of the parameters on it are multiplied by (`MeshSizes.expert_share`).
     """
 
     variant: str
     reduce_dtype: torch.dtype | None = None
     neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
+    ep: DeviceMesh | None = None
+    expert_share: float = 1.0
+
+    def share(self, parameter: ParameterProgram) -> float:
+        """What the gradient of a parameter is multiplied by where it is read."""
+        return self.expert_share if parameter.stored.axis is Axis.EP else 1.0
 
 
 class PartialEmbedding:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from shardplan.torchlib.private import private
+
+_DispatchMode: Any = private("TorchDispatchMode")
 
 # Operators by the name that a dispatch mode sees. Attention is two matrix products and a softmax between them.
 PRODUCTS = frozenset(
@@ -33,6 +38,33 @@ def is_kept(operator: Any) -> bool:
     return getattr(operator, "namespace", None) == COLLECTIVES or packet.__name__ in PRODUCTS
 
 
-def keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy for `create_selective_checkpoint_contexts`."""
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_kept(operator) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _OfKept(_DispatchMode):
+    """One of torch's modes for selective checkpointing, for operators whose results are kept. It counts the others too, and
+    fails where the second run has more of them: but a FSDP2 unit inside is gathered there, which it need not be before.
+
+    Args:
+        mode: what stores results, or what returns them.
+    """
+
+    def __init__(self, mode: Any):
+        super().__init__()
+        self.mode = mode
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # as torch's modes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if is_kept(func):
+            return self.mode.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a checkpoint's two runs (`context_fn`)."""
+    first, second = create_selective_checkpoint_contexts(_policy)
+    return _OfKept(first), _OfKept(second)

@@ -18,6 +18,7 @@ from .failures import at_module
 from .forward import wrap_forward
 from .means import Means
 from .outputs import gather_hidden_states
+from .own_experts import OwnExperts
 from .parameters import LocalParameters, ParametersBelow, distribute
 from .reading import Reads
 from .regather import Regather
@@ -70,7 +71,7 @@ class ModuleStyle(ParallelStyle):
     def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
         divide_attributes(module.get_submodule(self.program.layer), self.program.divide)
         for parameter in self.program.parameters:
-            distribute(module, parameter, mesh, self.src_data_rank, self.ready)
+            distribute(module, parameter, mesh, self.src_data_rank, self.ready, self.shared.regime.ep)
             groups = self.shared.regime.neighbours
             for _, copies in parameter.pieces(mesh.size(), 0) if parameter.shared else ():
                 if copies > 1 and copies not in groups:
@@ -78,6 +79,8 @@ class ModuleStyle(ParallelStyle):
 
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
+        if program.experts is not None:
+            wrap_forward(module, OwnExperts(self.programs, regime, mesh, regime.ep))
         if program.parameters:
             parameters = {variant: pr.parameters for variant, pr in self.programs.items()}
             wrap_forward(module, LocalParameters(parameters, regime))

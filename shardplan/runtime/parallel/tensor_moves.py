@@ -77,7 +77,7 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
         size: the length of the whole dim that a V is a chunk of. Needed only where the axis does not divide it.
 
     Raises:
-        ValueError: a sequence that the axis does not divide.
+        ValueError: a sequence that the axis does not divide, without `size`.
     """
     ops = move_ops(src, dst)
     assert ops is not None, f"no move {src} -> {dst}"
@@ -88,7 +88,7 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
     if sharded.kind == "V":
         dim = sharded.split_dim(x.ndim)
         whole = size if size is not None else x.shape[dim] * (mesh.size() if src.kind == "V" else 1)
-        if dst.kind == "V" and x.shape[dim] % mesh.size() and dim != x.ndim - 1:
+        if dst.kind == "V" and size is None and x.shape[dim] % mesh.size() and dim != x.ndim - 1:
             raise ValueError(
                 f"dim {dim} has {x.shape[dim]} elements, which tp={mesh.size()} does not divide: pad it to "
                 f"{chunk_size(x.shape[dim], mesh.size()) * mesh.size()} (sequence parallelism splits it evenly)"
@@ -113,6 +113,23 @@ class _SumGradients(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
         return None, None, *summed(ctx.mesh, gradients, ctx.dtype)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        return gradient * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """The tensor, unchanged; in backward its gradient is multiplied."""
+    return x if factor == 1.0 else _ScaleGradient.apply(x, factor)
 
 
 def sum_gradients(mesh: DeviceMesh, tensors: list[Tensor], dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:

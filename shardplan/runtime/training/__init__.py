@@ -6,6 +6,7 @@ from shardplan.runtime.parallel.vocabulary_probabilities import log_probabilitie
 from shardplan.runtime.parallel.vocabulary_top_k import top_k
 
 from .context_parallel import context_parallel
+from .expert_bias import count_expert_tokens, update_expert_bias
 from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
 from .inference import unshard
 from .local import to_local_if_dtensor
@@ -16,6 +17,7 @@ __all__ = [
     "clip_grad_by_total_norm_",
     "clip_grad_norm_",
     "context_parallel",
+    "count_expert_tokens",
     "entropy",
     "get_grad_norm",
     "log_probabilities",
@@ -23,5 +25,6 @@ __all__ = [
     "to_local_if_dtensor",
     "top_k",
     "unshard",
+    "update_expert_bias",
     "vocabulary_parallel_nll",
 ]

@@ -13,6 +13,7 @@ FSDP2 = Backend(
     splits=frozenset(APPLIED),
     hybrid=True,
     parts=True,
+    experts=True,
     fully_shard=True,
     traceable=True,
 )

@@ -22,6 +22,7 @@ class Backend:
         joint_group: whether it needs a process group over both dims of a hybrid mesh too.
         wraps: whether it puts a wrapper around the model, with which names begin with `module.`.
         parts: whether modules can be units beside those that the plan names: frozen ones, those of another dtype.
+        experts: whether experts that are distributed over ep can be units over a mesh of their own.
         fully_shard: whether its units are those of torch's `fully_shard`, which refuses some models.
         units_by_class: whether it finds its units by their class, so that all modules of the class are units.
         traceable: whether a step with it runs on tensors without memory, so that its cost can be traced.
@@ -41,6 +42,7 @@ class Backend:
     joint_group: bool = False
     wraps: bool = False
     parts: bool = False
+    experts: bool = False
     fully_shard: bool = False
     units_by_class: bool = False
     traceable: bool = False

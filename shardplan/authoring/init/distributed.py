@@ -1,0 +1,156 @@
+"""The expert-parallel section of a draft: experts are distributed whole, and tokens are sent to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from shardplan.compiler.bind import bind
+from shardplan.compiler.check import check as check_structure
+from shardplan.compiler.layout.model import ModelLayouts
+from shardplan.core.plan import Overlays, overlays_of
+from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, element
+from shardplan.styles import NONE
+
+from .draft import BLOCK_INPUT, PARTIAL, Draft, Options, Rules
+
+STACKED = 2  # matrices of a module of experts, at least
+WITHOUT: Rules = {}
+
+
+def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
+    """The draft with a section that the layout check has no reason to, with the overlay of the sequence and without; else the
+    first candidate's reason.
+
+    Args:
+        layouts: the reduced model on a mesh with an axis ep.
+    """
+    tree = replace(layouts.tree, base_prefix="")
+    stacks = [name for name, module in tree.modules.items() if _is_stack(tree, module)]
+    if not stacks:
+        return "no module has stacks of experts, two or more matrices each"
+    reason = None
+    for sections in Distribution(tree, draft, stacks[0]).candidates():
+        candidate = replace(draft, distributed=sections)
+        said = _reason(layouts, tree, candidate)
+        if said is None:
+            return candidate
+        reason = reason or said
+    assert reason is not None
+    return reason
+
+
+def _is_stack(tree: ModuleTree, module: ModuleInfo) -> bool:
+    """Whether every parameter of a module has one dim for its experts, and no module below has parameters."""
+    shapes = [p.shape for p in module.parameters]
+    below = any(one.parameters for name, one in tree.modules.items() if name.startswith(f"{module.name}."))
+    counts = {shape[0] if shape else 0 for shape in shapes}
+    return sum(len(shape) > 2 for shape in shapes) >= STACKED and len(counts) == 1 and not below
+
+
+def _reason(layouts: ModelLayouts, tree: ModuleTree, draft: Draft) -> str | None:
+    """The first thing that is wrong with a draft in its variants with the experts distributed."""
+    plan = draft.plan()
+    assert plan is not None
+    wanted: list[Overlays] = [
+        overlays_of(on, layouts.sizes) for on in (False, True) if draft.sequence_parallel or not on
+    ]
+    for overlays in wanted:
+        resolved, about = bind(plan, tree, layouts.sizes, overlays)
+        found = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
+        found = found or list(layouts.check_copy(resolved).diagnostics)
+        if found:
+            where = next((note for note in found[0].notes if "`" in note), "")
+            return f"{found[0].message} ({where})" if where else found[0].message
+    return None
+
+
+class Distribution:
+    """Reads the section off the rules of a draft.
+
+    Args:
+        tree: the reduced model's.
+        draft: the rules, without such a section.
+        experts: the name of a module of experts.
+    """
+
+    def __init__(self, tree: ModuleTree, draft: Draft, experts: str):
+        self.tree, self.draft, self.experts = tree, draft, experts
+        ruled = (name for name in ancestors(experts) if name and not element(name) and self._has_rule(name))
+        self.block = next(ruled, None)
+        self._modules = {tree.pattern(name) for name in tree.modules}
+
+    def candidates(self) -> Iterator[dict[str, Rules]]:
+        """Sections that may be right, the one that communicates least first."""
+        own: Rules = {self.tree.pattern(self.experts): {"style": "ep_dispatch"}}
+        if self.block is not None:
+            inside = {**self._without_block_input(), **own, **self._token_wise()}
+            shared = self._beside()
+            reduced = {name: self._reduced(name) for name in shared}
+            gathered = {name: {"style": "gather_seq_input", "output": "reduce_scatter"} for name in shared}
+            for sliced in (gathered, self._whole(shared)) if shared else (WITHOUT,):
+                yield self._sections({**inside, **reduced}, sliced)
+        yield self._sections(own, WITHOUT)
+
+    def _sections(self, rules: Rules, sliced: Rules) -> dict[str, Rules]:
+        sums: Rules = {p: {"sum_outputs": []} for p in self._sums()} if len(rules) > 1 else {}
+        sequence = sliced if self.draft.sequence_parallel else WITHOUT
+        return {"expert_parallel": {**sums, **rules}, "expert_parallel.sequence_parallel": sequence}
+
+    def _has_rule(self, name: str) -> bool:
+        pattern = self.tree.pattern(name)
+        return pattern in self.draft.tensor_parallel or pattern in (self.draft.sequence_parallel or {})
+
+    def _without_block_input(self) -> Rules:
+        """Tokens are sent from where they are. Layers without experts keep the block's input and its reduction."""
+        assert self.block is not None
+        pattern, child = self.tree.pattern(self.block), self.experts.removeprefix(f"{self.block}.")
+        alike = [name for name in self.tree.modules if self.tree.pattern(name) == pattern]
+        everywhere = all(f"{name}.{child}" in self.tree.modules for name in alike)
+        return {pattern: {"style": NONE} if everywhere else {"style": NONE, "having": child}}
+
+    def _token_wise(self) -> Rules:
+        """Modules beside the experts whose gradients are partial sums where the experts are split."""
+        patterns = {self.tree.pattern(name) for name in self.tree.modules if name.startswith(f"{self.block}.")}
+        partial = [
+            pattern
+            for pattern, options in self.draft.tensor_parallel.items()
+            if options["style"] == PARTIAL["style"] and pattern in patterns
+        ]
+        return {pattern: {"style": "token_wise"} for pattern in partial}
+
+    def _beside(self) -> tuple[str, ...]:
+        """Children of the block that are split, and have no input and reduction of their own."""
+        assert self.block is not None
+        found = []
+        for child in self.tree.children[self.block]:
+            pattern = self.tree.pattern(child)
+            split = any(rule.startswith(f"{pattern}.") for rule in self.draft.tensor_parallel)
+            if split and child != self.experts and pattern not in self.draft.tensor_parallel:
+                found.append(pattern)
+        return tuple(found)
+
+    def _reduced(self, shared: str) -> Options:
+        """The input of a child and, unless its last matrix reduces its result itself, its reduction."""
+        rules = (rule for rule in self.draft.tensor_parallel if rule.startswith(f"{shared}."))
+        if any(self.draft.tensor_parallel[rule]["style"] == "rowwise" and rule in self._modules for rule in rules):
+            return {"style": BLOCK_INPUT}
+        return {"style": BLOCK_INPUT, "output": "all_reduce"}
+
+    def _whole(self, shared: tuple[str, ...]) -> Rules:
+        """Children that get tokens in one row, which cannot be gathered along the sequence: whole, on a rank's tokens."""
+        rules: dict[str, dict[str, str]] = {}
+        parameters = {self.tree.pattern(full): owner.name for full, (owner, _) in self.tree.parameters.items()}
+        for pattern in shared:
+            rules[pattern] = {"style": NONE}
+            for rule in self.draft.tensor_parallel:
+                if rule.startswith(f"{pattern}."):
+                    owner = self.tree.pattern(parameters[rule]) if rule in parameters else rule
+                    rules[owner] = {"style": "token_wise"}
+                    if rule in parameters:
+                        rules[rule] = {"style": NONE}
+        return rules
+
+    def _sums(self) -> tuple[str, ...]:
+        """Blocks whose experts give complete results: nothing is left to reduce together."""
+        return tuple(dict.fromkeys(pattern for rules in self.draft.sums.values() for pattern in rules))

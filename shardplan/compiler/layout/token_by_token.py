@@ -1,0 +1,90 @@
+"""Whether a module of experts can run on other tokens than it is called with: each token by itself, with some of its experts at
+a time. Its call in the unsharded run is made anew as the ranks of the axis ep make it together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.diagnostics import Diagnostic, Label, Severity
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import named
+from shardplan.model.rebinding import copied
+from shardplan.model.reduced.trace import Event
+from shardplan.styles.bound import bound_modules
+
+from .layout_codes import TOKENS
+from .rank_experts import NO_ROLES, distribute_experts, roles
+from .run import Workbench
+from .spread import chunk, same
+
+
+def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int) -> tuple[Diagnostic, ...]:
+    """One finding for each rule and reason, in the names of the reduced model.
+
+    Args:
+        plan: bound to the reduced model.
+        ranks: that experts are distributed over.
+    """
+    distributed = {name: one.experts.count for name, one in bound_modules(plan).items() if one.experts is not None}
+    found: dict[tuple[int, str], list[str]] = {}
+    for bench in benches:
+        for name, event, result in _calls(bench, distributed):
+            why = _reason(bench, bench.model.get_submodule(name), event, result, distributed[name], ranks)
+            names = found.setdefault((id(plan.modules[name].rule), why), []) if why else []
+            if name not in names:
+                names.append(name)
+    return tuple(_finding(plan, why, names) for (_, why), names in found.items())
+
+
+def _calls(bench: Workbench, names: Iterable[str]) -> Iterator[tuple[str, Event, Tensor | None]]:
+    for event in bench.reference.events:
+        if event.kind == "enter" and event.module in names:
+            yield event.module, event, bench.reference.result(event.module, event.place[1])
+
+
+def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | None, count: int, ranks: int) -> str:
+    """Why the call cannot be made by several ranks; "" where it can."""
+    found = roles(bench.reference.values[number] for number in event.inputs)
+    if found is None:
+        return NO_ROLES
+    tokens, ids, weights = (value.detach() for value in found)
+    if int(ids.max()) >= count or int(ids.min()) < 0:
+        return f"its call has ids up to {int(ids.max())}, but its stacks have {count} experts"
+    if result is None or result.shape != tokens.shape:
+        return "it does not return one result for each token"
+    together = torch.zeros_like(result)
+    with torch.no_grad():
+        for rank in range(ranks):
+            own = _of_rank(module, count, ranks, rank)
+            for part in range(ranks):
+                start, length = chunk(len(tokens), ranks, part)
+                rows = slice(start, start + length)
+                together[rows] += own(tokens[rows], ids[rows], weights[rows])
+    if same(together, result.detach(), bench.reference.rounding[event.inputs[0]]):
+        return ""
+    return "its result is not, for each token by itself, the sum of what each of its experts adds"
+
+
+def _of_rank(module: nn.Module, count: int, ranks: int, rank: int) -> nn.Module:
+    own = copied(module, {})
+    first, length = chunk(count, ranks, rank)
+    for name, parameter in own._parameters.items():
+        if parameter is not None:
+            own._parameters[name] = nn.Parameter(parameter.detach()[first : first + length], requires_grad=False)
+    distribute_experts(own, count, ranks, rank)
+    return own
+
+
+def _finding(plan: ResolvedPlan, why: str, names: list[str]) -> Diagnostic:
+    rule = plan.modules[names[0]].rule
+    return Diagnostic(
+        code=TOKENS.code,
+        severity=Severity.ERROR,
+        message=f"the experts of {named(names)} cannot be distributed: {why}",
+        primary=Label(rule.location, "distributes them"),
+        help="remove the rule: tensor parallelism splits the stacks of experts",
+        modules=tuple(names),
+    )

@@ -1,0 +1,97 @@
+"""Modules of experts that are distributed over ep: FSDP2 units of their own, over a mesh of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardplan.compiler.lower.program import Program
+from shardplan.core.tree import full_name, named
+from shardplan.styles.backends import BACKENDS
+from shardplan.styles.expert_shards import expert_dim
+
+from .plan_mesh import PlanMesh
+
+
+def experts_of(program: Program) -> tuple[str, ...]:
+    """The modules with parameters that are stored over the ep axis."""
+    return tuple(name for name, module in program.modules.items() if module.over_ep)
+
+
+def check_experts(mesh: PlanMesh, program: Program) -> None:
+    """Raise ValueError where the experts' gradients would not be averaged as the others are: no data-parallel section with a
+    backend that can, a parameter that it leaves alone, or one that is not distributed beside others that are."""
+    experts, resolved, sizes = experts_of(program), program.resolved, mesh.sizes
+    if not experts:
+        return
+    assert mesh.ep_size > 1, "the program is for another mesh"
+    mixed = [name for name in _below(program, experts) if name not in _over_ep(program)]
+    if mixed:
+        raise ValueError(
+            f"{named(mixed)} would stay whole in a module whose other parameters are distributed over ep: distribute "
+            "all parameters of the module, or none"
+        )
+    section = resolved.data_parallel
+    if section is not None and not BACKENDS[section.backend].experts:
+        raise ValueError(f"expert parallelism needs the backend {_able()}, not {section.backend}")
+    if section is None or mesh.data_parallel(BACKENDS[section.backend]) is None:
+        if sizes.ep_shard > 1:
+            raise ValueError(
+                f"ep {sizes.ep} leaves {sizes.ep_shard} ranks with the same experts, whose gradients a data-parallel backend "
+                f"adds up: the plan needs a data_parallel section with the backend {_able()}, and the mesh an axis dp_shard "
+                "(of size 1 is enough)"
+            )
+        return
+    if not isinstance(section.reshard_after_forward, bool | str):
+        raise ValueError(
+            f"reshard_after_forward is {section.reshard_after_forward}: experts that are distributed over ep cannot stay sharded "
+            "over a number of ranks (FSDP2 cannot do it with DTensors): use true, false or all_but_last"
+        )
+    left = [name for name in sorted(resolved.dp_ignored & _over_ep(program)) if _trained(program, name)]
+    if left:
+        raise ValueError(
+            f"the data_parallel section ignores {named(left)}, but experts that are distributed over ep must be averaged: they "
+            "have gradients of the tokens of several data-parallel ranks"
+        )
+
+
+def _able() -> str:
+    return " or ".join(backend.name for backend in BACKENDS.values() if backend.experts)
+
+
+def _over_ep(program: Program) -> frozenset[str]:
+    return frozenset(
+        full_name(name, parameter.name)
+        for name in experts_of(program)
+        for parameter in program.modules[name].parameters
+    )
+
+
+def _below(program: Program, experts: tuple[str, ...]) -> list[str]:
+    starts = tuple(f"{name}." for name in experts)
+    return [name for name in program.resolved.tree.parameters if name.startswith(starts)]
+
+
+def _trained(program: Program, name: str) -> bool:
+    return program.resolved.tree.parameters[name][1].requires_grad
+
+
+def placement_over(ranks: int) -> Callable[[nn.Parameter], Shard]:
+    """The dim along which FSDP2 shards a stack of experts over so many ranks, by `expert_dim`.
+
+    The function raises ValueError for a stack without such a dim.
+    """
+
+    def place(parameter: nn.Parameter) -> Shard:
+        shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+        dim = expert_dim(shape, ranks)
+        if dim is not None:
+            return Shard(dim)
+        raise ValueError(
+            f"a stack of experts has the shape {tuple(shape)} on each ep rank, of which no dim can be divided over "
+            f"ep_shard {ranks} ranks: use another ep"
+        )
+
+    return place

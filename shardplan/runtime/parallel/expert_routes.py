@@ -1,0 +1,135 @@
+"""The ways of tokens to their experts and back: a token for each of its experts, or once for each rank that has some of them.
+
+Both sort on the device and wait for it once, for the numbers of rows that are exchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shardplan.torchlib.private import private
+
+from .expert_exchange import ExchangeBackend, Route, exchange, swap
+from .expert_rows import OwnRows, add_up, sum_of_own, take
+
+FakeTensor = private("FakeTensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that have the experts: the first has the first ones.
+
+    Args:
+        group: these ranks.
+        own: which of them this is.
+        backend: what exchanges rows between them.
+    """
+
+    group: ProcessGroup
+    own: int
+    backend: ExchangeBackend
+
+    def route(self, sent: list[int], received: list[int]) -> Route:
+        return Route(tuple(sent), tuple(received), self.group, self.backend)
+
+
+def every_pair(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Send a token for each of its experts; their results come back, and are weighted here.
+
+    Args:
+        run: the module's forward.
+        ranks: of the experts.
+        tokens: this rank's, [T, H].
+        ids: [T, k].
+        weights: [T, k].
+
+    Raises:
+        ValueError: an id that no expert has.
+    """
+    n, width = ranks.group.size(), ids.shape[1]
+    by_expert, slots = ids.reshape(-1).sort(stable=True)
+    first = torch.searchsorted(by_expert, torch.arange(run.count + 1, device=ids.device, dtype=ids.dtype))
+    unknown = first[0] + (by_expert.shape[0] - first[-1])
+    counts = torch.cat([first.diff().view(n, run.local), unknown.expand(n, 1)], 1)
+    theirs = swap(counts, ranks.group)
+    numbers = torch.stack([counts[:, :-1].sum(1), theirs[:, :-1].sum(1), theirs[:, -1]])
+    if isinstance(tokens, FakeTensor):  # without values: as many rows to each rank
+        sent = received = [tokens.shape[0] * width // n] * n
+        unknowns = [0]
+    else:
+        sent, received, unknowns = numbers.tolist()
+    refuse_unknown(run, sum(unknowns))
+    route = ranks.route(sent, received)
+
+    (rows,) = exchange(route, take(tokens, slots, width))
+    experts = torch.arange(run.local, device=ids.device).repeat(n)
+    experts = experts.repeat_interleave(theirs[:, :-1].reshape(-1), output_size=sum(received))
+    (back,) = exchange(route.back, run(rows, experts, weights.new_ones(rows.shape[0])))
+    back = back * take(weights.reshape(-1), slots, 1).unsqueeze(1)
+    return add_up(back, slots, tokens.shape[0], width).to(tokens.dtype)
+
+
+def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Send a token once to each rank that has some of its experts, with its ids and weights; what comes back is weighted and
+    summed. Arguments and errors as those of `every_pair`."""
+    n = ranks.group.size()
+    owners = ids.div(run.local, rounding_mode="floor").unsqueeze(-1) == torch.arange(n, device=ids.device)  # [T, k, n]
+    goes = owners.any(1)  # [T, n]
+    width = min(ids.shape[1], n)  # a token goes to no more ranks: it has a slot for each
+    first = torch.arange(tokens.shape[0], device=ids.device).unsqueeze(1) * width
+    slots = (first + goes.cumsum(1) - 1).T.reshape(-1)  # by rank, then by token
+    unknown = ((ids < 0) | (ids >= run.count)).sum()
+    counts = torch.stack([goes.sum(0), owners.sum((0, 1)), unknown.expand(n)], 1)
+    theirs = swap(counts, ranks.group)
+    if isinstance(tokens, FakeTensor):
+        sent = received = [round(tokens.shape[0] * ranks_of_a_token(run.count, n, ids.shape[1]) / n)] * n
+        pairs, unknowns = [tokens.shape[0] * ids.shape[1] // n] * n, [0]
+    else:
+        sent, received, pairs, unknowns = torch.cat([counts[:, :1], theirs], 1).T.tolist()
+    refuse_unknown(run, sum(unknowns))
+    route = ranks.route(sent, received)
+
+    chosen = (~goes).T.reshape(-1).to(torch.uint8).argsort(stable=True)[: sum(sent)]
+    slots = slots[chosen]
+    rows, their_weights = exchange(route, take(tokens, slots, width), take(weights, slots, width))
+    their_ids = route.exchange(take(ids, slots, width).to(torch.int32)) - ranks.own * run.local
+    (back,) = exchange(route.back, sum_of_own(run, rows, their_ids, their_weights, sum(pairs)))
+    return add_up(back, slots, tokens.shape[0], width)
+
+
+def own_part(run: OwnRows, own: int, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """What this rank's experts add to tokens that all ranks have: a partial sum. `own`: which rank this is. The other
+    arguments and errors are those of `every_pair`."""
+    ids = ids - own * run.local
+    mine = ((ids >= 0) & (ids < run.local)).sum()
+    first = -own * run.local
+    unknown = ((ids < first) | (ids >= first + run.count)).sum()
+    if isinstance(tokens, FakeTensor):
+        pairs, unknowns = ids.numel() * run.local // run.count, 0
+    else:
+        pairs, unknowns = torch.stack([mine, unknown]).tolist()
+    refuse_unknown(run, unknowns)
+    return sum_of_own(run, tokens, ids, weights, pairs)
+
+
+def ranks_of_a_token(experts: int, ranks: int, chosen: int) -> float:
+    """The expected number of ranks that have some of a token's experts, where it chooses among all of them alike: ranks times
+    the probability that a rank has one, 1 - C(E - E/n, k) / C(E, k)."""
+    return ranks * (1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen))
+
+
+def refuse_unknown(run: OwnRows, number: int) -> None:
+    """Called on all ranks with the number of ids on all of them that are no expert's.
+
+    Raises:
+        ValueError: there are some.
+    """
+    if number:
+        raise ValueError(
+            f"{run.call.module} was called with {number} ids that are not from 0 to {run.count - 1}, the experts of its plan"
+        )

@@ -1,0 +1,95 @@
+"""A module of experts of which every rank has some, whole: its own forward runs on what is routed to these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardplan.core.layout import I, V
+from shardplan.core.module_program import ModuleProgram
+
+from .expert_calls import expert_call
+from .expert_exchange import BACKENDS, ExchangeBackend
+from .expert_routes import Ranks, every_pair, once_a_rank, own_part
+from .expert_rows import OwnRows
+from .regime import Regime
+from .tensor_moves import move
+
+_ROUTES = {"pairs": every_pair, "once": once_a_rank}
+
+
+class OwnExperts:
+    """Around the forward of a module of experts, inside what reads its parameters as local tensors.
+
+    Without an exchange every rank of the tp axis has all tokens, and the result is a partial sum over the axis. With one, tokens go
+    to the ranks of the ep mesh that have their experts, and the results come back: each rank has its own tokens, and gradients
+    of its experts are summed by the exchange over ep. Tokens that are the same on all tp ranks (`sliced`) are cut into
+    ceil-chunks before, which may be empty, and gathered after.
+
+    Numbers of rows depend on data: torch.compile breaks its graph here, and leaves the module's forward uncompiled.
+
+    Args:
+        programs: by variant; each has experts.
+        regime: which variant runs.
+        tp: the tp mesh; None is one rank.
+        ep: the mesh of the ranks that have the experts, where there is an exchange.
+        backend: what exchanges rows.
+    """
+
+    def __init__(
+        self,
+        programs: Mapping[str, ModuleProgram],
+        regime: Regime,
+        tp: DeviceMesh | None,
+        ep: DeviceMesh | None,
+        backend: ExchangeBackend = BACKENDS["torch"],
+    ):
+        for program in programs.values():
+            experts = program.experts
+            assert experts is not None, program
+            mesh = tp if experts.exchange is None else ep
+            assert mesh is not None or experts.exchange is None, "an exchange without an ep mesh"
+            assert experts.count % (mesh.size() if mesh is not None else 1) == 0, experts
+        assert backend.available(), backend.name
+        self.programs, self.regime, self.tp, self.ep, self.backend = programs, regime, tp, ep, backend
+
+    @torch.compiler.disable(reason="how many rows an expert has depends on data")
+    def __call__(
+        self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """
+        Raises:
+            ValueError: the call has no tokens, ids and weights, or ids that no expert has; the module's result is not like the
+                tokens.
+        """
+        program = self.programs[self.regime.variant]
+        experts = program.experts
+        assert experts is not None, program.name
+        call = expert_call(program.name, args, kwargs)
+        mesh = self.tp if experts.exchange is None else self.ep
+        n, own = (mesh.size(), mesh.get_local_rank()) if mesh is not None else (1, 0)
+        run = OwnRows(forward, module, call, experts.count, experts.count // n)
+        tokens, ids, weights, number = call.tokens, call.ids.long(), call.weights, call.tokens.shape[0]
+        if experts.exchange is None:
+            return _shaped(own_part(run, own, tokens, ids, weights), call.shape)
+
+        assert mesh is not None
+        tp = self.tp if experts.sliced and self.tp is not None and self.tp.size() > 1 else None
+        if tp is not None:
+            tokens, ids, weights = (move(x, tp, I, V(0), size=number) for x in (tokens, ids, weights))
+        ranks = Ranks(mesh.get_group(), own, self.backend)
+        result = _ROUTES[experts.exchange](run, ranks, tokens, ids, weights)
+        if tp is not None:
+            result = move(result, tp, V(0), I, size=number)
+        return _shaped(result, call.shape)
+
+
+def _shaped(result: Tensor, shape: torch.Size) -> Tensor:
+    """In a shape, and no view: FSDP2 puts a hook on what its unit returns, which a change in place of a view would drop."""
+    if result.shape == shape and not result._is_view():
+        return result
+    return result.reshape(shape).clone()

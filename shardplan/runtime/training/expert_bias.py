@@ -1,0 +1,187 @@
+"""Balancing experts without an auxiliary loss: a bias on the scores by which a router chooses them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardplan.core.layout import V
+from shardplan.core.mesh import DATA_PARALLEL
+from shardplan.core.plan import variant_name, without_sequence
+from shardplan.core.tree import full_name, parent
+from shardplan.runtime.apply import Applied, applied
+from shardplan.runtime.apply.applied import was_touched
+from shardplan.runtime.parallel.expert_calls import expert_call
+from shardplan.styles.token_layouts import tokens_layout
+from shardplan.torchlib.private import private
+
+_current_graph_task_id = private("current_graph_task_id")
+_KEY = "_shardplan_token_counts"  # on a module of experts
+BIAS = "e_score_correction_bias"  # its name in DeepSeek-V3 and its relatives
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class _Counts:
+    """The tokens of each expert of a module since the last update.
+
+    Args:
+        module: the name of the experts.
+        bias: of their router, [E].
+        record: of the plan; None where none was applied.
+        found: [E], by whether each tp rank counts tokens of its own.
+    """
+
+    module: str
+    bias: Tensor
+    record: Applied | None
+    found: dict[bool, Tensor] = field(default_factory=dict)
+
+    @torch.compiler.disable(reason="what runs is counted, not what is compiled")
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a call of the experts. One in backward is a checkpoint's, of the same tokens."""
+        if not (module.training and torch.is_grad_enabled()) or _current_graph_task_id() != -1:
+            return
+        with torch.no_grad():
+            ids = expert_call(self.module, args, kwargs).ids.reshape(-1).long()
+            own = self.bias.new_zeros(self.bias.shape, dtype=torch.long, device=ids.device)
+            own.scatter_add_(0, ids, torch.ones_like(ids))
+            split = self._split()
+            self.found[split] = self.found[split] + own if split in self.found else own
+
+    def _split(self) -> bool:
+        """Whether each tp rank has other tokens, in the variant that runs."""
+        if self.record is None or self.record.shared is None:
+            return False
+        resolved = self.record.program.resolved
+        if self.record.shared.regime.variant == variant_name(without_sequence(resolved.overlays)):
+            return False
+        return tokens_layout(resolved, self.module) == V(0)
+
+    def of(self, split: bool) -> Tensor:
+        """[E] on the bias's device."""
+        found = self.found.get(split)
+        return torch.zeros_like(self.bias, dtype=torch.long) if found is None else found.to(self.bias.device)
+
+
+def count_expert_tokens(model: nn.Module, bias: str = BIAS) -> None:
+    """Begin to count the tokens of each expert, for `update_expert_bias`: in forward, of modules in training mode, where gradients
+    are recorded. Call it once, after `apply_plan`. Further calls change nothing.
+
+    Modules of experts are found by their structure: their own parameters are stacks [E, ...], some with three dims or more, and
+    beside them or in the module around them there is a floating buffer of that name with E elements.
+
+    Args:
+        model: what `apply_plan` returned, or a model without a plan, whose tokens are those of this process.
+        bias: the last part of the buffer's name.
+
+    Raises:
+        ValueError: no module of experts has such a buffer, or one has several; the buffer is in half precision, in which small
+            steps are lost.
+    """
+    record, names = _names(model)
+    pairs = [(name, module, found) for name, module in names.items() for found in _biases(names, name, module, bias)]
+    if not pairs:
+        raise ValueError(
+            f"no module of experts has a floating buffer {bias!r} beside it with an element for each expert: the bias of its "
+            "router. Pass the buffer's name where the model has another"
+        )
+    modules, owners = [name for name, *_ in pairs], [id(found) for *_, found in pairs]
+    if len(set(modules)) < len(modules) or len(set(owners)) < len(owners):
+        raise ValueError(
+            f"modules of experts and buffers {bias!r} do not belong together one by one: {', '.join(modules)}"
+        )
+    for name, _, found in pairs:
+        if found.dtype not in _DTYPES:
+            raise ValueError(
+                f"{bias} of the router of {name} is in {found.dtype}: keep it in float32, or steps are lost"
+            )
+    for name, module, found in pairs:
+        if _KEY not in module.__dict__:
+            module.__dict__[_KEY] = counts = _Counts(name, found, record)
+            module.register_forward_pre_hook(counts, with_kwargs=True)
+
+
+def _names(model: nn.Module) -> tuple[Applied | None, dict[str, nn.Module]]:
+    """The plan's record, and the modules by the plan's names: those of the model inside of wrappers."""
+    if not was_touched(model):
+        return None, dict(model.named_modules())
+    record = applied(model)
+    *_, inner = (module for module in model.modules() if was_touched(module) and applied(module) is record)
+    return record, dict(inner.named_modules())
+
+
+def _biases(names: dict[str, nn.Module], name: str, module: nn.Module, bias: str) -> Iterator[Tensor]:
+    """The biases of a module's router; none of a module without experts."""
+    shapes = [parameter.shape for parameter in module.parameters(recurse=False)]
+    counts = {shape[0] for shape in shapes if shape}
+    if not name or len(counts) != 1 or not all(shapes) or max(map(len, shapes)) < 3:
+        return
+    for path, buffer in names[parent(name)].named_buffers():
+        inside = full_name(parent(name), path).startswith(f"{name}.")
+        if path.rpartition(".")[2] == bias and buffer.is_floating_point() and not inside:
+            if buffer.ndim == 1 and buffer.numel() in counts:
+                yield buffer
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module, rate: float) -> None:
+    """Balance the experts, after the optimizer's step: the bias of an expert with fewer tokens than the mean of its router grows
+    by the rate, that of one with more shrinks by it. Then count anew.
+
+        shardplan.count_expert_tokens(model)  # once
+        ...
+        optimizer.step()
+        shardplan.update_expert_bias(model, 1e-3)
+
+    Tokens are those of all micro-batches since the last update, on all ranks that have other tokens; each counts once for each of
+    its experts, and not again where activation checkpointing runs its experts again. It is a collective of all ranks of the mesh:
+    one all-reduce for each axis. The biases are equal on all ranks, and those of the unsharded model.
+
+    Auxiliary-loss-free load balancing (arXiv 2408.15664), as DeepSeek-V3 was trained.
+
+    Args:
+        model: as in `count_expert_tokens`.
+        rate: what is added or subtracted, above 0: 1e-3 in the paper.
+
+    Raises:
+        ValueError: the rate is not a number above 0; tokens are not counted; no token was counted since the last update, on all
+            ranks together.
+    """
+    if not (isinstance(rate, int | float) and not isinstance(rate, bool) and math.isfinite(rate) and rate > 0):
+        raise ValueError(f"rate must be a number above 0, not {rate!r}")
+    routers: list[_Counts] = [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
+    if not routers:
+        raise ValueError("tokens are not counted: call shardplan.count_expert_tokens(model) once, after apply_plan")
+    totals = _on_all_ranks(routers)
+    nothing = [router.module for router, total in zip(routers, totals, strict=True) if not total.any()]
+    if nothing:
+        raise ValueError(
+            f"no token reached {nothing[0]} since the last update: call it after a step, and run forward in training mode, where "
+            "gradients are recorded (a reentrant checkpoint does not)"
+        )
+    for router, total in zip(routers, totals, strict=True):
+        # In integers: a count that is the mean is no rounding away from it.
+        router.bias.add_((total.sum() - total * total.numel()).sign().to(router.bias.dtype), alpha=rate)
+        router.found.clear()
+
+
+def _on_all_ranks(routers: Sequence[_Counts]) -> list[Tensor]:
+    """The counts of each router, [E]."""
+    whole, split = (torch.cat([router.of(one) for router in routers]) for one in (False, True))
+    record = routers[0].record
+    if record is not None:
+        mesh = record.mesh
+        if mesh.tp is not None and mesh.tp_size > 1:
+            dist.all_reduce(split, group=mesh.tp.get_group())
+        whole = whole + split
+        for axis in DATA_PARALLEL:
+            if axis in mesh.names and mesh.sizes.of(axis) > 1:
+                dist.all_reduce(whole, group=mesh.mesh[mesh.names[axis]].get_group())
+    return list(whole.split([router.bias.numel() for router in routers]))

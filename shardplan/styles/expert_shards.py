@@ -1,0 +1,16 @@
+"""How FSDP2 shards the experts of one ep rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def expert_dim(shape: Sequence[int], ranks: int) -> int | None:
+    """The dim of a stack that is sharded: that of the experts, where the ranks divide it; else the first of the others that
+    they divide, because FSDP2 shards those evenly only. None where there is none.
+
+    Args:
+        shape: of the stack on one ep rank.
+        ranks: of the axis ep_shard.
+    """
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), None)

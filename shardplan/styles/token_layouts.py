@@ -1,0 +1,27 @@
+"""The tp layout of the tokens that a module reads, whose style follows it."""
+
+from __future__ import annotations
+
+from shardplan.core.layout import I, Layout, R, V
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.tree import ancestors
+
+from . import STYLES
+from .boundary import boundary
+
+
+def tokens_layout(plan: ResolvedPlan, module: str) -> Layout:
+    """I, R, or V(0): what the layout check saw, else what the plan's structure says: the layout inside the nearest block
+    input, and outside of all the slices of sequence parallelism.
+    """
+    if (plan.sizes.tp or 1) == 1:
+        return I
+    if plan.incoming is not None and module in plan.incoming:
+        return plan.incoming[module]
+    for above in ancestors(module):
+        assignment = plan.modules.get(above)
+        if assignment is not None and STYLES[assignment.rule.style].is_block_input:
+            within = boundary(assignment.rule).within
+            if within in (I, R):
+                return within
+    return V(0) if plan.sequence_parallel else I
