@@ -139,7 +139,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     if tp is None:
         yield _no_size(facts)
         return
-    if tp > 1 and not facts.splits and not facts.misfits:
+    if tp > 1 and not facts.splits and not facts.misfits and facts.resolved.sizes.ep == 1:
         yield Diagnostic(
             code=NOTHING.code,
             severity=Severity.WARNING,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardplan.core.mesh import Axis
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, is_count, parent
 from shardplan.styles import STYLES, ParameterStyle, Style
@@ -138,7 +139,7 @@ class StorageFacts:
     @cached_property
     def splits(self) -> tuple[StoredParameter, ...]:
         """The parameters that are split over tp."""
-        return tuple(group for group in self.groups if group.dim is not None)
+        return tuple(group for group in self.groups if group.dim is not None and group.placement.axis is Axis.TP)
 
     @cached_property
     def vocabularies(self) -> frozenset[int]:
