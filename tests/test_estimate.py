@@ -13,7 +13,7 @@ import shardplan
 from shardplan import PlanError
 from shardplan.cli.main import main
 from shardplan.core.estimates import CATEGORIES, Device, Estimate, Traffic
-from shardplan.core.mesh import MeshSizes
+from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.cost.depth import Depths, _repeating
 from shardplan.cost.devices import known_devices, read_device
 from shardplan.cost.least_time import bound_of
@@ -220,6 +220,11 @@ def test_what_bounds_a_step():
 def test_every_mesh_is_tried():
     assert len(meshes_of(8)) == 10
     assert all(sizes.world_size == 8 for sizes in meshes_of(8))
+    assert [s.text((*APPLIED, "ep")) for s in meshes_of(4, (1, 4)) if s.ep > 1] == [
+        "dp_shard 4 x ep 4", "dp_shard 2 x tp 2 x ep 4", "tp 4 x ep 4"
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no mesh of 4 devices has ep 3"):
+        meshes_of(4, (1, 3))
 
 
 def test_devices():

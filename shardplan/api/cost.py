@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Unpack
 
@@ -78,6 +78,7 @@ def sweep(
     step: TrainingStep | None = None,
     *,
     device: Device | str,
+    ep: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
     **options: Unpack[SweepOptions],
 ) -> Sweep:
@@ -85,6 +86,7 @@ def sweep(
 
     Args:
         gpus: how many devices.
+        ep: over how many ranks experts are distributed: each size is tried on each mesh that has it.
         sequence_parallel: with the plan's overlay, where tp is above 1.
         model, plan and all others: as for `estimate`.
 
@@ -95,7 +97,7 @@ def sweep(
     from shardplan.core.estimates import Sweep
     from shardplan.cost.mesh_candidates import in_order, meshes_of
 
-    meshes = meshes_of(gpus)
+    meshes = meshes_of(gpus, ep)
     of_model, of_plan, of_step, changes = split_options(
         "sweep", options, ModelOptions, PlanOptions, StepOptions, Changes
     )

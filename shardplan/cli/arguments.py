@@ -59,12 +59,17 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
         axis = canonical_axis(name.strip())
         if not equals or axis is None:
             raise argparse.ArgumentTypeError(
-                f"{part!r} is not of the form AXIS=N with the axis dp_replicate, dp_shard or tp"
+                f"{part!r} is not of the form AXIS=N with the axis dp_replicate, dp_shard, tp or ep"
             )
         if axis in dict(pairs):
             raise argparse.ArgumentTypeError(f"{text!r} gives {axis} two sizes")
         pairs.append((axis, size(number.strip())))
     return tuple(pairs)
+
+
+def list_of_sizes(text: str) -> tuple[int, ...]:
+    """`1,8` as sizes, each once. Raises ArgumentTypeError."""
+    return tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
 
 
 def build_parser() -> Parser:
@@ -174,9 +179,11 @@ def _verify(parser: Parser) -> None:
 
 def _estimate(parser: Parser) -> None:
     _model_and_plan(parser)
-    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of dp_replicate, dp_shard and tp")
+    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of dp_replicate, dp_shard, tp and ep")
     text = "instead of --mesh: every mesh for N devices, those that fit first"
     parser.add_argument("--sweep", type=size, metavar="N", help=text)
+    text = "with --sweep: over how many ranks experts are distributed, several sizes to try (1)"
+    parser.add_argument("--ep", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
     parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
     text = "sequences in one forward of a data-parallel rank (1)"
     parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)

@@ -68,7 +68,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "progress": progress,
     }
     if args.sweep is not None:
-        return api.sweep(model_of(args), args.plan, args.sweep, **options)
+        return api.sweep(model_of(args), args.plan, args.sweep, ep=args.ep, **options)
     return api.estimate(model_of(args), args.plan, dict(args.mesh), **options)
 
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from shardplan.core.estimates import Estimate
 from shardplan.core.mesh import MeshSizes
 
 
-def meshes_of(gpus: int) -> tuple[MeshSizes, ...]:
-    """Each way to write a number as dp_replicate x dp_shard x tp, the smallest tp first.
+def meshes_of(gpus: int, ep: Sequence[int] = (1,)) -> tuple[MeshSizes, ...]:
+    """Each way to write a number as dp_replicate x dp_shard x tp, the smallest tp first, with each ep that fits it.
 
     Raises:
-        ValueError: no positive integer.
+        ValueError: no positive integer; an ep that no mesh has.
     """
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ValueError(f"the number of devices must be a positive integer, not {gpus!r}")
-    return tuple(
-        MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=gpus // tp // dp_shard)
+    meshes = tuple(
+        MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=gpus // tp // dp_shard, ep=size)
         for tp in _divisors(gpus)
         for dp_shard in reversed(_divisors(gpus // tp))
+        for size in ep
+        if (dp_shard * tp) % size == 0 and (tp % size == 0 or size % tp == 0)
     )
+    for size in ep:
+        if not any(mesh.ep == size for mesh in meshes):
+            raise ValueError(f"no mesh of {gpus} devices has ep {size}")
+    return meshes
 
 
 def _divisors(number: int) -> list[int]:
