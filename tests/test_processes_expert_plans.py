@@ -3,11 +3,17 @@ the unsharded model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
-from expert_runs import SETTINGS, Case, equal_to_the_unsharded, of
+import torch
+from expert_runs import SETTINGS, Case, batch, build, equal_to_the_unsharded, of, planned
 from processes import on_ranks
+from small_models import whole
+
+import shardplan
+from shardplan.proof.compare import TOLERANCE, relative_error
 
 
 def test_two_ranks() -> None:
@@ -65,3 +71,32 @@ MANY = [
 @pytest.mark.parametrize("model", SETTINGS)
 def test_four_ranks_with_every_implementation(model: str) -> None:
     on_ranks(4, equal_to_the_unsharded, [case for case in MANY if case.model == model], seconds=900.0)
+
+
+COMPILE = ("compile", {"backend": "aot_eager", "fullgraph": False})  # the graph breaks at the experts
+COMPILED = [
+    replace(of("deepseek_v3", dp_shard=2, tp=2, ep=4, sequence_parallel=True), options=(COMPILE,)),
+    replace(of("mixtral", dp_shard=2, tp=2, ep=2), options=(COMPILE, ("activation_checkpointing", True))),
+]
+
+
+@pytest.mark.exhaustive
+def test_compiled_layers_with_the_experts_outside_of_their_graphs() -> None:
+    on_ranks(4, equal_to_the_unsharded, COMPILED, seconds=600.0)
+
+
+def chunks_of_a_sequence() -> None:
+    model, _ = planned(case := replace(of("mixtral", dp_shard=1, cp=2, tp=2, ep=4), attention="sdpa"))
+    ids = batch(0, tokens=(2, 16))
+    with shardplan.context_parallel(model, input_ids=ids, labels=ids, use_cache=False) as inputs:
+        model(**inputs).loss.backward()
+    reference = build(case)
+    reference(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for name, parameter in model.named_parameters():
+        expected = reference.get_parameter(name).grad
+        assert relative_error(whole(parameter.grad), expected) <= TOLERANCE[torch.float32], name
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_context_parallelism_send_their_tokens() -> None:
+    on_ranks(4, chunks_of_a_sequence, seconds=300.0)
