@@ -148,9 +148,9 @@ def reason(bench: Workbench, plan: ResolvedPlan, incoming: Mapping[str, Layout])
     """What the other engine says against a plan; empty where nothing.
 
     Args:
-        arrivals: of the layout check, which has chosen what a gathered value is, where its readers decide on that.
+        incoming: of the layout check, which has chosen what a gathered value is, where its readers decide on that.
     """
-    ranks = plan.sizes.tp
+    ranks, plan = plan.sizes.tp, replace(plan, incoming=incoming)  # some gradients follow what comes in
     bound = {name: _decided(one, incoming.get(name, R)) for name, one in boundaries(plan).items()}
     with _mesh(ranks) as mesh:
         model = rank_model(bench.model, bound, ranks, 0)
