@@ -122,9 +122,9 @@ def exchanges(cases: list[Case]) -> list[tuple[int, int]]:
         counts = []
         with CollectiveCounter() as counter:
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            counts.append(counter.counts["all_to_all_single"])
+            counts.append(counter.counts["all_to_all"])
             loss.backward()
-            counts.append(counter.counts["all_to_all_single"] - counts[0])
+            counts.append(counter.counts["all_to_all"] - counts[0])
         found.append(tuple(counts))
     return found
 
