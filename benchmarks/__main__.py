@@ -27,6 +27,7 @@ CPU = (
     "layout",
     "refusing",
     "proving",
+    "experts",
     "deriving",
     "loading",
 )

@@ -23,6 +23,24 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_MAMBA = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": VOCABULARY,
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_LINEAR = {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
 # The first layer of the mixture-of-experts model is dense.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -40,6 +58,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "qwen3_moe": {**_COMMON, "head_dim": 8, **_EXPERTS, "mlp_only_layers": [0]},
+    "mamba": {**_MAMBA, "time_step_rank": 4},
+    "mamba2": {**_MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 4, "chunk_size": 8},
+    "bamba": {
+        **_COMMON,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+    },
+    "qwen3_5_text": {**_COMMON, **_LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "recurrent_gemma": {
+        **_COMMON,
+        "lru_width": 64,
+        "conv1d_width": 4,
+        "attention_window_size": 8,
+        "block_types": ["recurrent", "attention"],
+    },
+    "lfm2": {**_COMMON, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16, "full_attn_idxs": [1]},
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {
         "n_embd": 64,

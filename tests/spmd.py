@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardplan.compiler.layout import Workbench
 from shardplan.compiler.layout.rank_run import RankRecorder, chosen_arguments, rank_model
-from shardplan.compiler.layout.typed_modules import boundaries
+from shardplan.compiler.layout.typed_modules import boundaries, outside_in
 from shardplan.core.layout import Layout, R
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import full_name
@@ -104,18 +104,20 @@ class Typed(RankRecorder):
         with spmd.no_typecheck():
             super().settle_choice(*about)
 
-    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
+    def moved_results(
+        self, scope: tuple[str, int], module: nn.Module, results: list[tuple[str, Tensor]]
+    ) -> dict[int, Tensor]:
         bound = self.plan[scope[0]]
         output = bound.boundary.output
         with spmd.no_typecheck():
             moved = super().moved_results(scope, module, results)
         if output is not None:
-            if (misfit := self._misfit(results[0], (output.source,), f"{bound.name} computes")) is not None:
+            if (misfit := self._misfit(results[0][1], (output.source,), f"{bound.name} computes")) is not None:
                 raise Misfit(misfit)
         if output is not None and output.moves:
             waits = bound.scope is not None and self.runs_inside(bound.scope)
-            self.give(moved.get(0, results[0]), TYPES["P" if waits else output.destination.kind])
-        for position in bound.boundary.outside:
+            self.give(moved.get(0, results[0][1]), TYPES["P" if waits else output.destination.kind])
+        for position in outside_in(bound, [name for name, _ in results]):
             self.give(moved[position], spmd.I)
         return moved
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from own_models import WIDTH, Stack, tokens
 from processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,8 +25,6 @@ from shardplan.language import plan_files
 from shardplan.model import find_any
 from shardplan.proof.compare import TOLERANCE, relative_error
 
-VOCABULARY, WIDTH = 32, 16
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
@@ -37,21 +36,9 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-class Own(nn.Module):
-    """A model without configuration, which returns its loss and its logits."""
-
+class Own(Stack):
     def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
-        x = self.embed(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.head(x)
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten()), "logits": logits}
+        super().__init__(Block)
 
 
 class Narrow(nn.Module):
@@ -63,10 +50,6 @@ class Narrow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.scale(x)
-
-
-def tokens(seed: int) -> dict[str, Tensor]:
-    return {"tokens": torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(seed))}
 
 
 def rows(seed: int) -> dict[str, Tensor]:
@@ -223,10 +206,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
 def test_code_without_a_file_is_not_kept(folder: Path) -> None:
     names: dict[str, Any] = {"nn": nn, "__name__": "nowhere"}
     exec("class Own(nn.Sequential):\n    pass", names)
-    assert kept_plans.digest_of(find_any(names["Own"](nn.Linear(4, 4))), 2, sequence_parallel=False) is None
+    assert (
+        kept_plans.digest_of(find_any(names["Own"](nn.Linear(4, 4))), 2, sequence_parallel=False, expert_parallel=False)
+        is None
+    )
     width = 4
     found = find_any(nn.Linear(4, 4), inputs=lambda seed: {"input": torch.ones(width)})
-    assert kept_plans.digest_of(found, 2, sequence_parallel=False) is None
+    assert kept_plans.digest_of(found, 2, sequence_parallel=False, expert_parallel=False) is None
 
 
 def test_the_search_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
 from shardplan.core.module_program import (
     ExpertsProgram,
+    FeatureMeans,
     GradientGroup,
     InputMove,
     ModuleProgram,
@@ -52,7 +53,9 @@ OTHER_MODULES = (
     replace(MODULE, parameters=(WEIGHT,)),
     replace(MODULE, enter=(ENTER, ENTER)),
     replace(MODULE, leave=None),
-    replace(MODULE, features=8),
+    replace(MODULE, means=FeatureMeans(8, 2)),
+    replace(MODULE, settings=(("groups", 8),)),
+    replace(MODULE, fused=False),
     replace(MODULE, link="source"),
     replace(MODULE, joins="n"),
     replace(MODULE, logits=8),

@@ -170,6 +170,40 @@ def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
     assert "uneven routes" in one.not_modelled[-1]
 
 
+@pytest.mark.parametrize("exchange", ["once", "pairs"])
+def test_the_busiest_rank_gets_its_share_of_the_rows(exchange):
+    """load times the mean from each rank, at most all tokens where a token is sent once; its products and what it keeps follow."""
+    experts, chosen, n, layers, load = 16, 2, 4, 2, 1.5
+    settings = TINY | {"num_local_experts": experts, "num_experts_per_tok": chosen, "num_hidden_layers": layers}
+    rule = {"model.layers.*.mlp.experts": {"style": "ep_dispatch", "exchange": exchange}}
+    plan, mesh = {"version": "1", "extends": "mixtral", "expert_parallel": rule}, {"dp_shard": 2, "tp": 2, "ep": n}
+    even, uneven, all_rows = (
+        shardplan.estimate("mixtral", plan, mesh, seq_len=SEQ, settings=settings, expert_load=one)
+        for one in (1.0, load, n)
+    )
+    tokens = SEQ // 2
+    shares = tokens * chosen / n if exchange == "pairs" else round(tokens * _reaches(experts, n, chosen))
+    counted = 8 * (3 if exchange == "once" else 1 + experts // n)  # numbers of rows, for each rank
+    of_a_row = 4 * HIDDEN * 2 + (3 * chosen * 4 if exchange == "once" else 0)
+    for one, factor in ((even, 1.0), (uneven, load), (all_rows, n)):
+        rows = round(shares * factor) if exchange == "pairs" else min(round(shares * factor), tokens)
+        sent = next(t for t in one.traffic if t.axis == "ep")
+        assert sent.bytes == layers * (n - 1) * (rows * of_a_row + counted)
+    product = 6 * 3 * HIDDEN * INNER * n * (tokens * chosen // n)  # of the experts of one layer with an even load
+    assert uneven.flops["bfloat16"] - even.flops["bfloat16"] == round(layers * product * (load - 1))
+    assert all_rows.flops["bfloat16"] - even.flops["bfloat16"] == layers * product * (n - 1)
+    assert even.memory.most["activations"] < uneven.memory.most["activations"] < all_rows.memory.most["activations"]
+    assert "expert load 1.5" in estimate_text(uneven, color=False) and "expert load" not in estimate_text(
+        even, color=False
+    )
+    assert not any("uneven routes" in text for text in uneven.not_modelled)
+
+
+def _reaches(experts: int, ranks: int, chosen: int) -> float:
+    """The probability that a rank has some of a token's experts."""
+    return 1 - comb(experts - experts // ranks, chosen) / comb(experts, chosen)
+
+
 def _gathers(one: Estimate) -> int:
     return next(t.calls for t in one.traffic if (t.axis, t.collective) == ("tp", "all_gather"))
 
@@ -277,6 +311,10 @@ def test_a_device_file_that_is_none(tmp_path):
         ({"micro_batch": 0}, "micro_batch must be a positive integer"),
         ({"precision": "fp8"}, "precision must be bfloat16, float16 or float32"),
         ({"optimizer": "adam"}, "optimizer must be one of adamw, sgd, none"),
+        ({"expert_load": 0.5}, "expert_load must be a number from 1 on"),
+        ({"expert_load": float("nan")}, "expert_load must be a number from 1 on"),
+        ({"expert_load": "2"}, "expert_load must be a number from 1 on"),
+        ({"expert_load": 1.5}, "expert_load is 1.5, but ep is 1"),
         ({"device": "h10"}, "did you mean h100"),
         ({"mesh": {"dp_replicate": 2}, "data_parallel": {"backend": "ddp"}}, "not ddp"),
         ({"mesh": {"dp_shard": 2, "tp": 2}, "data_parallel": False}, "no data_parallel section"),

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.proof.compare import TOLERANCE, relative_error
-from shardplan.runtime.parallel import expert_exchange
+from shardplan.runtime.parallel import collectives
 from shardplan.runtime.parallel.expert_calls import expert_call
 from shardplan.runtime.parallel.expert_rows import add_up, take
 from shardplan.runtime.parallel.forward import wrap_forward
@@ -242,15 +242,15 @@ class Operators(private("TorchDispatchMode")):
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_the_device_is_waited_for_once_and_sums_have_an_order(mesh, exchange, monkeypatch):
     calls = []
-    tolist, exchanged = torch.Tensor.tolist, expert_exchange.all_to_all
+    tolist, run = torch.Tensor.tolist, collectives._run
     monkeypatch.setattr(torch.Tensor, "tolist", lambda x: calls.append("tolist") or tolist(x))
     monkeypatch.setattr(torch.Tensor, "item", lambda x: calls.append("item"))
 
-    def counted(x, *args):
+    def counted(operator, x, *args):
         calls.append(str(x.dtype))
-        return exchanged(x, *args)
+        return run(operator, x, *args)
 
-    monkeypatch.setattr(expert_exchange, "all_to_all", counted)
+    monkeypatch.setattr(collectives, "_run", counted)
     module, call = wrapped(PlainExperts(), exchange, mesh), a_call("mixtral", 6, 1).fresh()
     with Operators() as operators:
         result = module(call.tokens, call.ids, call.weights)

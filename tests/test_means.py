@@ -10,6 +10,7 @@ from transformers import Olmo2Config
 from shardplan import compile_plan, validate, verify
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.module_program import FeatureMeans
 
 HIDDEN = 32
 RULES = {
@@ -120,7 +121,7 @@ def test_whole_features_are_refused() -> None:
 def test_its_collectives_are_expected_and_shown() -> None:
     program = compile_plan(Olmo2Config(num_hidden_layers=1), MeshSizes(tp=2), "olmo2", sequence_parallel=False)
     name = "model.layers.0.self_attn.q_norm"
-    assert program.modules[name].features == Olmo2Config().hidden_size
+    assert program.modules[name].means == FeatureMeans(Olmo2Config().hidden_size, 2)
     assert expected_collectives({name: program.modules[name]}) == {
         "forward": {"all_reduce": 1},
         "backward": {"all_reduce": 1},

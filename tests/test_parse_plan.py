@@ -195,7 +195,7 @@ nme: x
 extends: nowhere.yaml
 tensor_parallel:
   a..b: colwise
-  c: {style: colwise, packed: x y, optional: on}
+  c: {style: colwise, packed: 1.5, optional: on}
   d: {style: packed_colwise, packed: [x y, z]}
   e: colwize
   e: colwise

@@ -3,6 +3,7 @@ the unsharded model."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 
@@ -11,6 +12,7 @@ import torch
 from expert_runs import SETTINGS, Case, batch, build, equal_to_the_unsharded, of, planned
 from processes import on_ranks
 from small_models import whole
+from torch._dynamo.utils import get_compilation_metrics
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -83,6 +85,24 @@ COMPILED = [
 @pytest.mark.exhaustive
 def test_compiled_layers_with_the_experts_outside_of_their_graphs() -> None:
     on_ranks(4, equal_to_the_unsharded, COMPILED, seconds=600.0)
+
+
+def compiled_frames(case: Case) -> Counter[tuple[str, int]]:
+    """How often torch.compile compiled each function."""
+    torch._dynamo.reset()
+    before = len(get_compilation_metrics())
+    equal_to_the_unsharded([case])
+    made = get_compilation_metrics()[before:]
+    return Counter((one.co_filename, one.co_firstlineno) for one in made if one.co_name is not None)
+
+
+@pytest.mark.slow
+def test_layers_share_what_is_compiled() -> None:
+    """torch.compile gives a function up that it has compiled eight times (`recompile_limit`)."""
+    layers = (("num_hidden_layers", 12),)
+    case = replace(of("mixtral", dp_shard=1, tp=2, ep=2), settings=layers, options=(COMPILE,))
+    (frames, _) = on_ranks(2, compiled_frames, case, seconds=300.0)
+    assert frames and set(frames.values()) == {1}, frames
 
 
 def chunks_of_a_sequence() -> None:

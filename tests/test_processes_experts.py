@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 from expert_modules import EXPERTS, HIDDEN, KINDS, Call, a_call, distribute_experts, experts_module
 from processes import on_ranks
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.layout import I, P, R
 from shardplan.core.module_program import Exchange
 from shardplan.proof.compare import TOLERANCE, magnitude, relative_error
-from shardplan.runtime.parallel import expert_exchange
+from shardplan.runtime.parallel import collectives, expert_routes
 from shardplan.runtime.parallel.collectives import all_gather
 from shardplan.runtime.parallel.tensor_moves import move
+from shardplan.torchlib.operators import FUNCTIONAL
 
 
 @dataclass(frozen=True)
@@ -210,25 +212,28 @@ class Sent:
         self.bytes = {torch.float32: 0, torch.int32: 0}
         self.numbers = 0
 
-    def __call__(self, x, received, sent, group):
+    def __call__(self, operator, x, *args):
+        if operator is not ALL_TO_ALL:
+            return RUN(operator, x, *args)
+        _, sent, group = args
         if x.dtype == torch.int64:
             self.numbers += 1
         else:
-            others = sum(sent) - sent[dist.get_rank(group)]
+            others = sum(sent) - sent[_resolve_process_group(group).rank()]
             self.bytes[x.dtype] += others * x[:1].numel() * x.element_size() if others else 0
-        return EXCHANGE(x, received, sent, group)
+        return RUN(operator, x, *args)
 
 
-EXCHANGE = expert_exchange.all_to_all
+RUN, ALL_TO_ALL = collectives._run, FUNCTIONAL.all_to_all_single.default
 
 
 def sent_in(case: Case) -> tuple[int, int, int]:
     sent = Sent()
-    expert_exchange.all_to_all = sent
+    collectives._run = sent
     try:
         distributed(case)
     finally:
-        expert_exchange.all_to_all = EXCHANGE
+        collectives._run = RUN
     return sent.numbers, sent.bytes[torch.float32], sent.bytes[torch.int32]
 
 
@@ -298,3 +303,32 @@ def test_four_ranks():
         check_bytes(Case("qwen3_moe", exchange, (9, 7, 5, 6), ep=4), 4)
         check_bytes(Case("deepseek_v3", exchange, (9, 5), tp=2, ep=4), 4)
         check_bytes(Case("gpt_oss", exchange, (7,), tp=4, ep=2), 4)
+
+
+def counted(exchange: Exchange) -> tuple[list, list]:
+    """The numbers that this rank's driver counts for a batch of which six rows of eight are rank 0's, and those that are expected
+    of the busiest of two ranks with that load."""
+    found = []
+
+    def noted(numbers, estimated):
+        found.append((numbers.tolist(), estimated()))
+        return numbers.tolist()
+
+    module, group = experts_module("mixtral"), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    ids = torch.tensor([0, 1, 2, 3, 0, 1, EXPERTS - 1, EXPERTS // 2]).unsqueeze(1)
+    distribute_experts(module, exchange, False, None, group)
+    known, token = expert_routes.numbers_of, expert_routes.LOAD.set(1.5)
+    expert_routes.numbers_of = noted
+    try:
+        module(torch.randn(8, HIDDEN), ids, torch.ones(8, 1))
+    finally:
+        expert_routes.numbers_of = known
+        expert_routes.LOAD.reset(token)
+    return found[0]
+
+
+@pytest.mark.parametrize("exchange", ["once", "pairs"])
+def test_what_an_estimate_expects_of_the_busiest_rank_is_what_its_driver_counts(exchange):
+    numbers, expected = on_ranks(2, counted, exchange)[0]
+    assert numbers == list(map(list, expected))
+    assert numbers[:2] == [[6, 2], [6, 6]]

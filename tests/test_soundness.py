@@ -28,6 +28,7 @@ SAMPLED = (
 REFUSED = (
     "self_attn.q_norm: replicate_seq for replicated_with_grad_allreduce",
     "self_attn.k_norm: sequence_parallel for replicated_with_grad_allreduce",
+    "self_attn.q_norm: sequence_parallel for replicated_with_grad_allreduce",
 )
 
 

@@ -332,6 +332,39 @@ def llama_with_adapters(*, dora: bool) -> ModuleTree:
     return replace(tree, modules=modules)
 
 
+def mamba2_7b(layers: int = 64) -> ModuleTree:
+    """Mamba-Codestral 7B: heads of a state, in groups, packed with the gate and the step."""
+    hidden, inner, heads, groups, state, vocab = 4096, 8192, 128, 8, 128, 32768
+    channels = inner + 2 * groups * state
+    b = Builder("Mamba2ForCausalLM")
+    b.add("backbone", "Mamba2Model")
+    b.embedding("backbone.embeddings", vocab, hidden)
+    b.add("backbone.layers", "ModuleList", "list")
+    for i in range(layers):
+        layer = f"backbone.layers.{i}"
+        b.add(layer, "Mamba2Block")
+        b.norm(f"{layer}.norm", hidden)
+        b.add(
+            f"{layer}.mixer", "Mamba2Mixer", "other", {"dt_bias": (heads,), "A_log": (heads,), "D": (heads,)},
+            num_heads=heads, hidden_size=hidden, ssm_state_size=state, intermediate_size=inner, n_groups=groups,
+            head_dim=64, conv_dim=channels,
+        )  # fmt: skip
+        b.add(
+            f"{layer}.mixer.conv1d", "Conv1d", "depthwise", {"weight": (channels, 1, 4), "bias": (channels,)},
+            groups=channels,
+        )  # fmt: skip
+        b.linear(f"{layer}.mixer.in_proj", inner + channels + heads, hidden)
+        b.add(f"{layer}.mixer.norm", "MambaRMSNormGated", "norm", {"weight": (inner,)}, group_size=inner // groups)
+        b.linear(f"{layer}.mixer.out_proj", hidden, inner)
+    b.norm("backbone.norm_f", hidden)
+    b.linear("lm_head", vocab, hidden)
+    numbers = {
+        "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers, "num_heads": heads, "head_dim": 64,
+        "n_groups": groups, "state_size": state,
+    }  # fmt: skip
+    return b.tree(("Mamba2ForCausalLM", "Mamba2PreTrainedModel"), "mamba2", numbers)
+
+
 TREES: dict[str, Callable[[], ModuleTree]] = {
     "llama-3.1-8b": llama_8b,
     "llama-3.1-405b": llama_405b,
@@ -342,6 +375,7 @@ TREES: dict[str, Callable[[], ModuleTree]] = {
     "gpt2": lambda: gpt2(dropout=0.1),
     "gpt2-no-dropout": gpt2,
     "phi-3-mini-4k": phi3_mini,
+    "mamba-codestral-7b": mamba2_7b,
     "my_models:llama_with_lora": lambda: llama_with_adapters(dora=False),
     "my_models:llama_with_dora": lambda: llama_with_adapters(dora=True),
     "mixtral-scalar-gate": lambda: mixtral_with(ParameterInfo("scale", ())),

@@ -42,14 +42,13 @@ def _fits(style: Style) -> str:
     kinds = {
         "linear": "Linear",
         "conv1d": "Conv1D",
+        "depthwise": "depthwise Conv1d",
         "embedding": "Embedding",
         "norm": "norms",
         "other": "modules of their own",
     }
-    modules = (
-        "any module" if style.kinds is None else ", ".join(kinds[kind] for kind in sorted(style.kinds, reverse=True))
-    )
-    return modules + (", single parameters" if style.on_parameters else "")
+    modules = ["any module"] if style.kinds is None else [kinds[kind] for kind in sorted(style.kinds, reverse=True)]
+    return ", ".join([*modules, "single parameters"] if style.on_parameters else modules)
 
 
 def _parameters(style: Style) -> str:
@@ -68,6 +67,8 @@ def _held(style: ParameterStyle) -> str:
         return "whole (complete for I, partial for R and slices)"
     if style.shard is None:
         return f"whole ({GRADIENTS[style.computed]})"
+    if style.shard == "head":
+        return "split by heads (dim 0)"
     return f"split by {style.shard}put features" + (" of each part" if style.packed else "")
 
 
@@ -95,6 +96,8 @@ def _options(style: Style) -> list[str]:
         (style.options.grad, "grad"),
         (bool(style.options.output), f"output ({', '.join(style.options.output)})"),
         (style.packed_option, "packed"),
+        (style.heads_option, "heads"),
+        (style.features.means, "groups"),
         (style.seq_option, "seq_dim"),
         (style.read_outside_option, "read_outside"),
         (style.regather_option, "regather"),

@@ -76,7 +76,7 @@ def compile_plan(
         seq_len=seq_len,
         strict=strict,
         allow_unproven=allow_unproven,
-        derive=deriving(named, of_plan, sizes.tp, sequence_parallel=overlay),
+        derive=deriving(named, of_plan, sizes, sequence_parallel=overlay),
     )
     return program_or_raise(compiled)
 
@@ -168,7 +168,7 @@ def apply_plan(
             derive=deriving(
                 named,
                 of_plan,
-                plan_mesh.sizes.tp,
+                plan_mesh.sizes,
                 sequence_parallel=changes.get("sequence_parallel", False),
                 share=agreement.share,
             ),

@@ -56,7 +56,8 @@ def validate(
         model: a module on any device, a transformers configuration, a word as on the command line (a folder or config.json, a
             cached hub id, a model type, `module:callable`), or a `Model` of one of these.
         plan: as for `load_plan`, or "auto" (the built-in plan for the model, else one that is derived as by `init_plan`, with an
-            overlay where `sequence_parallel` is True) or "hf" (the model's own tp_plan).
+            overlay where `sequence_parallel` is True and an expert-parallel section where the mesh has several ep ranks) or "hf"
+            (the model's own tp_plan).
         mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; instead of it the keywords `tp`, `dp_shard`,
             `dp_replicate`, `cp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
             that the model allows.
@@ -90,7 +91,7 @@ def validate(
     report = look_early(named, plan, sizes, sequence_parallel, quick=quick)
     if report.ok and not quick:
         last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
-        derive = deriving(named, of_plan, sizes.tp, sequence_parallel=sequence_parallel, progress=progress)
+        derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
         report = _look(report, named, plan, derive, sequence_parallel, seq_len, last, allow_unproven, progress)
     findings = ordered(report.diagnostics, report.sources)
     return replace(report, diagnostics=as_errors(findings) if strict else findings)
@@ -171,7 +172,7 @@ def coverage(
 
     of_model, of_plan = split_options("coverage", options, ModelOptions, PlanOptions)
     named = model_of(model, of_model)
-    given = look_up(named, plan, derive=deriving(named, of_plan, None, sequence_parallel=False))
+    given = look_up(named, plan, derive=deriving(named, of_plan, MeshSizes(), sequence_parallel=False))
     raise_errors(given.findings, given.sources)
     found, read = given.both
     bound = bind_variants(read, found.tree, MeshSizes(), wanted_variants(read, None, MeshSizes()))
@@ -222,7 +223,7 @@ def verify(
         raise ValueError(
             "the simulation has the ranks of tp alone: an ep other than tp needs processes=True (--processes)"
         )
-    derive = deriving(named, of_plan, sizes.tp, sequence_parallel=sequence_parallel, progress=progress)
+    derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
     given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
     raise_errors(given.findings, given.sources)
     found, read = given.both

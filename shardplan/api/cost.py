@@ -11,7 +11,7 @@ from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.sources import SourceMap
-from shardplan.cost.step_options import StepOptions, modelled, step_of
+from shardplan.cost.step_options import StepOptions, check_load, modelled, step_of
 
 from .apply import program_or_raise
 from .deriving import deriving
@@ -51,6 +51,8 @@ def estimate(
         precision: the dtype of stored parameters, gradients and optimizer state: "bf16", "bfloat16", torch.bfloat16; likewise
             fp16 and fp32. What is computed in follows from it and from the plan's mixed_precision.
         optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
+        expert_load: the busiest ep rank's share of all rows for experts, over the mean of the ranks, from 1 (an even load) to ep;
+            the figures are that rank's.
         device: the name of a device ("h200"), a JSON file that describes one, or a Device; None asks for no time.
         sequence_parallel, logits, data_parallel, activation_checkpointing, regather: as for `apply_plan`.
         derive, inputs, reduced, settings, trust_remote_code: as for `validate`. A module with inputs of its own is called with these,
@@ -64,8 +66,9 @@ def estimate(
     of_model, of_plan, of_mesh, of_step, changes = split_options(
         "estimate", options, ModelOptions, PlanOptions, MeshOptions, StepOptions, Changes
     )
-    meshes, named = [modelled(sizes_of(mesh, of_mesh))], model_of(model, of_model)
-    (made,) = _estimates(named, plan, of_plan, meshes, step_of(step, of_step), device, changes, progress)
+    sizes, named, asked = modelled(sizes_of(mesh, of_mesh)), model_of(model, of_model), step_of(step, of_step)
+    check_load(asked, sizes.ep)
+    (made,) = _estimates(named, plan, of_plan, [sizes], asked, device, changes, progress)
     if isinstance(made, PlanError):
         raise made
     return made
@@ -88,6 +91,7 @@ def sweep(
         gpus: how many devices.
         ep: over how many ranks experts are distributed: each size is tried on each mesh that has it.
         sequence_parallel: with the plan's overlay, where tp is above 1.
+        expert_load: as for `estimate`, at most the largest `ep`; a mesh with a smaller one has all rows on one rank.
         model, plan and all others: as for `estimate`.
 
     Raises:
@@ -101,8 +105,9 @@ def sweep(
     of_model, of_plan, of_step, changes = split_options(
         "sweep", options, ModelOptions, PlanOptions, StepOptions, Changes
     )
-    named = model_of(model, of_model)
-    made = _estimates(named, plan, of_plan, meshes, step_of(step, of_step), device, changes, progress)
+    named, asked = model_of(model, of_model), step_of(step, of_step)
+    check_load(asked, max(ep))
+    made = _estimates(named, plan, of_plan, meshes, asked, device, changes, progress)
     errors = {sizes: one for sizes, one in zip(meshes, made, strict=True) if isinstance(one, PlanError)}
     if len(errors) == len(meshes):
         raise errors[meshes[0]]
@@ -138,7 +143,7 @@ def _estimates(
             if split not in compiled:
                 progress(f"compiling for tp {sizes.tp}")
                 overlay = changes.get("sequence_parallel", False)
-                derive = deriving(model, of_plan, sizes.tp, sequence_parallel=overlay, progress=progress)
+                derive = deriving(model, of_plan, sizes, sequence_parallel=overlay, progress=progress)
                 compiled[split] = compile_variant(
                     model, sizes, plan, changes, seq_len=step.seq_len, allow_unproven=True, derive=derive
                 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 from shardplan.compiler.automatic import Derive, ReadPlan
 from shardplan.compiler.user_inputs import Model
@@ -19,7 +19,17 @@ if TYPE_CHECKING:
     from shardplan.model import FoundModel
 
 SHOWN = "<derived>"  # what findings call the plan's file
+SECTIONS: tuple[Literal["sequence_parallel", "expert_parallel"], ...] = ("sequence_parallel", "expert_parallel")
 SMALLEST = 2  # the size for which a plan is derived where none was asked for
+
+
+class Wanted(TypedDict):
+    """What a plan is derived for, as for `new_plan`."""
+
+    tp: int
+    sequence_parallel: bool
+    expert_parallel: bool
+
 
 Text = tuple[str, str | None]  # a plan, and why it could not be kept
 Share = Callable[[Callable[[], Text]], Text]
@@ -33,7 +43,7 @@ def alone(make: Callable[[], Text]) -> Text:
 def deriving(
     model: Model,
     options: PlanOptions,
-    tp: int | None,
+    sizes: MeshSizes,
     *,
     sequence_parallel: bool | None,
     progress: Callable[[str], None] = lambda text: None,
@@ -44,35 +54,38 @@ def deriving(
 
     Args:
         model: as the user named it.
-        tp: the size for which it is derived; None: the smallest.
+        sizes: the mesh's. It is derived for their tp, without one above 1 for the smallest; and with a section that distributes the
+            experts where ep is above 1.
         sequence_parallel: whether it has an overlay.
         progress: called with what is being done.
         share: calls a function on one of several ranks, and returns its result on all.
     """
     if not options.get("derive", True):
         return None
-    size, overlay = tp or SMALLEST, bool(sequence_parallel)
+    wanted = Wanted(
+        tp=max(sizes.tp or 1, SMALLEST), sequence_parallel=bool(sequence_parallel), expert_parallel=sizes.ep > 1
+    )
 
     def derive(found: FoundModel) -> ReadPlan:
         from shardplan.language.parsing import parse_text
 
-        text, kept = share(partial(_text, found, size, overlay, progress))
+        text, kept = share(partial(_text, found, wanted, progress))
         parsed = parse_text(text, file=SHOWN)
         assert parsed.plan is not None, text
-        return ReadPlan.of(parsed, _derived(found, ReadPlan.of(parsed), text, kept, _command(model, size, overlay)))
+        return ReadPlan.of(parsed, _derived(found, ReadPlan.of(parsed), text, kept, _command(model, wanted)))
 
     return derive
 
 
-def _text(found: FoundModel, tp: int, overlay: bool, progress: Callable[[str], None]) -> Text:
+def _text(found: FoundModel, wanted: Wanted, progress: Callable[[str], None]) -> Text:
     """The plan file, from the cache or derived."""
     from shardplan.authoring.init.kept_plans import digest_of, keep, kept
     from shardplan.authoring.init.new import new_plan
 
-    digest = digest_of(found, tp, sequence_parallel=overlay)
+    digest = digest_of(found, **wanted)
     if digest is not None and (text := kept(digest)) is not None:
         return text, None
-    made = new_plan(found, tp=tp, sequence_parallel=overlay, name="derived", progress=progress)
+    made = new_plan(found, **wanted, name="derived", progress=progress)
     return made.text, None if digest is None else keep(digest, made.text)
 
 
@@ -87,14 +100,15 @@ def _derived(found: FoundModel, read: ReadPlan, text: str, kept: str | None, sav
     return DerivedPlan(text, read.plan.description, save, split, whole, kept)
 
 
-def _command(model: Model, tp: int, overlay: bool) -> str:
+def _command(model: Model, wanted: Wanted) -> str:
     """What writes the plan to a file: a command line, for a model that the command line can name."""
     if not isinstance(model.name, str):
         given = [name for name, value in (("inputs", model.inputs), ("reduced", model.reduced)) if value is not None]
-        options = [f"tp={tp}", *(["sequence_parallel=True"] if overlay else []), *(f"{name}={name}" for name in given)]
+        sections = [f"{section}=True" for section in SECTIONS if wanted[section]]
+        options = [f"tp={wanted['tp']}", *sections, *(f"{name}={name}" for name in given)]
         return f"shardplan.init_plan(model, {', '.join(options)}).text"
-    words = ["shardplan", "init", model.name, "-o", "plan.yaml", "--tp", str(tp)]
-    words += ["--sequence-parallel"] if overlay else []
+    words = ["shardplan", "init", model.name, "-o", "plan.yaml", "--tp", str(wanted["tp"])]
+    words += [f"--{section.replace('_', '-')}" for section in SECTIONS if wanted[section]]
     words += [word for name, value in (model.settings or {}).items() for word in ("--set", f"{name}={value}")]
     words += ["--inputs", model.inputs] if isinstance(model.inputs, str) else []
     words += ["--reduced", model.reduced] if isinstance(model.reduced, str) else []

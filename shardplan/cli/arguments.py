@@ -192,6 +192,8 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument(
         "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
     )
+    text = "the busiest ep rank's share of the experts' rows over the mean (1: an even load); at most ep"
+    parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=text)
     text = "for the least time of a step: a100, b200, h100, h200, mi300x, or a JSON file that describes one"
     parser.add_argument("--device", metavar="NAME", help=text)
     text = "with, or without (the default), the plan's sequence_parallel section"

@@ -59,6 +59,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "micro_batch": args.micro_batch,
         "precision": args.precision,
         "optimizer": args.optimizer,
+        "expert_load": args.expert_load,
         "device": args.device,
         "sequence_parallel": bool(args.sequence_parallel),
         "logits": args.logits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -60,21 +61,29 @@ class TrainingStep:
         precision: the dtype in which parameters, gradients and optimizer state are stored; also as "bfloat16" or
             torch.bfloat16.
         optimizer: "adamw", "sgd" or "none".
+        expert_load: the share of the busiest ep rank of all rows for experts, over the mean of the ranks: the rank whose cost it is.
+            1 is an even load; at most ep.
 
     Raises:
-        ValueError: a size that is not a positive integer, an unknown word.
+        ValueError: a size that is not a positive integer, a load that is no number from 1 on, an unknown word.
     """
 
     seq_len: int
     micro_batch: int = 1
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
+    expert_load: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("seq_len", "micro_batch"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        load = self.expert_load
+        if not isinstance(load, int | float) or isinstance(load, bool) or not 1 <= load < math.inf:
+            raise ValueError(
+                f"expert_load must be a number from 1 on, the busiest rank's rows over the mean, not {load!r}"
+            )
         if self.optimizer not in get_args(OptimizerName):
             raise ValueError(f"optimizer must be one of {', '.join(get_args(OptimizerName))}, not {self.optimizer!r}")
         object.__setattr__(self, "precision", SHORT[dtype_name(self.precision, "precision")])
@@ -127,7 +136,8 @@ class Traffic:
         axis: one that estimates know.
         collective: "all_gather", "reduce_scatter", "all_reduce", ...
         calls: how many.
-        bytes: that a rank sends with ring algorithms: 2(n-1)/n of the whole tensor for an all-reduce, (n-1)/n for the others.
+        bytes: that a rank sends with ring algorithms: 2(n-1)/n of the whole tensor for an all-reduce, (n-1)/n for the others;
+            of an all-to-all the larger of what it sends and receives.
     """
 
     axis: Axis

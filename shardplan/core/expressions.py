@@ -20,7 +20,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import Literal
 
 MAX_LENGTH = 200  # characters
@@ -115,6 +115,18 @@ def parse_expression(text: str) -> Expression:
         ExpressionError: it is malformed or too long.
     """
     return _parse(text, condition=False)
+
+
+_parsed = lru_cache(maxsize=1024)(parse_expression)
+
+
+def count_of(expression: str, numbers: Mapping[str, int | float]) -> int | str:
+    """The value of an expression that counts something, or why it has none."""
+    try:
+        count = evaluate(_parsed(expression), numbers)
+    except EvaluationError as error:
+        return error.reason
+    return count if count > 0 else f"{expression} is {count}"
 
 
 def parse_condition(text: str) -> Expression:

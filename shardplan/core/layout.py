@@ -14,6 +14,7 @@ sequence parallelism, arXiv 2205.05198, adds V):
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -68,3 +69,9 @@ P = Layout("P")
 
 def V(dim: int | Literal["seq"]) -> Layout:  # noqa: N802 - the literature's name
     return Layout("V", dim)
+
+
+def over_features(operand: Sequence[int], argument: Sequence[int], *, grouped: bool) -> bool:
+    """Whether the last dim of an operation's operand has the features of its module's first argument: it has the argument's shape,
+    and where features are grouped, one more dim for the one group that they belong to."""
+    return tuple(operand) == tuple(argument) or (grouped and tuple(operand) == (*argument[:-1], 1, argument[-1]))

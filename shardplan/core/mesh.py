@@ -103,13 +103,8 @@ class MeshSizes:
 
     @property
     def ep_shard(self) -> int:
-        """The number of ranks over which FSDP2 shards the experts of one ep rank.
-
-        Raises:
-            ValueError: ep does not divide dp_shard x cp x tp.
-        """
-        if self.viewed % self.ep:
-            raise ValueError(f"ep {self.ep} does not divide dp_shard x cp x tp = {self.viewed}")
+        """The number of ranks over which FSDP2 shards the experts of one ep rank, where ep fits."""
+        assert self.ep_misfit is None, self.ep_misfit
         return self.viewed // self.ep
 
     @property
@@ -121,15 +116,21 @@ class MeshSizes:
         """
         return self.of(Axis.TP) / self.ep
 
-    def check_ep(self) -> None:
-        """Raise ValueError where the ep axis cannot be taken from the others: it does not divide dp_shard x cp x tp, or neither
-        of ep and tp divides the other, so that a tp group would lie across ep groups."""
-        assert self.ep_shard
+    @property
+    def ep_misfit(self) -> str | None:
+        """Why the ep axis cannot be taken from the others; None where it can. It must divide the product of their sizes, and
+        one of ep and tp must divide the other."""
+        if self.viewed % self.ep:
+            return f"ep {self.ep} does not divide {' x '.join(VIEWED)} = {self.viewed}"
         tp = self.of(Axis.TP)
         if tp % self.ep and self.ep % tp:
-            raise ValueError(
-                f"neither of ep {self.ep} and tp {tp} divides the other: ep groups would cut tp groups apart"
-            )
+            return f"neither of ep {self.ep} and tp {tp} divides the other: ep groups would cut tp groups apart"
+        return None
+
+    def check_ep(self) -> None:
+        """Raise ValueError where the ep axis cannot be taken from the others."""
+        if (why := self.ep_misfit) is not None:
+            raise ValueError(why)
 
 
 def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:

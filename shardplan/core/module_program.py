@@ -158,6 +158,21 @@ class OutputMove:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureMeans:
+    """A mean over features of which several ranks have a part each.
+
+    Args:
+        features: their number, each counted as often as ranks have it.
+        ranks: how many neighbouring ranks have them.
+        grouped: whether they are one group of several, or may be reshaped to one.
+    """
+
+    features: int
+    ranks: int
+    grouped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertsProgram:
     """How a module runs that is a stack of experts, of which every rank has some, whole.
 
@@ -185,8 +200,7 @@ class ModuleProgram:
         enter: moves of arguments, in order.
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, where rows are looked up by id.
-        features: where a mean over features of which each rank has some is that over all: their number, each counted as often
-            as ranks have it.
+        means: where a mean over features of which each rank has some is that over all of them.
         link: the module's part in an embedding that stays a partial sum until the `split_seq_input` rule: "source" is
             an embedding, "block_input" the module where the value is reduced and split, "scope" the module whose forward
             holds both.
@@ -200,6 +214,8 @@ class ModuleProgram:
         tail: how many trailing output features pass a move I -> R; 0: none do.
         outside: positions in the output that are read outside (R -> I).
         divide: attributes of the instance, and by what each is divided; `config.x` is a number of this instance's config.
+        settings: attributes of the instance, and what each is on a rank.
+        fused: whether its code may compute modules below it in one kernel.
         layer: the path to the layer itself inside this module, where adapters wrap it.
         group: the parameters below this module, itself included, whose partial gradients are summed together.
         shared: those whose rows are gathered together.
@@ -215,7 +231,7 @@ class ModuleProgram:
     enter: tuple[InputMove, ...] = ()
     leave: OutputMove | None = None
     vocabulary: int | None = None
-    features: int | None = None
+    means: FeatureMeans | None = None
     link: Literal["source", "block_input", "scope"] | None = None
     joins: str | None = None
     joined: tuple[str, ...] = ()
@@ -226,6 +242,8 @@ class ModuleProgram:
     tail: int = 0
     outside: tuple[int, ...] = ()
     divide: tuple[tuple[str, int], ...] = ()
+    settings: tuple[tuple[str, int], ...] = ()
+    fused: bool = True
     layer: str = ""
     group: GradientGroup | None = None
     shared: tuple[SharedGroup, ...] = ()

@@ -83,8 +83,15 @@ class Rule:
         grad: the gradient that the readers of a gathered value return: "partial" (R) or "complete" (I); None: the structure
             decides (whether a head that accepts R follows).
         output: the move of the module's output: "gather", "all_reduce", "reduce_scatter".
-        packed: the sizes of the parts of a packed dimension, as expressions over config numbers, or the number of equal parts.
+        packed: the sizes of the parts of a packed dimension, as expressions over config numbers, or the number of equal parts, a
+            number or such an expression.
+        heads: how many heads each part has (the dimension, where it is one), as expressions over config numbers; empty: the
+            structure tells.
+        groups: into how many groups, each with a mean of its own, a norm's features are split, as an expression over config
+            numbers; None: one.
         divide: attributes of the module instance to divide by tp (`num_heads`, `config.num_attention_heads`).
+        set: attributes of the module instance, and what each is on a rank: expressions over the instance's divided numbers.
+        fused: whether the module may take a path for training that computes modules below it in one kernel.
         divides: numbers (expressions over config numbers) that tp must divide.
         seq_dim: the sequence dimension of what the rule moves.
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
@@ -103,8 +110,12 @@ class Rule:
     argument: str | None = None
     grad: Literal["partial", "complete"] | None = None
     output: Output | None = None
-    packed: tuple[str, ...] | int | None = None
+    packed: tuple[str, ...] | int | str | None = None
+    heads: tuple[str, ...] = ()
+    groups: str | None = None
     divide: tuple[str, ...] = ()
+    set: tuple[tuple[str, str], ...] = ()
+    fused: bool = True
     divides: tuple[str, ...] = ()
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
@@ -121,7 +132,11 @@ class Rule:
             "grad": self.grad,
             "output": self.output,
             "packed": self.packed,
+            "heads": self.heads,
+            "groups": self.groups,
             "divide": self.divide,
+            "set": self.set,
+            "fused": self.fused,
             "divides": self.divides,
             "seq_dim": self.seq_dim,
             "read_outside": self.read_outside,
@@ -191,10 +206,6 @@ class PlanFile:
     @property
     def has_overlay(self) -> bool:
         return any(plan.sequence_parallel for plan in self.lineage)
-
-    @property
-    def has_expert_parallel(self) -> bool:
-        return any(plan.expert_parallel or plan.expert_sequence_parallel for plan in self.lineage)
 
 
 @dataclass(frozen=True, slots=True)

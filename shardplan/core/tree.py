@@ -11,8 +11,9 @@ from typing import Literal, TypeGuard
 #   linear     an nn.Linear, weight [out, in]            conv1d     transformers' Conv1D, weight [in, out]
 #   embedding  an nn.Embedding, weight [rows, features]  norm       no children, owns parameters, all at most 1-D
 #   dropout    an nn.Dropout                             list       an nn.ModuleList / ModuleDict / Sequential
+#   depthwise  an nn.Conv1d of each channel by itself, weight [channels, 1, kernel]
 #   other      everything else (blocks, attention, activation functions, packed experts, ...)
-ModuleKind = Literal["linear", "conv1d", "embedding", "norm", "dropout", "list", "other"]
+ModuleKind = Literal["linear", "conv1d", "depthwise", "embedding", "norm", "dropout", "list", "other"]
 
 # What a parameter of an adapter (LoRA, arXiv 2106.09685) is to the layer that it adapts: y = W x + B A x.
 #   A            nn.Linear.weight [r, in]             B                nn.Linear.weight [out, r], or its bias [out]

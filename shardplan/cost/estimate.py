@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import nn
 
 from shardplan.compiler.lower.program import Program
-from shardplan.core.estimates import OFFLOADED, Category, Device, Estimate, Memory, Question, Traffic
+from shardplan.core.estimates import OFFLOADED, Category, Device, Estimate, Memory, Question, Traffic, TrainingStep
 from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.parallel.expert_routes import LOAD
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.gathering import without_advice
 
@@ -68,8 +70,8 @@ def estimate_mesh(
         Traffic(axis, name, calls, ledger.bytes[axis, name]) for (axis, name), calls in sorted(ledger.calls.items())
     )
     left_out = [*ALWAYS_LEFT_OUT]
-    if resolved.dp_experts:
-        left_out.append("uneven routes: each token chooses among all experts alike")
+    if sizes.ep > 1 and asked.step.expert_load == 1:
+        left_out.append("uneven routes: each token chooses among all experts alike (see expert_load)")
     if resolved.compile is not None:
         left_out.append("torch.compile: the step is traced eagerly")
     if offloaded:
@@ -107,7 +109,7 @@ def step_ledger(
     """
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     shorten(model)
-    with fake_mesh(program.resolved.sizes) as mesh, without_advice():
+    with fake_mesh(program.resolved.sizes) as mesh, without_advice(), _loaded(asked.step, program):
         mesh.check_sections(program.resolved)
         applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
         return trace(
@@ -119,6 +121,16 @@ def step_ledger(
             offloaded=offloaded,
             name=found.name,
         )
+
+
+@contextmanager
+def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
+    """While it lasts, this rank is the busiest one with experts."""
+    token = LOAD.set(min(step.expert_load, program.resolved.sizes.ep))  # of fewer ranks in a sweep: one has all rows
+    try:
+        yield
+    finally:
+        LOAD.reset(token)
 
 
 def _logits(found: FoundModel, asked: Question, tp: int) -> list[tuple[int, int]]:

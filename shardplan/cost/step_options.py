@@ -16,6 +16,7 @@ class StepOptions(TypedDict, total=False):
     micro_batch: int
     precision: Precision
     optimizer: OptimizerName
+    expert_load: float
 
 
 def modelled(sizes: MeshSizes) -> MeshSizes:
@@ -42,3 +43,11 @@ def step_of(step: TrainingStep | None, options: StepOptions) -> TrainingStep:
     if step is None and "seq_len" not in options:
         raise TypeError("an estimate needs seq_len, the number of tokens in a sequence")
     return step or TrainingStep(**options)
+
+
+def check_load(step: TrainingStep, ep: int) -> None:
+    """Raise ValueError for a load of experts that none of so many ranks can have."""
+    if step.expert_load > ep:
+        raise ValueError(
+            f"expert_load is {step.expert_load:g}, but ep is {ep}: the busiest rank has all rows at {ep} times the mean"
+        )

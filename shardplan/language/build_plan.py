@@ -94,7 +94,9 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     options.pop("sum_outputs", None)
     if isinstance(options.get("packed"), list):
         options["packed"] = tuple(map(str, options["packed"]))
-    for name in ("divide", "divides"):
+    if "set" in options:
+        options["set"] = tuple(options["set"].items())
+    for name in ("divide", "divides", "heads"):
         if name in options:
             options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
     if "read_outside" in options:

@@ -118,7 +118,9 @@ def _check_section(rules: tuple[Rule, ...], findings: Findings) -> None:
         for text in texts:
             earlier = [one for one in holders[text] if one.when is True or rule.when in (True, one.when)]
             if rule.override:
-                replaced = [one for one in earlier if rule.when in (True, one.when)]
+                replaced = [
+                    one for one in earlier if rule.when in (True, one.when) and rule.having in (None, one.having)
+                ]
                 left.update((one.location, left[one.location] - 1) for one in replaced)
                 holders[text] = [one for one in holders[text] if one not in replaced]
             elif earlier:

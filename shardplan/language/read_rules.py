@@ -218,11 +218,15 @@ def _who_takes(option: str) -> str:
 def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None:
     if isinstance(condition := options.get("when"), Scalar):
         _check_expression(condition, (*path, "when"), parse_condition, "a condition", findings)
-    for option in ("packed", "divides"):
+    if isinstance(node := options.get("set"), MapNode):
+        for entry in node.entries:
+            if isinstance(entry.value, Scalar):
+                _check_expression(entry.value, (*path, "set", entry.key), parse_expression, "an expression", findings)
+    for option in ("packed", "divides", "heads", "groups"):
         node = options.get(option)
         items = node.items if isinstance(node, ListNode) else (node,)
         for i, item in enumerate(items):
-            if isinstance(item, Scalar) and not (option == "packed" and item is node):  # else the form is wrong
+            if isinstance(item, Scalar):
                 at = (*path, option, i) if isinstance(node, ListNode) else (*path, option)
                 _check_expression(item, at, parse_expression, "an expression", findings)
 

@@ -14,7 +14,11 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "grad": lambda style: style.options.grad,
     "output": lambda style: bool(style.options.output),
     "packed": lambda style: style.packed_option,
+    "heads": lambda style: style.heads_option,
+    "groups": lambda style: style.features.means,
     "divide": lambda style: True,
+    "set": lambda style: True,
+    "fused": lambda style: True,
     "divides": lambda style: True,
     "seq_dim": lambda style: style.seq_option,
     "read_outside": lambda style: style.read_outside_option,
@@ -80,12 +84,5 @@ def none_rule() -> dict[str, Any]:
         ]
     }
     section = {"additionalProperties": {"not": {"anyOf": [removal, {"type": "array", "contains": removal}]}}}
-    return {
-        "if": {"not": {"required": ["extends"]}},
-        "then": {
-            "properties": {
-                "tensor_parallel": section,
-                "sequence_parallel": section,
-            }
-        },
-    }
+    sections = dict.fromkeys(("tensor_parallel", "sequence_parallel"), section)
+    return {"if": {"not": {"required": ["extends"]}}, "then": {"properties": sections}}

@@ -88,6 +88,8 @@ def kind_of(module: nn.Module) -> ModuleKind:
     utils: Any = sys.modules.get("transformers.pytorch_utils")
     if utils is not None and isinstance(module, utils.Conv1D):
         return "conv1d"
+    if isinstance(module, nn.Conv1d) and module.groups == module.in_channels == module.out_channels:
+        return "depthwise"
     own = list(module.parameters(recurse=False))
     if own and next(module.children(), None) is None and all(p.ndim <= 1 for p in own):
         return "norm"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from weakref import WeakKeyDictionary, ref
@@ -33,6 +34,7 @@ from .processes import Case, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
 from .steps import STEPS, Batch, Steps, cast, reference_steps
+from .threads import OnRanks, rank_threads
 
 
 @dataclass(frozen=True)
@@ -97,21 +99,23 @@ def prove(
     compiled = compile_for(reduced, plan, sizes, variants)
     reference = references(reduced.reduced_model)
     programs, missing, proofs = {}, {}, []
-    for on in variants:
-        progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
-        programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
-        case = ReducedCase(source, program, sizes) if processes else None
-        layouts = compiled.layouts.get(on)
-        with sharded_run(layouts.diagnostics if layouts is not None else ()):
-            rows = _settle(partial(_run, case, program, reduced.reduced_model, reference))
-        missing[on] = (
-            *unreached_parameters(reduced, [reference(kind, torch.float32)[1] for kind in reduced.reduced_model.kinds]),
-            *unreached_modules(reduced, program),
-        )
-        unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
-        names = (reduced.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
-        counts = _counts(reduced.benches[0].model, program.modules)
-        proofs.append(VariantProof(variant_name(on), rows, *counts, *names))
+    with nullcontext() if processes else rank_threads(sizes.tp or 1) as on_ranks:
+        for on in variants:
+            progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
+            programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
+            case = ReducedCase(source, program, sizes)
+            layouts = compiled.layouts.get(on)
+            with sharded_run(layouts.diagnostics if layouts is not None else ()):
+                rows = _settle(partial(_run, case, on_ranks, reduced.reduced_model, reference))
+            references_of_kinds = [reference(kind, torch.float32)[1] for kind in reduced.reduced_model.kinds]
+            missing[on] = (
+                *unreached_parameters(reduced, references_of_kinds),
+                *unreached_modules(reduced, program),
+            )
+            unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
+            names = (reduced.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
+            counts = _counts(reduced.benches[0].model, program.modules)
+            proofs.append(VariantProof(variant_name(on), rows, *counts, *names))
     report = VerifyReport(
         model=source.shown,
         plan=plan.name,
@@ -164,15 +168,15 @@ class ReducedCase:
 
 
 def _run(
-    case: ReducedCase | None, program: Program, reduced_model: ReducedModel, reference: References, dtype: torch.dtype
+    case: ReducedCase, on_ranks: OnRanks | None, reduced_model: ReducedModel, reference: References, dtype: torch.dtype
 ) -> tuple[Comparison, ...]:
-    """Every kind of input that the model takes; each row is the worst of them. Without a case, by simulation."""
-    if case is not None:
+    """Every kind of input that the model takes; each row is the worst of them. With threads by simulation, else in processes."""
+    if on_ranks is None:
         runs = run_processes(case, dtype)
     else:
         made = (reference(kind, dtype) for kind in reduced_model.kinds)
         build = partial(_built, reduced_model, dtype)
-        runs = [simulate(build, batches, program, steps) for batches, steps in made]
+        runs = [simulate(build, batches, case.program, steps, on_ranks) for batches, steps in made]
     return worst_of(row for run in runs for row in run)
 
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.report import Comparison
+from shardplan.model.rebinding import copied
 from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.torchlib.modes import NothingEmpty
 from shardplan.torchlib.private import private
@@ -20,33 +21,33 @@ from .compare import worst_of
 from .exact import in_precision_of
 from .rank import rank_rows
 from .steps import Batch, Steps
-from .threads import on_threads
+from .threads import OnRanks
 
 
 def simulate(
-    build: Callable[[], nn.Module], batches: Sequence[Batch], program: Program, reference: Steps
+    build: Callable[[], nn.Module], batches: Sequence[Batch], program: Program, reference: Steps, on_ranks: OnRanks
 ) -> tuple[Comparison, ...]:
     """Apply a program on every rank, run the steps, and compare them with the unsharded ones; each row is the worst over the
     ranks.
 
     Args:
         build: makes the model on the CPU, with the weights of the reference.
+        on_ranks: of as many ranks as tp has.
     """
     tp = program.resolved.sizes.tp
     assert tp is not None  # a proof is of one size
     # What other ranks are sent is a matter of the exchange alone: the ranks of tp stand for all.
     ep = tp if "expert_parallel" in program.resolved.overlays else 1
-    models = [build()]
-    while len(models) < tp:  # one after the other: they draw from one generator
-        models.append(_sharing(build(), models[0]))
+    first = build()
+    models = [first, *(_sharing(copied(first), first) for _ in range(tp - 1))]
 
     def rows(rank: int) -> tuple[Comparison, ...]:
         mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), ep=ep)
         with NothingEmpty():
             return rank_rows(models[rank], mesh, program, [_copied(batch) for batch in batches], reference)
 
-    with in_precision_of(models[0]):  # the default dtype is no thread's own
-        found = on_threads(tp, rows)
+    with in_precision_of(first):  # the default dtype is no thread's own
+        found = on_ranks(rows)
     errors: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row in chain.from_iterable(found):
         errors[row.kind, row.name].append(row.error)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -14,51 +16,84 @@ from shardplan.torchlib.private import private
 T = TypeVar("T")
 OFTEN = 0.1  # seconds between two looks at whether ranks wait for one that has ended
 
+Calls = SimpleQueue[tuple[Callable[[int], Any], "Future[Any]"] | None]  # of one rank; None ends it
 
-def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
-    """Call a function on every rank, and return what each returned.
 
-    Each thread has torch's modes, and process groups, of its own; the groups of the process are hidden until all have
-    ended. Ranks share everything outside their own modules (globals of the code, the default dtype).
+class OnRanks(Protocol):
+    """What calls a function on every rank."""
 
-    Args:
-        function: of the rank; the default process group is there while it runs.
+    def __call__(self, function: Callable[[int], T], /) -> list[T]: ...
 
-    Raises:
+
+@contextmanager
+def rank_threads(ranks: int) -> Iterator[OnRanks]:
+    """Threads for the ranks of a process group, which last as long as the context: what torch remembers by thread, such as how
+    DTensor does an operation, is known to the next call. Calls are made one after the other; one that raises is the last.
+
+    Each thread has torch's modes, and process groups, of its own; the groups of the process are hidden until the context
+    ends. Ranks share everything outside their own modules (globals of the code, the default dtype).
+
+    What is given calls a function of the rank on every rank, and returns what each returned; the default process group is
+    there while it runs. It raises:
         RuntimeError: a rank has ended, and others wait for it in a collective.
         Exception: what the first rank that raised did.
     """
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-    group = private("ThreadedGroup")
-
-    def run(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
-            results[rank] = function(rank)
-        except BaseException as error:  # of a rank that waited for one that raised: SystemExit
-            errors[rank] = error
-            group.exception_handle(error)
-        finally:
-            if dist.is_initialized():
-                dist.destroy_process_group()
-
+    calls: list[Calls] = [SimpleQueue() for _ in range(ranks)]
     with _threaded_groups():
         store = dist.HashStore()
-        threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(ranks)]
+        threads = [
+            threading.Thread(target=_serve, args=(rank, ranks, store, calls[rank]), name=f"rank {rank}")
+            for rank in range(ranks)
+        ]
+        for thread in threads:
+            thread.start()
         try:
-            for thread in threads:
-                thread.start()
-            _wait_for(threads, errors)
-        except BaseException as error:
-            group.exception_handle(error)
-            raise
+            yield lambda function: _on_all(calls, function)
         finally:
+            for queue in calls:
+                queue.put(None)
             for thread in threads:
                 thread.join()
-    for _, raised in sorted(errors.items(), key=lambda one: (isinstance(one[1], SystemExit), one[0])):
+
+
+def on_threads(ranks: int, function: Callable[[int], T]) -> list[T]:
+    """One call of a function on every rank, as by `rank_threads`."""
+    with rank_threads(ranks) as on_ranks:
+        return on_ranks(function)
+
+
+def _serve(rank: int, ranks: int, store: dist.Store, calls: Calls) -> None:
+    """One rank: answer calls."""
+    try:
+        while (call := calls.get()) is not None:
+            function, result = call
+            try:
+                if not dist.is_initialized():
+                    dist.init_process_group("threaded", rank=rank, world_size=ranks, store=store)
+                result.set_result(function(rank))
+            except BaseException as error:  # of a rank that waited for one that raised: SystemExit
+                private("ThreadedGroup").exception_handle(error)
+                result.set_exception(error)
+            del call, function, result  # with the models of the call
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _on_all(calls: Sequence[Calls], function: Callable[[int], T]) -> list[T]:
+    results: list[Future[T]] = [Future() for _ in calls]
+    for queue, result in zip(calls, results, strict=True):
+        queue.put((function, result))
+    try:
+        _wait_for(results)
+    except BaseException as error:
+        private("ThreadedGroup").exception_handle(error)
+        wait(results)
+        raise
+    errors = [raised for result in results if (raised := result.exception()) is not None]
+    for raised in sorted(errors, key=lambda raised: isinstance(raised, SystemExit)):
         raise raised
-    return [results[rank] for rank in range(ranks)]
+    return [result.result() for result in results]
 
 
 @contextmanager
@@ -74,19 +109,17 @@ def _threaded_groups() -> Iterator[None]:
         private("uninstall_threaded_groups")()
 
 
-def _wait_for(threads: list[threading.Thread], errors: Mapping[int, BaseException]) -> None:
-    """Until all have ended.
+def _wait_for(results: Sequence[Future[Any]]) -> None:
+    """Until all are there.
 
     Raises:
-        RuntimeError: some have, without an error, and all others wait in a collective, which then never comes about.
+        RuntimeError: some are, without an error, and all other ranks wait in a collective, which then never comes about.
     """
     group = private("ThreadedGroup")
-    for thread in threads:
-        while thread.is_alive():
-            thread.join(OFTEN)
-            left = [one for one in threads if one.is_alive()]
-            waiting: list[Any] = list(group._cur_coll_on_pgs.values())
-            stuck = any(one._count == len(left) < one._world_size for one in waiting)
-            if stuck and 0 < len(left) < len(threads) and not errors:
-                names = ", ".join(one.name for one in threads if one not in left)
-                raise RuntimeError(f"{names} ended, but the other ranks wait in a collective")
+    while left := wait(results, OFTEN).not_done:
+        waiting: list[Any] = list(group._cur_coll_on_pgs.values())
+        stuck = any(one._count == len(left) < one._world_size for one in waiting)
+        ended = [rank for rank, result in enumerate(results) if result not in left]
+        if stuck and ended and all(results[rank].exception() is None for rank in ended):
+            names = ", ".join(f"rank {rank}" for rank in ended)
+            raise RuntimeError(f"{names} ended, but the other ranks wait in a collective")

@@ -47,6 +47,7 @@ def _asked(asked: Question) -> AskedRecord:
         asked.step.micro_batch,
         asked.step.precision,
         asked.step.optimizer,
+        asked.step.expert_load,
     )
 
 

@@ -75,10 +75,11 @@ def bytes_text(number: float) -> str:
 def _title(estimate: Estimate) -> str:
     asked = estimate.asked
     overlay = ", sequence parallel" if asked.sequence_parallel else ""
+    load = f", expert load {asked.step.expert_load:g}" if asked.step.expert_load != 1 else ""
     return (
         f"{printable(asked.model)} ({estimate.parameters:,} parameters), plan {printable(asked.plan)}{overlay}\n"
         f"{asked.step.micro_batch:,} x {asked.step.seq_len:,} tokens on a data-parallel rank, {asked.step.precision}, optimizer "
-        f"{asked.step.optimizer}"
+        f"{asked.step.optimizer}{load}"
     )
 
 

@@ -157,6 +157,7 @@ class AskedRecord:
     micro_batch: Annotated[int, "sequences of a data-parallel rank in one forward"]
     precision: Annotated[str, "the dtype in which parameters, gradients and optimizer state are stored"]
     optimizer: str
+    expert_load: Annotated[float, "the busiest ep rank's share of the experts' rows, over the mean of the ranks"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,16 @@
 """The styles: one record each. To add a style, add its record to one of the tables here. An incomplete record is refused
 when this file is imported."""
 
-from . import block_inputs, embedding, experts, linear, norms, whole
+from . import block_inputs, convolutions, embedding, experts, linear, norms, whole
 from .sound import missing
 from .style_record import ParameterStyle, Style, feature_dim
 
 NONE = "none"  # not a style: a child plan's way to remove an inherited rule
 
 STYLES: dict[str, Style] = {
-    style.name: style for table in (linear, embedding, norms, whole, block_inputs, experts) for style in table.STYLES
+    style.name: style
+    for table in (linear, convolutions, embedding, norms, whole, block_inputs, experts)
+    for style in table.STYLES
 }
 ALIASES: dict[str, str] = {alias: style.name for style in STYLES.values() for alias in style.aliases}
 

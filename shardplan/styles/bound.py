@@ -12,7 +12,7 @@ from shardplan.core.tree import ModuleInfo
 
 from . import STYLES
 from .boundary import Boundary, boundary
-from .divided_numbers import divided, shared_heads
+from .divided_numbers import divided, mean_ranks, settings, shared_heads
 from .links import Link, links
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
@@ -31,6 +31,8 @@ class BoundModule:
         tail: how many trailing output features pass a move I -> R; 0: none do.
         link: as in `core.module_program.ModuleProgram`.
         divide: attributes of the instance, and by what each is divided.
+        settings: attributes of the instance, and what each is on a rank.
+        mean_ranks: where the forward takes means over features that are split: over how many neighbouring ranks; else 1.
         experts: as in `core.module_program.ModuleProgram`.
         scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
             module contains both.
@@ -43,6 +45,8 @@ class BoundModule:
     tail: int = 0
     link: Link | None = None
     divide: tuple[tuple[str, int], ...] = ()
+    settings: tuple[tuple[str, int], ...] = ()
+    mean_ranks: int = 1
     experts: ExpertsProgram | None = None
     scope: str | None = None
 
@@ -53,6 +57,11 @@ class BoundModule:
     @property
     def style(self) -> Style | None:
         return STYLES[self.assignment.rule.style] if self.assignment else None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether each group of the features has a mean of its own."""
+        return self.assignment is not None and self.assignment.rule.groups is not None
 
     @property
     def vocabulary(self) -> int | None:
@@ -83,8 +92,9 @@ def _bound(
 ) -> BoundModule:
     assignment, parameters = plan.modules.get(module.name), lower_parameters(plan, module)
     divide = divided(plan, module, shared)
+    local = settings(plan, module, parameters, divide)
     if assignment is None:
-        return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide)
+        return BoundModule(module, None, parameters, Boundary(), link=link, divide=divide, settings=local)
     style, rule = STYLES[assignment.rule.style], assignment.rule
     weight = next((p.computed for p in parameters if p.name == "weight" and p.shared and not p.parts), None)
     crossing = boundary(rule).at(rule.seq_dim)
@@ -96,6 +106,8 @@ def _bound(
         tail=int(plan.tree.numbers[style.features.tail]) if style.features.tail else 0,
         link=link,
         divide=divide,
+        settings=local,
+        mean_ranks=mean_ranks(plan, rule) if style.features.means else 1,
         experts=_experts(plan, module, assignment),
         scope=scope if style.until_block_input else None,
     )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.expressions import evaluate, parse_expression
+from shardplan.core.module_program import ParameterProgram
+from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, full_name, is_count, parent
 
 from . import STYLES
-from .head_counts import GROUPS, HEAD_SIZES
+from .head_counts import GROUPS, HEAD_SIZES, number_or_none
 from .stored_parameters import counts_of_heads, lower_parameters
 
 CONFIG = "config."
@@ -48,7 +50,8 @@ def _nested(numbers: Mapping[str, int | float], name: str) -> set[int | float]:
 
 
 def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Attributes of a module, and by what each is divided: those that its rule names by tp. Where r ranks compute with one
+    """Attributes of a module, and by what each is divided: those that its rule names by tp. The length of a group of a norm's
+    features is divided by the number of ranks that have a part of it. Where r ranks compute with one
     key-value head, the number of key-value heads is divided by tp / r, and that of query heads for each by r.
 
     Args:
@@ -57,6 +60,9 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
     ranks = plan.sizes.tp or 1
     assignment = plan.modules.get(module.name)
     names = assignment.rule.divide if assignment is not None else ()
+    if assignment is not None and assignment.rule.groups is not None:
+        length, over = group_length(plan, module, assignment.rule), mean_ranks(plan, assignment.rule)
+        return tuple((name, over if attribute(plan, assignment, name) == length else ranks) for name in names)
     copies = shared.get(module.name, 1)
     by = dict.fromkeys(names, ranks)
     if copies == 1:
@@ -66,9 +72,49 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
         if attribute(plan, assignment, name) == ranks // copies:
             by[name] = ranks // copies
     groups = module.numbers.get(GROUPS)
-    if is_count(groups) and groups > 1:
+    if is_count(groups) and groups % copies == 0:  # else the queries are split otherwise, which the layout check finds
         by[GROUPS] = copies
     return tuple(by.items())
+
+
+def mean_ranks(plan: ResolvedPlan, rule: Rule) -> int:
+    """Over how many neighbouring ranks the features of one mean are split."""
+    ranks = plan.sizes.tp or 1
+    groups = evaluate(parse_expression(rule.groups), plan.tree.numbers) if rule.groups is not None else 1
+    return max(1, ranks // groups)
+
+
+def group_length(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> int | None:
+    """The features of one group of a norm; None where its rule has no groups, or they have no number."""
+    groups = number_or_none(rule.groups, plan.tree.numbers) if rule.groups is not None else None
+    return module.parameters[0].shape[-1] // groups if groups is not None and module.parameters else None
+
+
+def settings(
+    plan: ResolvedPlan, module: ModuleInfo, parameters: Sequence[ParameterProgram], divide: Iterable[tuple[str, int]]
+) -> tuple[tuple[str, int], ...]:
+    """Attributes of a module, and what each is on a rank: what its rule sets, and how many channels a depthwise convolution has
+    there, each a group of its own.
+
+    Args:
+        parameters: of the module, as they are stored.
+        divide: what `divided` returns for it.
+    """
+    assignment = plan.modules.get(module.name)
+    found: dict[str, int] = {}
+    if module.kind == "depthwise":
+        weight = next(p for p in parameters if p.name == "weight")
+        if weight.dim is not None:
+            whole, ranks = module.parameter("weight"), plan.sizes.tp or 1
+            assert whole is not None, module
+            shard = whole.shape[weight.dim] // ranks
+            found["groups"] = sum(length * copies for length, copies in weight.pieces(ranks, shard))
+    if assignment is not None and assignment.rule.set:
+        numbers = dict(module.numbers)
+        numbers |= {name: int(numbers[name]) // by for name, by in divide if name in numbers}
+        for name, expression in assignment.rule.set:
+            numbers[name] = found[name] = evaluate(parse_expression(expression), numbers)
+    return tuple(found.items())
 
 
 def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:

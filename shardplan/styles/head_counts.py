@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from shardplan.core.expressions import count_of
 from shardplan.core.layout import V
 from shardplan.core.plan import Rule
 from shardplan.core.tree import ModuleInfo, is_count
@@ -20,6 +21,24 @@ from .style_record import ParameterStyle
 WHOLE_HEAD = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "key_value_proj_dim")
 HEAD_SIZES = (*WHOLE_HEAD, "qk_head_dim", "v_head_dim")  # or those of its share in q and k, and in v
 GROUPS = "num_key_value_groups"  # what attention modules call the number of query heads for each key-value head
+
+
+def head_counts(
+    placement: ParameterStyle, rule: Rule, around: ModuleInfo, numbers: Mapping[str, int | float], sizes: Sequence[int]
+) -> tuple[int | None, ...]:
+    """How many heads each length splits into, as `head_count` says, or as the rule declares: one for each length. What has no
+    value is None (compiler/check/declared.py reports it)."""
+    if rule.heads:
+        return tuple(number_or_none(one, numbers) for one in rule.heads[: len(sizes)]) + (None,) * (
+            len(sizes) - len(rule.heads)
+        )
+    return tuple(head_count(placement, rule, around, numbers, size) for size in sizes)
+
+
+def number_or_none(expression: str, numbers: Mapping[str, int | float]) -> int | None:
+    """The value of an expression that counts something; None where it has none."""
+    count = count_of(expression, numbers)
+    return count if isinstance(count, int) else None
 
 
 def head_count(

@@ -13,7 +13,7 @@ from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
 
 from . import STYLES, ParameterStyle, feature_dim
 from .adapter_styles import adapter_dim, adapter_style
-from .head_counts import copies_of, head_count
+from .head_counts import copies_of, head_counts
 from .style_record import WHOLE
 from .token_layouts import tokens_layout
 
@@ -21,6 +21,8 @@ from .token_layouts import tokens_layout
 def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
     """The sizes of a packed dimension's parts: as the rule declares, by default two equal ones."""
     packed = rule.packed if rule.packed is not None else 2
+    if isinstance(packed, str):
+        packed = evaluate(parse_expression(packed), plan.tree.numbers)
     if isinstance(packed, int):
         return (size // packed,) * packed
     return tuple(evaluate(parse_expression(part), plan.tree.numbers) for part in packed)
@@ -118,7 +120,7 @@ def heads_of(
 ) -> tuple[int | None, ...]:
     """The number of heads of each length of a module's parameter that is split on its own."""
     around = plan.tree.modules[parent(module.name)]
-    return tuple(head_count(placement, rule, around, plan.tree.numbers, length) for length in lengths)
+    return head_counts(placement, rule, around, plan.tree.numbers, lengths)
 
 
 def counts_of_heads(plan: ResolvedPlan, around: str) -> tuple[int, ...]:

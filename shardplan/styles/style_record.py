@@ -10,13 +10,14 @@ from shardplan.core.mesh import Axis
 from shardplan.core.plan import Output
 from shardplan.core.tree import ModuleKind
 
-Features = Literal["out", "in", "expert"]  # "expert": whole experts, dim 0 of a stack of them
+Features = Literal["out", "in", "expert", "head"]  # "expert", "head": whole ones, dim 0 of a stack of them
 TrialKind = ModuleKind | Literal["parameter"]  # "parameter": named by a rule of its own
 TorchStyle = Literal["ColwiseParallel", "RowwiseParallel", "SequenceParallel", "own"]
 
 # Kinds of modules that several tables name.
 MATMUL: frozenset[ModuleKind] = frozenset({"linear", "conv1d"})
 EMBEDDING: frozenset[ModuleKind] = frozenset({"embedding"})
+DEPTHWISE: frozenset[ModuleKind] = frozenset({"depthwise"})
 NORM: frozenset[ModuleKind] = frozenset({"norm"})
 OTHER: frozenset[ModuleKind] = frozenset({"other"})
 PARAMETER: frozenset[Literal["parameter"]] = frozenset({"parameter"})
@@ -28,13 +29,15 @@ FEATURE_DIMS: dict[tuple[ModuleKind, str], dict[Features, int]] = {
     ("linear", "bias"): {"out": 0},
     ("conv1d", "weight"): {"out": 1, "in": 0},
     ("conv1d", "bias"): {"out": 0},
+    ("depthwise", "weight"): {"out": 0},
+    ("depthwise", "bias"): {"out": 0},
     ("embedding", "weight"): {"out": 1, "in": 0},
 }
 
 
 def feature_dim(kind: ModuleKind, parameter: str, features: Features, ndim: int) -> int | None:
     """The dim (from 0) of a parameter that holds the given features; None where it has no such dim (`in` of a bias)."""
-    if features == "expert":
+    if features in ("expert", "head"):
         return 0
     known = FEATURE_DIMS.get((kind, parameter))
     if known is not None:
@@ -243,6 +246,16 @@ class Style:
     def packed_option(self) -> bool:
         """Whether `packed:` is accepted: the parts of a dimension are split."""
         return self.weight.packed
+
+    @property
+    def heads_option(self) -> bool:
+        """Whether `heads:` is accepted: output features or channels are split, and stay so."""
+        return (
+            self.weight.shard == "out"
+            and self.shards_parameters
+            and self.output_destination is None
+            and not self.features.means
+        )
 
     @property
     def argument_option(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,9 @@ class DividedConfig:
         setattr(self.__dict__["_config"], name, value)
 
 
+WHOLE = "_shardplan_whole"  # on a module: what its changed attributes were
+
+
 def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> None:
     """Divide integer attributes of this instance, or lists of them; `config.x` divides the number in this instance's config,
     never in the shared config.
@@ -34,6 +38,7 @@ def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> N
     for name, by in divide:
         owner, _, attribute = name.rpartition(".")
         number = getattr(getattr(module, owner) if owner else module, attribute)
+        _remember(module, owner or attribute)
         part = [_part(n, by) for n in number] if isinstance(number, (list, tuple)) else _part(number, by)
         if not owner:
             setattr(module, attribute, part)
@@ -41,6 +46,38 @@ def divide_attributes(module: nn.Module, divide: Iterable[tuple[str, int]]) -> N
             getattr(module, owner).__dict__[attribute] = part
         else:
             setattr(module, owner, DividedConfig(getattr(module, owner), {attribute: part}))
+
+
+def set_attributes(module: nn.Module, settings: Iterable[tuple[str, int]]) -> None:
+    """Set integer attributes of this instance.
+
+    Args:
+        settings: names, and what each is.
+    """
+    for name, number in settings:
+        assert isinstance(getattr(module, name), int), name
+        _remember(module, name)
+        setattr(module, name, number)
+
+
+def _remember(module: nn.Module, name: str) -> None:
+    module.__dict__.setdefault(WHOLE, {}).setdefault(name, getattr(module, name))
+
+
+@contextmanager
+def whole_attributes(model: nn.Module) -> Iterator[None]:
+    """While it lasts, attributes that were divided or set are the unsharded model's."""
+    changed = [(module, module.__dict__[WHOLE]) for module in model.modules() if WHOLE in module.__dict__]
+    parts = [{name: getattr(module, name) for name in whole} for module, whole in changed]
+    for module, whole in changed:
+        for name, value in whole.items():
+            setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for (module, _), part in zip(changed, parts, strict=True):
+            for name, value in part.items():
+                setattr(module, name, value)
 
 
 def _part(number: int, by: int) -> int:

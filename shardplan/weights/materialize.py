@@ -14,6 +14,7 @@ from shardplan.model.adapters import adapters_in, unwrapped
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.slices import Packing, like
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.torchlib.attributes import whole_attributes
 
 
 def materialize(
@@ -83,7 +84,8 @@ def initialize(
         with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
             _initialize_module(module, initializer)
 
-    visit(model, model)
+    with whole_attributes(model):  # initialisations count with them (A_log of state space layers: one number a head)
+        visit(model, model)
 
 
 def _apply(module: nn.Module, initializer: nn.Module, act: Callable[[nn.Module, nn.Module], None]) -> None:

@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     print(text)
     if args.table is not None:
         command = f"python -m tests.soundness {' '.join(argv)}"
-        args.table.write_text(HEAD.format(command=command, plans=", ".join(PLANS)) + text + "\n", "utf-8")
+        args.table.write_text(HEAD.format(command=command, plans=", ".join(args.plans or PLANS)) + text + "\n", "utf-8")
     return int(any(row.disagrees for row in judged))
 
 

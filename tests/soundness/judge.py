@@ -24,6 +24,7 @@ from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
 from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
+from shardplan.proof.threads import rank_threads
 from shardplan.styles import STYLES
 from tests.model_settings import find
 
@@ -173,7 +174,8 @@ def _numbers_of(subject: Subject, program: Program, kind: str) -> tuple[bool, bo
         build = partial(copy.deepcopy, subject.models[dtype])
         try:
             batches = [cast(batch, dtype) for batch in subject.batches[kind]]
-            rows = simulate(build, batches, program, subject.steps[kind][dtype])
+            with rank_threads(program.resolved.sizes.tp or 1) as on_ranks:
+                rows = simulate(build, batches, program, subject.steps[kind][dtype], on_ranks)
         except Exception as error:
             return False, False, f"{type(error).__name__}: {str(error)[:160]}"
         wrong = [row for row in rows if row.verdict == "differs"]

@@ -58,7 +58,8 @@ one (AXK1) have a block input each. In latent attention the reduction is behind 
 for the queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. Where they are
 together wider than the hidden state, or a gate reads that too (Youtu, HY-V4), one in front is the minimum. Moshi returns its last hidden
 state beside the logits: a loss may read either, so its gradient is reduced before the two meet. GPT-BigCode has one key-value head, with which
-all ranks compute: they gather its rows forward and backward, and reduce-scatter their gradient.
+all ranks compute: they gather its rows forward and backward, and reduce-scatter their gradient. So it is with B and C of state space
+layers that have fewer groups than ranks (Bamba, Granite hybrid, Zamba 2).
 """
 
 

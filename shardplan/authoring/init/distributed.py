@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.compiler.bind import bind
@@ -29,8 +29,10 @@ def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
     stacks = [name for name, module in tree.modules.items() if _is_stack(tree, module)]
     if not stacks:
         return "no module has stacks of experts, two or more matrices each"
+    kinds = {tree.pattern(name): name for name in reversed(stacks)}
+    each = [tuple(Distribution(tree, draft, name).candidates()) for name in kinds.values()]
     reason = None
-    for sections in Distribution(tree, draft, stacks[0]).candidates():
+    for sections in _together(each):
         candidate = replace(draft, distributed=sections)
         said = _reason(layouts, tree, candidate)
         if said is None:
@@ -38,6 +40,13 @@ def with_distributed(layouts: ModelLayouts, draft: Draft) -> Draft | str:
         reason = reason or said
     assert reason is not None
     return reason
+
+
+def _together(each: Sequence[Sequence[Mapping[str, Rules]]]) -> Iterator[dict[str, Rules]]:
+    """The first sections of each kind of experts together, then the second, and so on; of a kind that has no more, its last."""
+    for number in range(max(map(len, each))):
+        chosen = [candidates[min(number, len(candidates) - 1)] for candidates in each]
+        yield {section: {p: o for one in chosen for p, o in one[section].items()} for section in chosen[0]}
 
 
 def _is_stack(tree: ModuleTree, module: ModuleInfo) -> bool:

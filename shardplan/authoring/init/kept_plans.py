@@ -30,13 +30,13 @@ def cache_folder() -> Path:
     return Path(chosen, "shardplan", "derived")
 
 
-def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool) -> str | None:
+def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool, expert_parallel: bool) -> str | None:
     """What decides which plan is derived: the code of the model's classes, its modules, parameters and configuration, what the
     plan is for, and the versions. None where some of the code is in no file, or the configuration is not data: such a plan
     is not kept.
 
     Args:
-        tp, sequence_parallel: as for `new_plan`.
+        tp, sequence_parallel, expert_parallel: as for `new_plan`.
     """
     model = found.module if found.module is not None else found.meta
     assert model is not None, found.name
@@ -49,7 +49,7 @@ def digest_of(found: FoundModel, tp: int, *, sequence_parallel: bool) -> str | N
         return None
     words = (
         (__version__, torch.__version__, transformers.__version__),
-        (tp, sequence_parallel),
+        (tp, sequence_parallel, expert_parallel),
         code,
         config,
         tuple(_pictured(found.tree)),

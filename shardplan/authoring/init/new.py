@@ -105,11 +105,9 @@ def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
 
 
 def _has_rules(unit: str, derived: Derived) -> bool:
-    return any(rule == unit or rule.startswith(f"{unit}.") for rule in _rules(derived))
-
-
-def _rules(derived: Derived) -> tuple[str, ...]:
-    return tuple(derived.draft.tensor_parallel)
+    draft = derived.draft
+    rules = (draft.tensor_parallel, draft.distributed.get("expert_parallel", {}))
+    return any(rule == unit or rule.startswith(f"{unit}.") for section in rules for rule in section)
 
 
 def _description(derived: Derived) -> str:
@@ -121,7 +119,8 @@ def _description(derived: Derived) -> str:
     outside = [rule for rule in rules if "*" not in rule]
     words = [f"{_listed(list(parts))} of each layer"] if parts else []
     words += [f"{_listed(outside)} over the vocabulary"] if outside else []
-    return f"Splits {', and '.join(words)}."
+    distributed = ", and distributes the experts over ep ranks" if derived.draft.distributed else ""
+    return f"Splits {', and '.join(words)}{distributed}."
 
 
 def _part(pattern: str) -> str:

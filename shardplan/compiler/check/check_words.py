@@ -1,10 +1,12 @@
-"""Words of the checks' messages: lists of sizes, names of numbers."""
+"""Words of the checks' messages: lists of sizes, names of numbers, what is wrong with a rule."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from shardplan.core.tree import ModuleInfo, is_count
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Rule
+from shardplan.core.tree import ModuleInfo, is_count, named
 
 MOST_SIZES = 8  # that are listed one by one
 
@@ -13,6 +15,30 @@ def join(words: Sequence[str], last: str) -> str:
     """ "a, b and c"."""
     words = tuple(words)
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}" if words else ""
+
+
+def by_rule(
+    problems: Iterable[tuple[Code, str, Rule, str]], words: Callable[[Code, Rule], tuple[str, str]]
+) -> Iterator[Diagnostic]:
+    """One finding for each rule and reason.
+
+    Args:
+        problems: (code, reason, rule, module or parameter).
+        words: (code, rule) -> what is wrong, and the help.
+    """
+    groups: dict[tuple[int, str, str], tuple[Code, Rule, dict[str, None]]] = {}
+    for code, reason, rule, name in problems:
+        groups.setdefault((id(rule), code.code, reason), (code, rule, {}))[2][name] = None
+    for (_, _, reason), (code, rule, names) in groups.items():
+        what, help = words(code, rule)
+        yield Diagnostic(
+            code=code.code,
+            severity=Severity.ERROR,
+            message=f"{what} for {named(names)}: {reason}",
+            primary=Label(rule.location),
+            help=help,
+            modules=tuple(names),
+        )
 
 
 def sizes(allowed: Iterable[int]) -> str:

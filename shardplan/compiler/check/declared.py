@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.expressions import count_of
 from shardplan.core.plan import Rule
-from shardplan.core.tree import named
 from shardplan.styles.divided_numbers import attribute
 
-from .check_words import sizes
-from .declared_numbers import declared, packed_parts
+from .check_words import by_rule, sizes
+from .declared_numbers import packed_parts
 from .facts import Facts
 
 PARTS = Code(
@@ -123,12 +123,7 @@ DECLARED = ("declared", "attribute")
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
-    problems: dict[tuple[int, str, str], tuple[Rule, list[str]]] = {}
-    for code, reason, rule, name in _problems(facts):
-        problems.setdefault((id(rule), code.code, reason), (rule, []))[1].append(name)
-    by_code = {code.code: code for code in CODES}
-    for (_, number, reason), (rule, names) in problems.items():
-        yield _problem(by_code[number], reason, rule, tuple(dict.fromkeys(names)))
+    yield from by_rule(_problems(facts), _words)
     if facts.tp is not None:
         yield from _indivisible(facts, facts.tp)
 
@@ -143,7 +138,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     for assignment in resolved.assignments.values():
         rule, style = assignment.rule, facts.style(assignment)
         for expression in rule.divides:
-            value: int | str | None = declared(expression, resolved.tree.numbers)
+            value: int | str | None = count_of(expression, resolved.tree.numbers)
             if isinstance(value, str):
                 yield DIVIDES, value, rule, assignment.name
         for path in rule.divide:
@@ -154,8 +149,9 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
             yield NUMBER, f"the configuration has no number {style.features.tail}", rule, assignment.name
 
 
-def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Diagnostic:
-    words = {
+def _words(code: Code, rule: Rule) -> tuple[str, str]:
+    """What is wrong, and the help."""
+    return {
         PARTS.code: (
             "`packed` does not fit",
             "give the length of each part, in the order in which the parts are stored",
@@ -166,20 +162,12 @@ def _problem(code: Code, reason: str, rule: Rule, names: tuple[str, ...]) -> Dia
             "name a number that the module's instance or its config has",
         ),
         NUMBER.code: (f"`{rule.style}` needs a number", "use this style only for models that have this number"),
-    }
-    what, help = words[code.code]
-    return Diagnostic(
-        code=code.code,
-        severity=Severity.ERROR,
-        message=f"{what} for {named(names)}: {reason}",
-        primary=Label(rule.location),
-        help=help,
-        modules=names,
-    )
+    }[code.code]
 
 
 def _indivisible(facts: Facts, tp: int) -> Iterator[Diagnostic]:
-    seen = {r.count for r in facts.requirements if r.kind not in DECLARED}  # these counts are reported with the splits
+    # What is reported with the splits.
+    seen = {r.count for r in facts.requirements if r.kind not in DECLARED and not r.allows(tp)}
     for requirement in facts.requirements:
         if requirement.kind in DECLARED and not requirement.allows(tp) and requirement.count not in seen:
             code, field = (DIVIDES, "divides") if requirement.kind == "declared" else (DIVIDE, "divide")

@@ -41,7 +41,8 @@ KEY_VALUE = Code(
     code="SP302",
     title="more tp ranks than key-value heads, and no whole number of ranks for each",
     text="""With more ranks than key-value heads, r = tp / heads neighbouring ranks compute with one head, of whose rows
-each stores an r-th. The number of heads must divide tp, and r the features of a head (`head_dim`).""",
+each stores an r-th. The number of heads must divide tp, and r the features of a head (`head_dim`). So it is with the groups of
+a state space layer, where the plan declares them (`heads`), and with those of a norm (`groups`).""",
     bad="""# shardplan validate smollm2-135m.json mine.yaml --tp 9
 version: "1"
 name: mine

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
-from shardplan.core.mesh import VIEWED, Axis
+from shardplan.core.mesh import VIEWED, Axis, MeshSizes
 from shardplan.core.plan import Assignment, section_path
-from shardplan.core.tree import ModuleInfo, ancestors, full_name, named
+from shardplan.core.tree import ModuleInfo, ancestors, named
 from shardplan.styles.backends import BACKENDS
 from shardplan.styles.expert_shards import expert_dim
 
@@ -129,8 +130,11 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             None,
             "add a rule such as `model.layers.*.mlp.experts: ep_dispatch` under `expert_parallel`, or use a mesh without the axis ep",
         )
-    yield from _of_rules(facts, rules, _not_stacked)
-    fitting = {name: a for name, a in rules.items() if _not_stacked(facts, name, a) is None}
+    modules = resolved.tree.modules
+    around = {above for name, module in modules.items() if module.parameters for above in ancestors(name)}
+    unfit = {name: why for name in rules if (why := _not_stacked(modules[name], name in around)) is not None}
+    yield from _of_rules(facts, rules, lambda _, name, assignment: unfit.get(name))
+    fitting = {name: a for name, a in rules.items() if name not in unfit}
     if not sizes:
         yield from _of_rules(facts, fitting, _uneven)
     yield from _of_rules(facts, fitting, _adapted)
@@ -159,21 +163,16 @@ def _of_rules(
         yield _error(code, message.replace("{names}", named(names)), Label(location, beside), help, tuple(names))
 
 
+def _mesh(facts: Facts) -> MeshSizes:
+    """The sizes that are checked, where none of tp is given too."""
+    return replace(facts.resolved.sizes, tp=facts.tp)
+
+
 def _sizes(facts: Facts) -> Iterator[Diagnostic]:
-    sizes = facts.resolved.sizes
-    tp = sizes.tp or facts.tp or 1
-    over, viewed = " x ".join(VIEWED), sizes.viewed // sizes.of(Axis.TP) * tp
-    if viewed % sizes.ep:
-        yield _error(
-            SIZES,
-            f"ep is {sizes.ep}, which does not divide {over} = {viewed}",
-            None,
-            f"use sizes of {', '.join(VIEWED)} whose product ep divides",
-        )
-    elif sizes.ep % tp and tp % sizes.ep:
-        yield _error(
-            SIZES, f"ep is {sizes.ep} and tp is {tp}: neither divides the other", None, "use a multiple or a part of tp"
-        )
+    if (why := _mesh(facts).ep_misfit) is not None:
+        over = ", ".join(VIEWED)
+        help = f"use an ep that divides the product of {over}, and is a multiple or a part of tp"
+        yield _error(SIZES, why, None, help)
 
 
 def _misplaced(facts: Facts, name: str, assignment: Assignment) -> Reason:
@@ -186,9 +185,8 @@ def _misplaced(facts: Facts, name: str, assignment: Assignment) -> Reason:
     )
 
 
-def _not_stacked(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
-    module = facts.resolved.tree.modules[name]
-    if (why := _no_stack(facts, module)) is None:
+def _not_stacked(module: ModuleInfo, around: bool) -> Reason | None:
+    if (why := _no_stack(module, around)) is None:
         return None
     return (
         NO_STACK,
@@ -198,12 +196,12 @@ def _not_stacked(facts: Facts, name: str, assignment: Assignment) -> Reason | No
     )
 
 
-def _no_stack(facts: Facts, module: ModuleInfo) -> str | None:
-    below = full_name(module.name, "")
+def _no_stack(module: ModuleInfo, around: bool) -> str | None:
+    """Why a module is no stack of experts. `around`: whether modules below it have parameters."""
     owned = [p for p in module.parameters if p.adapter is None]
     if not owned:
         return "it has no parameters of its own"
-    if any(owner.name.startswith(below) for owner, _ in facts.resolved.tree.parameters.values()):
+    if around:
         return "modules below it have parameters"
     counts = {p.name: p.shape[0] if p.shape else 0 for p in owned}
     if len(set(counts.values())) > 1:
@@ -214,9 +212,9 @@ def _no_stack(facts: Facts, module: ModuleInfo) -> str | None:
 
 
 def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
-    sizes, style = facts.resolved.sizes, facts.style(assignment)
+    sizes, style = _mesh(facts), facts.style(assignment)
     parameters = facts.resolved.tree.modules[name].parameters
-    count, ep, tp = parameters[0].shape[0], sizes.ep, facts.tp or 1
+    count, ep, tp = parameters[0].shape[0], sizes.ep, sizes.of(Axis.TP)
     beside = "distributes them"
     if not style.exchanges and ep != tp:
         return (
@@ -229,14 +227,15 @@ def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
         fitting = [str(n) for n in range(2, count + 1) if count % n == 0 and sizes.viewed % n == 0]
         help = f"use ep {' or '.join(fitting)}" if fitting else f"use a mesh with an ep that divides {count}"
         return UNEVEN, f"ep={ep} does not divide the {count} experts of {{names}}", beside, help
-    sharded = style.exchanges and facts.resolved.data_parallel is not None
-    odd = [p for p in parameters if expert_dim((count // ep, *p.shape[1:]), sizes.ep_shard) is None]
-    if not sharded or not odd:
+    if not style.exchanges or facts.resolved.data_parallel is None:
         return None
-    shape = [count // ep, *odd[0].shape[1:]]
+    local = {p.name: (count // ep, *p.shape[1:]) for p in parameters}
+    odd = next((name for name, shape in local.items() if expert_dim(shape, sizes.ep_shard) is None), None)
+    if odd is None:
+        return None
     return (
         UNEVEN,
-        f"ep_shard = {sizes.ep_shard} divides no dim of {odd[0].name} of {{names}}, which is {shape} on each ep rank",
+        f"ep_shard = {sizes.ep_shard} divides no dim of {odd} of {{names}}, which is {list(local[odd])} on each ep rank",
         beside,
         "use a larger ep",
     )

@@ -80,6 +80,7 @@ CODES = (KIND, PARAMETER, DIMENSION)
 WORDS: dict[ModuleKind, str] = {
     "linear": "a Linear",
     "conv1d": "a Conv1D",
+    "depthwise": "a depthwise convolution",
     "embedding": "an Embedding",
     "norm": "a norm",
     "dropout": "a Dropout",

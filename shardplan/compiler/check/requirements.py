@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from math import gcd
 from typing import Literal
 
+from shardplan.core.expressions import count_of
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
-from shardplan.styles.divided_numbers import attribute
-from shardplan.styles.head_counts import can_share, head_count
+from shardplan.styles.divided_numbers import attribute, group_length
+from shardplan.styles.head_counts import can_share, head_counts, number_or_none
 
 from .check_words import feature_words, head_words
-from .declared_numbers import declared, packed_parts
+from .declared_numbers import packed_parts
 from .stored_by_rules import StorageFacts, StoredParameter
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
 
@@ -62,25 +63,21 @@ class Requirement:
 def requirements(facts: StorageFacts) -> Iterator[Requirement]:
     """All requirements, in the tree's order: those of the splits, then the declared ones."""
     numbers = facts.resolved.tree.numbers
-    pieces = [
-        (stored, piece)
+    heads_of = [
+        (stored, piece, heads, word)
         for stored in facts.splits
         if not vocabulary_rows(facts, stored)
-        for piece in _pieces(facts, stored)
-    ]
-    heads_of = [
-        (stored, piece, head_count(stored.placement, stored.rule, stored.around, numbers, piece))
-        for stored, piece in pieces
+        for piece, heads, word in _pieces(facts, stored)
     ]
     most_heads: dict[str, int] = defaultdict(int)
-    for stored, _, heads in heads_of:
+    for stored, _, heads, _ in heads_of:
         if heads is None:
             continue
         for name in stored.names:
             around = parent(facts.resolved.tree.owner(name))
             most_heads[around] = max(most_heads[around], heads)
     shared: dict[tuple[str, int], int] = {}  # (attention module, number of heads) -> their length
-    for stored, piece, heads in heads_of:
+    for stored, piece, heads, word in heads_of:
         from_output = stored.placement.shard == "out"
         if heads is None:
             yield Requirement(
@@ -88,10 +85,10 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
             )
             continue
         fewer = heads < most_heads[stored.around.name]
-        what = head_words(heads, fewer, numbers) or f"the number of heads of {named(stored.assigned)}"
+        what = word or head_words(heads, fewer, numbers) or f"the number of heads of {named(stored.assigned)}"
         kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
         shares = piece if from_output and kind == "key_value_heads" else 0
-        if shares:
+        if shares and stored.rule.groups is None:
             shared |= {(parent(facts.resolved.tree.owner(name)), heads): shares for name in stored.names}
         yield Requirement(heads, what, kind, stored.assigned, stored.rule, from_output, shares=shares)
     yield from _declared(facts, shared)
@@ -108,11 +105,14 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
     for assignment in resolved.assignments.values():
         rule = assignment.rule
         for expression in rule.divides:
-            count: int | str | None = declared(expression, resolved.tree.numbers)
+            count: int | str | None = count_of(expression, resolved.tree.numbers)
             if isinstance(count, int):
                 groups.setdefault((id(rule), expression, count, "declared"), (rule, []))[1].append(assignment.name)
         for path in rule.divide:
             count = attribute(resolved, assignment, path)
+            module = resolved.tree.modules.get(assignment.name)
+            if module is not None and count == group_length(resolved, module, rule):
+                continue  # divided as the groups are
             if isinstance(count, int):
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
     for (_, path, count, kind), (rule, names) in groups.items():
@@ -121,12 +121,18 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
         yield Requirement(count, what, kind, tuple(names), rule, shares=shares)
 
 
-def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[int, ...]:
-    """The lengths that are split each on its own: the packed parts, or the dim."""
-    if not stored.placement.packed:
-        return (stored.size,)
-    parts = packed_parts(facts.resolved, stored)
-    return parts if isinstance(parts, tuple) else ()
+def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[tuple[int, int | None, str], ...]:
+    """The lengths that are split each on its own, the packed parts or the dim; how many heads each has, or groups of a mean; and
+    what the rule calls their number."""
+    parts = packed_parts(facts.resolved, stored) if stored.placement.packed else (stored.size,)
+    if isinstance(parts, str):
+        return ()
+    rule, numbers = stored.rule, facts.resolved.tree.numbers
+    if rule.groups is not None:
+        return ((stored.size, number_or_none(rule.groups, numbers), rule.groups),)
+    counts = head_counts(stored.placement, rule, stored.around, numbers, parts)
+    words = rule.heads if len(rule.heads) == len(parts) else ("",) * len(parts)
+    return tuple(zip(parts, counts, words, strict=True))
 
 
 def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:

@@ -16,6 +16,7 @@ from .finding import AS_BEFORE
 from .operation_types import Operations
 from .spread import Spread
 from .spreads import Spreads
+from .typed_modules import outside_in
 from .types import Type, declared, read_order, same_order, shared_order
 from .typing_state import Known
 
@@ -158,9 +159,8 @@ class Crossings:
             self._type_output(event, bound, output)
         if bound.tail and event.outputs:
             self.known.types[event.outputs[0]] = Type("tail", tail=bound.tail)
-        for position in bound.boundary.outside:
-            if position < len(event.inputs):
-                self._type_outside_reads(event, position)
+        for position in outside_in(bound, event.names):
+            self._type_outside_reads(event, position)
         if not event.module:
             self._check_results(event)
         self.running.pop()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.core.layout import Layout, P
+from shardplan.core.layout import Layout, P, over_features
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
 from shardplan.model.rebinding import copied
@@ -21,11 +21,11 @@ from shardplan.model.reduced.recorder import Recorder, argument_names
 from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary
-from shardplan.torchlib.attributes import divide_attributes, owner_of
+from shardplan.torchlib.attributes import divide_attributes, owner_of, set_attributes
 
 from .rank_experts import distribute_experts
 from .spread import chunk, same
-from .typed_modules import is_mean
+from .typed_modules import is_mean, outside_in
 from .types import read_order
 
 
@@ -70,22 +70,24 @@ class RankRecorder(Recorder):
                     moved[name] = new
         return moved
 
-    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
+    def moved_results(
+        self, scope: tuple[str, int], module: nn.Module, results: list[tuple[str, Tensor]]
+    ) -> dict[int, Tensor]:
         bound = self.plan[scope[0]]
-        output, outside = bound.boundary.output, bound.boundary.outside
+        output, outside = bound.boundary.output, outside_in(bound, [name for name, _ in results])
         moved = {}
         for position in (0, *outside):
             whole = self.reference.result(*scope, position)
             if whole is None or position >= len(results):
                 continue
             if position in outside:
-                moved[position] = _like(results[position], whole)
+                moved[position] = _like(results[position][1], whole)
             elif output is not None and output.moves:
                 waits = bound.scope is not None and self.runs_inside(bound.scope)
                 destination = P if waits else output.destination
                 if destination == output.source == P:
                     continue
-                new = self._placed(destination, results[0], whole)
+                new = self._placed(destination, results[0][1], whole)
                 if new is not None:
                     moved[0] = new
         return moved
@@ -108,8 +110,10 @@ class RankRecorder(Recorder):
         if event is None or event.name != name or len(event.inputs) != len(operands):
             return
         values = self.reference.values
-        if is_mean(self.plan, place[0], name) and operands[0].shape == self.argument_shape():
-            mean = values[event.outputs[0]]
+        if is_mean(self.plan, place[0], name) and over_features(
+            operands[0].shape, self.argument_shape(), grouped=self.plan[place[0]].grouped
+        ):
+            mean = self._mean(values[event.outputs[0]], place[0])
             if results[0].shape == mean.shape:  # over all features, among others
                 results[0].data.copy_(mean)
         chosen = [t for t in results if not t.is_floating_point()]
@@ -121,6 +125,11 @@ class RankRecorder(Recorder):
         ):
             for t, w in zip(chosen, whole, strict=True):
                 t.copy_(w)
+
+    def _mean(self, whole: Tensor, module: str) -> Tensor:
+        """The unsharded run's means, or that of the group of which this rank has a part."""
+        over = self.plan[module].mean_ranks
+        return whole if over == self.ranks or whole.ndim < 2 else whole.narrow(-2, self.rank // over, 1)
 
     def _placed(self, layout: Layout, x: Tensor, whole: Tensor) -> Tensor | None:
         """This rank's part of a whole value; None to keep what is there."""
@@ -191,6 +200,7 @@ def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, ra
             parameters[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
         layer = module.get_submodule(bound.module.layer)  # "" is the module itself
         divide_attributes(layer, bound.divide)
+        set_attributes(layer, bound.settings)
         if bound.vocabulary is not None:
             assert isinstance(layer, nn.Embedding), bound.name
             layer.padding_idx = None

@@ -119,6 +119,8 @@ def written(rule: Rule) -> str:
 
 
 def _value(value: object) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
+        return f"{{{', '.join(f'{name}: {text}' for name, text in value)}}}"
     return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
@@ -222,7 +224,11 @@ def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
         return rule
     return replace(
         rule,
+        heads=old.heads if style.heads_option else (),
+        groups=old.groups if style.features.means else None,
         divide=old.divide,
+        set=old.set,
+        fused=old.fused,
         divides=old.divides,
         packed=old.packed if style.packed_option else None,
         argument=old.argument if style.argument_option else None,

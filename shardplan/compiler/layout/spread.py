@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -201,8 +202,8 @@ def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tu
     pairs = rows.shape[0] * columns.shape[0]
     samples = min(64, max(4, PAIRED // pairs))  # enough elements to tell one slice from another
     step = max(1, rows.shape[1] // samples)
-    distances = (rows[:, None, ::step] - columns[None, :, ::step]).abs().amax(-1)
-    nearest = distances.argmin(1)
+    wide = torch.promote_types(rows.dtype, torch.float32)  # cdist takes no half precision
+    nearest = torch.cdist(rows[:, ::step].to(wide), columns[:, ::step].to(wide), p=math.inf).argmin(1)
     if not close(rows, columns[nearest], tolerance):
         return None
     return tuple(nearest.tolist())

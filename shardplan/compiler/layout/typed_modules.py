@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from shardplan.core.plan import ResolvedPlan
@@ -28,5 +28,13 @@ def _does_nothing(one: BoundModule) -> bool:
 
 def is_mean(plan: Mapping[str, BoundModule], module: str, operation: str) -> bool:
     """Whether an operation in a module's own code is a mean that its style has taken over the features of all ranks."""
-    style = plan[module].style
-    return operation == "mean" and style is not None and style.features.means
+    return operation == "mean" and plan[module].mean_ranks > 1
+
+
+def outside_in(bound: BoundModule, names: Sequence[str]) -> tuple[int, ...]:
+    """Which of a module's results its rule says are read outside.
+
+    Args:
+        names: of the tensors in what it returned: their positions, where it returned a tuple.
+    """
+    return tuple(names.index(str(at)) for at in bound.boundary.outside if str(at) in names)

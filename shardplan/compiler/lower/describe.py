@@ -54,8 +54,8 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  out: {leaving(module)}"
     if module.logits is not None:
         yield f"  out: DTensor Shard(-1) of {module.logits}"
-    if module.features is not None:
-        yield f"  means over all {module.features} features: P -> R"
+    if module.means is not None:
+        yield f"  means over all {module.means.features} features: P -> R"
     if module.tail:
         yield f"  out, last {module.tail}: I -> R"
     for position in module.outside:
@@ -64,6 +64,10 @@ def _module(module: ModuleProgram) -> Iterator[str]:
         yield f"  {experts(module.experts)}"
     for attribute, by in module.divide:
         yield f"  {attribute} divided by {by}"
+    for attribute, number in module.settings:
+        yield f"  {attribute} set to {number}"
+    if not module.fused:
+        yield "  no kernel for it and the modules below together"
     if module.draws is not None:
         yield f"  random numbers: {NUMBERS[module.draws]}"
     for one in module.shared:

@@ -44,7 +44,7 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
             yield boundary.src.axis, "identity", "all_gather"
     if program.leave is not None and program.link != "source" and program.joins is None:
         yield _of_move(program.leave.src, program.leave.dst)
-    if program.features is not None:
+    if program.means is not None:
         yield _of_move(P, R)
     if program.experts is not None and program.experts.sliced:
         yield Axis.TP, "all_gather", "all_gather"  # of the results, and of the tokens' gradient

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from shardplan.core.layout import I, R, V
 from shardplan.core.module_program import (
+    FeatureMeans,
     GradientGroup,
     InputMove,
     ModuleProgram,
@@ -47,7 +48,7 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
     programs = {}
     for name, one in modules.items():
         also_reads = _also_reads(plan, modules, one.module)
-        if one.parameters or one.assignment or one.link or one.divide or also_reads:
+        if one.parameters or one.assignment or one.link or one.divide or one.settings or also_reads:
             programs[name] = _lower_module(plan, incoming, one, also_reads)
     return with_tables(plan.tree, _with_draws(plan, _with_sums(plan, _with_groups(plan, programs))))
 
@@ -76,12 +77,14 @@ def _lower_module(
         enter=_enter(plan, incoming, one),
         leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
-        features=_mean_features(plan, one) if features.means else None,
+        means=_means(plan, one) if one.mean_ranks > 1 else None,
         link=one.link,
         logits=one.width if features.dtensor else None,
         tail=one.tail,
         outside=one.boundary.outside,
         divide=one.divide,
+        settings=one.settings,
+        fused=one.assignment is None or one.assignment.rule.fused,
         experts=one.experts,
         layer=one.module.layer,
         also_reads=also_reads,
@@ -93,10 +96,12 @@ def _alone(one: BoundModule) -> ModuleProgram:
     return ModuleProgram(one.name, one.style.name, one.parameters, experts=one.experts, layer=one.module.layer)
 
 
-def _mean_features(plan: ResolvedPlan, one: BoundModule) -> int | None:
-    """How many features the ranks have together: each as often as ranks have it."""
+def _means(plan: ResolvedPlan, one: BoundModule) -> FeatureMeans:
+    """How many features the ranks of a mean have together: each as often as ranks have it."""
     copies = max((n for p in one.parameters if p.shared for n in _copies(plan, p)), default=1)
-    return one.width * copies if one.width is not None else None
+    assert one.width is not None, one.name  # its style splits a weight
+    features = one.width * copies * one.mean_ranks // (plan.sizes.tp or 1)
+    return FeatureMeans(features, one.mean_ranks, one.grouped)
 
 
 def _also_reads(

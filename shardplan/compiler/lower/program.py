@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from shardplan.core.module_program import ModuleProgram
@@ -40,6 +41,11 @@ class Program:
     def modules(self) -> Mapping[str, ModuleProgram]:
         """What happens at each module with the overlays of `resolved`."""
         return self.variants[self.resolved.overlays]
+
+    @cached_property
+    def experts(self) -> tuple[str, ...]:
+        """The modules with parameters that are stored over the ep axis."""
+        return tuple(name for name, module in self.modules.items() if module.over_ep)
 
     @property
     def sharded_logits(self) -> bool:

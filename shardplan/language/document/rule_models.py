@@ -22,7 +22,10 @@ PartSize = Annotated[
     Annotated[int, Field(ge=1)] | ExpressionText, Either({int: "a whole number", str: "an expression"})
 ]
 PartSizes = Annotated[list[PartSize], Field(min_length=2, description="The sizes of the parts.")]
-Packed = Annotated[PartCount | PartSizes, Either({int: "a whole number", list: "a list of sizes"})]
+Packed = Annotated[
+    PartCount | ExpressionText | PartSizes,
+    Either({int: "a whole number", str: "an expression", list: "a list of sizes"}),
+]
 Expressions = Annotated[
     ExpressionText | Annotated[list[ExpressionText], Field(min_length=1)],
     Either({str: "an expression", list: "a list of them"}),
@@ -31,6 +34,8 @@ Attributes = Annotated[
     AttributeName | Annotated[list[AttributeName], Field(min_length=1)],
     Either({str: "the name of an attribute", list: "a list of them"}),
 ]
+
+Settings = Annotated[dict[AttributeName, ExpressionText], Field(min_length=1)]
 
 ALONE = ("sum_outputs", "optional", "when")  # what a rule without a style may say
 NOT_EMPTY: JsonDict = {
@@ -83,11 +88,35 @@ class RuleOptions(Strict):
         "where they are equal. Without it, two equal parts.",
         examples=[3, ["hidden_size", "num_key_value_heads * head_dim", "num_key_value_heads * head_dim"]],
     )
+    heads: Given[Expressions] = Field(
+        default=None,
+        description="How many heads, or groups of a state space layer, the split dimension has; of packed parts, one for each. With fewer "
+        "of them than ranks, several neighbouring ranks compute with one. Without it, the structure tells.",
+        examples=[["num_heads", "num_heads", "n_groups", "n_groups", "num_heads"], "num_key_value_heads"],
+    )
+    groups: Given[ExpressionText] = Field(
+        default=None,
+        description="How many groups, each with a mean of its own, a norm has. With fewer of them than ranks, each is on several "
+        "neighbouring ranks, and an attribute under `divide` that is the length of a group is divided by their number.",
+        examples=["n_groups"],
+    )
     divide: Given[Attributes] = Field(
         default=None,
         description="Attributes of the module to divide by tp, because its forward uses them. An attribute that "
         "begins with `config.` is changed in a copy of the configuration.",
         examples=[["num_heads"], "config.num_attention_heads"],
+    )
+    set: Given[Settings] = Field(
+        default=None,
+        description="Attributes of the module that its forward uses and that are no quotients by tp: what each is on a rank, as an "
+        "expression over the module's own numbers, those under `divide` divided.",
+        examples=[{"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"}],
+    )
+    fused: bool = Field(
+        default=default_of(Rule, "fused"),
+        description="False: the module does not take a path for training that computes modules below it in one kernel, which "
+        "would skip their moves. `training` is False for it, not for the modules below, while its own code runs.",
+        examples=[False],
     )
     divides: Given[Expressions] = Field(
         default=None,

@@ -35,8 +35,14 @@ class Recorder(OperationRecorder):
         """New values for some of a module's arguments, by name."""
         return {}
 
-    def moved_results(self, scope: tuple[str, int], module: nn.Module, results: list[Tensor]) -> dict[int, Tensor]:
-        """New values for some of the tensors in a module's result, by position among them."""
+    def moved_results(
+        self, scope: tuple[str, int], module: nn.Module, results: list[tuple[str, Tensor]]
+    ) -> dict[int, Tensor]:
+        """New values for some of the tensors in a module's result, by position among them.
+
+        Args:
+            results: each with its key or position in what the module returned.
+        """
         return {}
 
     def parameter_inputs(self, name: str) -> tuple[str, ...]:
@@ -89,7 +95,7 @@ class Recorder(OperationRecorder):
                 self._atom(module, entered, args, kwargs, output)
             results = list(named_results(output))
             before = tuple(self.number(t, f"out.{n}") for n, t in results)
-            moved = self.moved_results((name, call), module, [t for _, t in results])
+            moved = self.moved_results((name, call), module, results)
             after = tuple(self._new(moved[i], (v,)) if i in moved else v for i, v in enumerate(before))
             self._add(
                 Event("leave", type(module).__name__, (name, call, "out"), before, after, tuple(n for n, _ in results))

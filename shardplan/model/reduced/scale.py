@@ -70,7 +70,7 @@ def scale_of(
     main_heads = config_value(config, "num_attention_heads", config_value(config, "num_heads"))
     hidden = hidden_size(config)
     main_dim = config_value(config, "head_dim")
-    if main_dim is None and hidden and isinstance(main_heads, int) and main_heads > 0:
+    if not main_dim and hidden and isinstance(main_heads, int) and main_heads > 0:
         main_dim = hidden // main_heads
     dims = set(by_role.get("head_dim", ()))
     if isinstance(main_dim, int):

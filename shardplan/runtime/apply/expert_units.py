@@ -15,19 +15,15 @@ from shardplan.styles.expert_shards import expert_dim
 from .plan_mesh import PlanMesh
 
 
-def experts_of(program: Program) -> tuple[str, ...]:
-    """The modules with parameters that are stored over the ep axis."""
-    return tuple(name for name, module in program.modules.items() if module.over_ep)
-
-
 def check_experts(mesh: PlanMesh, program: Program) -> None:
     """Raise ValueError where the experts' gradients would not be averaged as the others are: no data-parallel section with a
     backend that can, a parameter that it leaves alone, or one that is not distributed beside others that are."""
-    experts, resolved, sizes = experts_of(program), program.resolved, mesh.sizes
-    if not experts:
+    resolved, sizes = program.resolved, mesh.sizes
+    if not program.experts:
         return
     assert mesh.ep_size > 1, "the program is for another mesh"
-    mixed = [name for name in _below(program, experts) if name not in _over_ep(program)]
+    over_ep = _over_ep(program)
+    mixed = [name for name in _below(program) if name not in over_ep]
     if mixed:
         raise ValueError(
             f"{named(mixed)} would stay whole in a module whose other parameters are distributed over ep: distribute "
@@ -49,7 +45,7 @@ def check_experts(mesh: PlanMesh, program: Program) -> None:
             f"reshard_after_forward is {section.reshard_after_forward}: experts that are distributed over ep cannot stay sharded "
             "over a number of ranks (FSDP2 cannot do it with DTensors): use true, false or all_but_last"
         )
-    left = [name for name in sorted(resolved.dp_ignored & _over_ep(program)) if _trained(program, name)]
+    left = [name for name in sorted(resolved.dp_ignored & over_ep) if _trained(program, name)]
     if left:
         raise ValueError(
             f"the data_parallel section ignores {named(left)}, but experts that are distributed over ep must be averaged: they "
@@ -63,14 +59,12 @@ def _able() -> str:
 
 def _over_ep(program: Program) -> frozenset[str]:
     return frozenset(
-        full_name(name, parameter.name)
-        for name in experts_of(program)
-        for parameter in program.modules[name].parameters
+        full_name(name, parameter.name) for name in program.experts for parameter in program.modules[name].parameters
     )
 
 
-def _below(program: Program, experts: tuple[str, ...]) -> list[str]:
-    starts = tuple(f"{name}." for name in experts)
+def _below(program: Program) -> list[str]:
+    starts = tuple(f"{name}." for name in program.experts)
     return [name for name in program.resolved.tree.parameters if name.startswith(starts)]
 
 

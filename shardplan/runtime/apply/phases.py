@@ -28,7 +28,7 @@ from .backends import FUNCTIONS
 from .checkpointing import checkpoint_modules
 from .compilation import compile_modules
 from .contract import check_unchanged, names_of
-from .expert_units import check_experts, experts_of
+from .expert_units import check_experts
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
 from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
@@ -69,7 +69,7 @@ class Work:
 
 def _tensor_parallel(work: Work) -> bool:
     work.ties = tied_groups(work.inner)
-    if not work.split and not experts_of(work.program):
+    if not work.split and not work.program.experts:
         return False
     work.shared = shard(work.inner, work.mesh, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
     if work.split:
@@ -133,11 +133,10 @@ def _data_parallel(work: Work) -> bool:
     if mesh is None:
         return False
     prefix = next(name for name, module in work.model.named_modules() if module is work.inner)
-    experts = experts_of(work.program)
-    over = work.mesh.experts_data_parallel(backend) if experts else None
+    over = work.mesh.experts_data_parallel(backend) if work.program.experts else None
     units, parts, ignored, experts = (
         tuple(full_name(prefix, name) for name in names)
-        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored), experts)
+        for names in (resolved.dp_units, resolved.dp_parts, sorted(resolved.dp_ignored), work.program.experts)
     )
     joint = work.mesh.joint(mesh) if backend.joint_group else None
     names = Wrapped(
@@ -161,9 +160,11 @@ def _refusals(work: Work) -> bool:
 def _replaces(work: Work) -> bool:
     """As `check.parameter_hooks.replaces`, for a mesh: FSDP2 replaces parameters on an axis of size 1 too, and experts are
     distributed over ep."""
-    section, known = work.program.resolved.data_parallel, replaces(work.program.resolved)
-    if known or experts_of(work.program) or section is None:
-        return known or bool(experts_of(work.program))
+    section = work.program.resolved.data_parallel
+    if replaces(work.program.resolved) or work.program.experts:
+        return True
+    if section is None:
+        return False
     backend = BACKENDS[section.backend]
     return backend.shards and work.mesh.data_parallel(backend) is not None
 

@@ -11,7 +11,6 @@ from shardplan.compiler.lower.program import Program
 from shardplan.runtime.parallel.make_styles import make_styles
 from shardplan.runtime.parallel.regime import Shared
 
-from .expert_units import experts_of
 from .plan_mesh import PlanMesh
 
 
@@ -24,12 +23,11 @@ def shard(
     Args:
         ready: called before the values of a parameter are sent; raises where another rank failed.
     """
-    experts = experts_of(program)
-    ep = mesh.ep if experts else None
-    share = mesh.sizes.expert_share if experts else 1.0
+    ep = mesh.ep if program.experts else None
+    share = mesh.sizes.expert_share if program.experts else 1.0
     styles, shared = make_styles(program.resolved, program.by_name, ready, ep, share)
     if mesh.tp_size == 1:
-        styles = {name: styles[name] for name in experts}
+        styles = {name: styles[name] for name in program.experts}
     tp = mesh.tp_or_one
     root = styles.pop("", None)
     parallelize_module(model, tp, styles, src_data_rank=src_data_rank)

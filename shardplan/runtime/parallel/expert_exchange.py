@@ -30,11 +30,7 @@ class ExchangeBackend:
     available: Callable[[], bool]
 
 
-def _torch_all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
-    return all_to_all(x, received, sent, group)
-
-
-BACKENDS = {"torch": ExchangeBackend("torch", _torch_all_to_all, torch.distributed.is_available)}
+BACKENDS = {"torch": ExchangeBackend("torch", all_to_all, torch.distributed.is_available)}
 
 
 @dataclass(frozen=True, slots=True)

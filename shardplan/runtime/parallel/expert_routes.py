@@ -5,8 +5,11 @@ Both sort on the device and wait for it once, for the numbers of rows that are e
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import comb
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +21,8 @@ from .expert_exchange import ExchangeBackend, Route, exchange, swap
 from .expert_rows import OwnRows, add_up, sum_of_own, take
 
 FakeTensor = private("FakeTensor")
+# Of tensors without values: this rank's share of all pairs of a token and an expert, over the mean of the ranks.
+LOAD: ContextVar[float] = ContextVar("LOAD", default=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +62,10 @@ def every_pair(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights:
     unknown = first[0] + (by_expert.shape[0] - first[-1])
     counts = torch.cat([first.diff().view(n, run.local), unknown.expand(n, 1)], 1)
     theirs = swap(counts, ranks.group)
-    numbers = torch.stack([counts[:, :-1].sum(1), theirs[:, :-1].sum(1), theirs[:, -1]])
-    if isinstance(tokens, FakeTensor):  # without values: as many rows to each rank
-        sent = received = [tokens.shape[0] * width // n] * n
-        unknowns = [0]
-    else:
-        sent, received, unknowns = numbers.tolist()
+    sent, received, unknowns = numbers_of(
+        torch.stack([counts[:, :-1].sum(1), theirs[:, :-1].sum(1), theirs[:, -1]]),
+        lambda: [*expected(ranks, ids.numel(), ids.numel()), [0] * n],
+    )
     refuse_unknown(run, sum(unknowns))
     route = ranks.route(sent, received)
 
@@ -86,11 +89,13 @@ def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights
     unknown = ((ids < 0) | (ids >= run.count)).sum()
     counts = torch.stack([goes.sum(0), owners.sum((0, 1)), unknown.expand(n)], 1)
     theirs = swap(counts, ranks.group)
-    if isinstance(tokens, FakeTensor):
-        sent = received = [round(tokens.shape[0] * ranks_of_a_token(run.count, n, ids.shape[1]) / n)] * n
-        pairs, unknowns = [tokens.shape[0] * ids.shape[1] // n] * n, [0]
-    else:
-        sent, received, pairs, unknowns = torch.cat([counts[:, :1], theirs], 1).T.tolist()
+
+    def estimated() -> list[list[int]]:
+        even = round(tokens.shape[0] * ranks_of_a_token(run.count, n, ids.shape[1]) / n)
+        own_pairs = [round(ids.numel() // n * LOAD.get())] * n
+        return [*expected(ranks, n * even, tokens.shape[0]), own_pairs, [0] * n]
+
+    sent, received, pairs, unknowns = numbers_of(torch.cat([counts[:, :1], theirs], 1).T, estimated)
     refuse_unknown(run, sum(unknowns))
     route = ranks.route(sent, received)
 
@@ -109,12 +114,36 @@ def own_part(run: OwnRows, own: int, tokens: Tensor, ids: Tensor, weights: Tenso
     mine = ((ids >= 0) & (ids < run.local)).sum()
     first = -own * run.local
     unknown = ((ids < first) | (ids >= first + run.count)).sum()
-    if isinstance(tokens, FakeTensor):
-        pairs, unknowns = ids.numel() * run.local // run.count, 0
-    else:
-        pairs, unknowns = torch.stack([mine, unknown]).tolist()
+    pairs, unknowns = numbers_of(
+        torch.stack([mine, unknown]), lambda: [round(ids.numel() * run.local // run.count * LOAD.get()), 0]
+    )
     refuse_unknown(run, unknowns)
     return sum_of_own(run, tokens, ids, weights, pairs)
+
+
+def numbers_of(counted: Tensor, estimated: Callable[[], list[Any]]) -> list[Any]:
+    """The numbers in a tensor, which wait for the device.
+
+    Args:
+        estimated: gives as many: those of a tensor without values.
+    """
+    return estimated() if isinstance(counted, FakeTensor) else counted.tolist()
+
+
+def expected(ranks: Ranks, total: int, most: int) -> tuple[list[int], list[int]]:
+    """The numbers of rows that this rank sends to each rank and receives from each, where its experts get `LOAD` times the
+    mean and those of all others alike.
+
+    Args:
+        total: that a rank sends, where all experts get as many.
+        most: that a rank can have for another.
+    """
+    n = ranks.group.size()
+    own = round(total * LOAD.get() / n)
+    share, over = divmod(total - own, max(1, n - 1))
+    sent = [share + (i < over) for i in range(n - 1)]
+    sent.insert(ranks.own, min(own, most))
+    return sent, [min(own, most)] * n
 
 
 def ranks_of_a_token(experts: int, ranks: int, chosen: int) -> float:

@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 # around(forward, module, args, kwargs) -> output; `forward` is the wrapped function.
@@ -20,14 +21,15 @@ _AROUND = "_shardplan_around"
 _OWN = "_shardplan_own_forward"
 
 
-_WRAPPED: dict[type[nn.Module], type[nn.Module]] = {}  # class -> its subclass
+_WRAPPED: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}  # (class, why it is not compiled) -> its subclass
 
 
-def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return _WRAPPED.get(cls) or _WRAPPED.setdefault(cls, _subclass(cls))
+def _wrapped_class(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
+    key = cls, uncompiled
+    return _WRAPPED.get(key) or _WRAPPED.setdefault(key, _subclass(cls, uncompiled))
 
 
-def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
+def _subclass(cls: type[nn.Module], uncompiled: str) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = self.__dict__.get(_OWN) or functools.partial(cls.forward, self)
@@ -35,6 +37,10 @@ def _subclass(cls: type[nn.Module]) -> type[nn.Module]:
             call = functools.partial(_call, around, call, self)
         return call(*args, **kwargs)
 
+    if uncompiled:
+        # The whole call. A graph that breaks further inside has every function around that place compiled by itself, which are
+        # those of all modules: torch.compile soon compiles one of them no more.
+        forward = torch.compiler.disable(forward, reason=uncompiled)
     # The same name in the same module: libraries look classes up by str(type(module)).
     namespace = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (cls,), namespace)
@@ -45,8 +51,14 @@ def _call(around: Around, forward: Callable[..., Any], module: nn.Module, /, *ar
 
 
 def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = None) -> None:
-    """Put `around` around the module's forward, outside what was put there before, but inside what is of the type `inside`."""
+    """Put `around` around the module's forward, outside what was put there before, but inside what is of the type `inside`.
+
+    An `around` with an attribute `uncompiled`, which says why, keeps torch.compile out of the module's whole forward.
+    """
+    uncompiled = getattr(around, "uncompiled", "")
     if _AROUND in module.__dict__:
+        if uncompiled:
+            module.__class__ = _wrapped_class(type(module).__mro__[1], uncompiled)
         before = module.__dict__[_AROUND]
         place = next((i for i, other in enumerate(before) if inside and isinstance(other, inside)), len(before))
         module.__dict__[_AROUND] = (*before[:place], around, *before[place:])
@@ -54,7 +66,7 @@ def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = Non
     module.__dict__[_AROUND] = (around,)
     if "forward" in module.__dict__:  # it would hide the subclass's
         module.__dict__[_OWN] = module.__dict__.pop("forward")
-    module.__class__ = _wrapped_class(type(module))
+    module.__class__ = _wrapped_class(type(module), uncompiled)
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from shardplan.core.layout import P, R
+from shardplan.core.layout import P, R, over_features
+from shardplan.core.module_program import FeatureMeans
 
 from .tensor_moves import move
 
@@ -18,26 +19,27 @@ MEANS = (torch.mean, Tensor.mean)
 
 
 class Means:
-    """Around a norm's forward: its own code runs, and each mean over the last dim of what is shaped as its first argument is
-    that over all ranks' features. (What is reshaped before, into groups of features, has means of its own.)
+    """Around a norm's forward: its own code runs, and each mean over all features that this rank has of its first argument is
+    that over the features of all ranks of the mesh. (What is reshaped before, into several groups, has means of its own.)
 
     Args:
-        features: their number on all ranks.
+        program: how many features all these ranks have.
+        mesh: of these ranks.
     """
 
-    def __init__(self, features: int, mesh: DeviceMesh):
-        self.features, self.mesh = features, mesh
+    def __init__(self, program: FeatureMeans, mesh: DeviceMesh):
+        self.program, self.mesh = program, mesh
 
     def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else next(iter(kwargs.values()))
-        with _OverAllRanks(x.shape, self.features, self.mesh):
+        with _OverAllRanks(x.shape, self.program, self.mesh):
             return forward(*args, **kwargs)
 
 
 class _OverAllRanks(TorchFunctionMode):
-    def __init__(self, shape: torch.Size, features: int, mesh: DeviceMesh):
+    def __init__(self, shape: torch.Size, program: FeatureMeans, mesh: DeviceMesh):
         super().__init__()
-        self.shape, self.features, self.mesh = shape, features, mesh
+        self.shape, self.program, self.mesh = shape, program, mesh
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -45,9 +47,9 @@ class _OverAllRanks(TorchFunctionMode):
         if func not in MEANS:
             return result
         x = args[0] if args else kwargs["input"]
-        if x.shape != self.shape or not _reads_last(x, args, kwargs):
+        if not over_features(x.shape, self.shape, grouped=self.program.grouped) or not _reads_last(x, args, kwargs):
             return result
-        return move(result * (x.shape[-1] / self.features), self.mesh, P, R)
+        return move(result * (x.shape[-1] / self.program.features), self.mesh, P, R)
 
 
 def _reads_last(x: Tensor, args: tuple, kwargs: dict) -> bool:

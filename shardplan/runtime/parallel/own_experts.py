@@ -40,6 +40,8 @@ class OwnExperts:
         backend: what exchanges rows.
     """
 
+    uncompiled = "how many rows an expert has depends on data"
+
     def __init__(
         self,
         programs: Mapping[str, ModuleProgram],
@@ -57,7 +59,6 @@ class OwnExperts:
         assert backend.available(), backend.name
         self.programs, self.regime, self.tp, self.ep, self.backend = programs, regime, tp, ep, backend
 
-    @torch.compiler.disable(reason="how many rows an expert has depends on data")
     def __call__(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:

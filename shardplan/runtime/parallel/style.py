@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
-from shardplan.torchlib.attributes import divide_attributes, owner_of
+from shardplan.torchlib.attributes import divide_attributes, owner_of, set_attributes
 
 from .boundaries import Enter, Leave, acts
 from .failures import at_module
@@ -25,6 +25,7 @@ from .regather import Regather
 from .regime import Shared
 from .shared_reads import ReadsOnce
 from .shared_rows import neighbours
+from .unfused import unfused
 from .vocabulary_lookup import VocabularyLookup
 from .waiting_sums import Collects
 
@@ -69,13 +70,21 @@ class ModuleStyle(ParallelStyle):
         return module
 
     def _store(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        divide_attributes(module.get_submodule(self.program.layer), self.program.divide)
+        layer = module.get_submodule(self.program.layer)
+        divide_attributes(layer, self.program.divide)
+        set_attributes(layer, self.program.settings)
         for parameter in self.program.parameters:
             distribute(module, parameter, mesh, self.src_data_rank, self.ready, self.shared.regime.ep)
-            groups = self.shared.regime.neighbours
             for _, copies in parameter.pieces(mesh.size(), 0) if parameter.shared else ():
-                if copies > 1 and copies not in groups:
-                    groups[copies] = neighbours(mesh, copies)
+                if copies > 1:
+                    self._neighbours(mesh, copies)
+
+    def _neighbours(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh:
+        """So many ranks of the axis, this one among them: made once."""
+        groups = self.shared.regime.neighbours
+        if ranks not in groups:
+            groups[ranks] = neighbours(mesh, ranks)
+        return groups[ranks]
 
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
@@ -86,8 +95,10 @@ class ModuleStyle(ParallelStyle):
             wrap_forward(module, LocalParameters(parameters, regime))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
-        if program.features is not None:
-            wrap_forward(module, Means(program.features, mesh))
+        if not program.fused:
+            wrap_forward(module, unfused)
+        if program.means is not None:
+            wrap_forward(module, Means(program.means, self._neighbours(mesh, program.means.ranks)))
         shared = [owner_of(module, p.name) for p in program.parameters if p.shared]
         if shared or any(boundary.regather for pr in self.programs.values() for boundary in pr.enter):
             wrap_forward(module, Regather(shared))

@@ -1,0 +1,131 @@
+"""The heads, groups and attributes that rules declare fit the model: each has a value, divides what it counts, and is what the
+module itself has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic
+from shardplan.core.expressions import EvaluationError, count_of, evaluate, parse_expression
+from shardplan.core.plan import Assignment, Rule
+from shardplan.core.tree import is_count
+
+from .check_words import by_rule
+from .declared_numbers import packed_parts
+from .facts import Facts
+from .stored_by_rules import StoredParameter
+
+PLAN = """# shardplan validate mamba-codestral-7b.json mine.yaml --tp 2
+version: "1"
+name: mine
+tensor_parallel:
+  backbone.layers.*.mixer:
+    style: input_with_grad_allreduce
+    divide: [num_heads, intermediate_size, n_groups]
+    set: {conv_dim: intermediate_size + 2 * n_groups * ssm_state_size}
+    fused: false
+  backbone.layers.*.mixer.in_proj:
+    style: packed_colwise
+    packed: [num_heads * head_dim, num_heads * head_dim, n_groups * state_size, n_groups * state_size, num_heads]
+    heads: [num_heads, num_heads, n_groups, n_groups, num_heads]
+  backbone.layers.*.mixer.conv1d:
+    style: packed_depthwise
+    packed: [num_heads * head_dim, n_groups * state_size, n_groups * state_size]
+    heads: [num_heads, n_groups, n_groups]
+  backbone.layers.*.mixer.{A_log,D,dt_bias}: colwise
+  backbone.layers.*.mixer.norm: {style: colwise_norm, groups: n_groups, divide: group_size}
+  backbone.layers.*.mixer.out_proj: rowwise
+"""
+
+HEADS = Code(
+    code="SP313",
+    title="declared heads or groups that do not fit",
+    text="""`heads` tells how many heads (or groups of a state space layer) a split dimension has, of packed parts one number for
+each; `groups` how many groups of a norm's features have a mean of their own. They are expressions over the numbers of the
+configuration, and must divide the length that they count: otherwise a rank would have a part of a head.""",
+    bad=PLAN.replace("groups: n_groups", "groups: num_groups"),
+    good=PLAN,
+)
+
+SETTING = Code(
+    code="SP314",
+    title="an attribute that is set to something else than the module's own",
+    text="""`set` computes attributes of a module that are no quotients by tp from its other numbers, those under `divide` divided.
+Where nothing is divided, the expression must be what the module itself has; otherwise it would be wrong on a rank too.""",
+    bad=PLAN.replace("intermediate_size + 2 * n_groups", "intermediate_size + n_groups"),
+    good=PLAN,
+)
+
+CODES = (HEADS, SETTING)
+
+
+WORDS = {
+    HEADS.code: (
+        "what the rule counts does not fit",
+        "name numbers of the model's configuration that divide what they count",
+    ),
+    SETTING.code: (
+        "`set` does not fit",
+        "write an expression over the module's own numbers that is what the module has",
+    ),
+}
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule and reason."""
+    yield from by_rule(_problems(facts), lambda code, rule: WORDS[code.code])
+
+
+def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
+    for stored in facts.splits:
+        for reason in _of_heads(facts, stored):
+            yield from ((HEADS, reason, stored.rule, name) for name in stored.assigned)
+    for assignment in facts.resolved.assignments.values():
+        for reason in _of_settings(facts, assignment):
+            yield SETTING, reason, assignment.rule, assignment.name
+
+
+def _of_heads(facts: Facts, stored: StoredParameter) -> Iterator[str]:
+    rule, numbers = stored.rule, facts.resolved.tree.numbers
+    parts = packed_parts(facts.resolved, stored) if stored.placement.packed else (stored.size,)
+    if isinstance(parts, str):  # compiler/check/declared.py reports it
+        return
+    if rule.heads and len(rule.heads) != len(parts):
+        yield f"`heads` has {len(rule.heads)} numbers for {len(parts)} parts"
+        return
+    counted = list(zip(rule.heads, parts, strict=True)) if rule.heads else []
+    if rule.groups is not None:
+        counted.append((rule.groups, stored.size))
+    for expression, length in counted:
+        count = count_of(expression, numbers)
+        if isinstance(count, str):
+            yield count
+        elif length % count:
+            yield f"{expression} is {count}, which does not divide {length} features"
+
+
+def _of_settings(facts: Facts, assignment: Assignment) -> Iterator[str]:
+    if not assignment.rule.set:
+        return
+    if assignment.is_parameter:
+        yield "a parameter has no attributes"
+        return
+    module = facts.resolved.tree.modules[assignment.name]
+    on_a_rank = dict(module.numbers)
+    for path in assignment.rule.divide:
+        if is_count(number := on_a_rank.get(path)):
+            on_a_rank[path] = max(1, int(number) // (facts.tp or 1))
+    for name, expression in assignment.rule.set:
+        own = module.numbers.get(name)
+        if not isinstance(own, int):
+            yield f"{module.class_name} has no whole number {name}"
+            continue
+        try:
+            parsed = parse_expression(expression)
+            value = evaluate(parsed, module.numbers)
+            evaluate(parsed, on_a_rank)
+        except EvaluationError as error:
+            yield f"{module.class_name} has no number {error.unknown[0]}" if error.unknown else error.reason
+            continue
+        if value != own:
+            yield f"{expression} is {value}, but {name} of {module.class_name} is {own}"
