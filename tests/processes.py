@@ -12,9 +12,12 @@ Runs that are held against the unsharded model here are applied with `prove=Fals
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import logging
 import multiprocessing
+import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -53,7 +56,7 @@ class Ranks:
         self.connections, self.processes = [], []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            arguments = (rank, count, str(Path(self.folder.name, "rendezvous")), theirs)
+            arguments = (rank, count, Path(self.folder.name), theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -78,7 +81,7 @@ class Ranks:
         while waiting:
             ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
             if not ready:
-                errors |= dict.fromkeys(waiting.values(), "no answer in time: it hangs, or waits for another rank")
+                errors |= {rank: f"no answer in time, it is in:\n{self._stack(rank)}" for rank in waiting.values()}
                 break
             for connection in ready:
                 rank = waiting.pop(connection)
@@ -93,6 +96,15 @@ class Ranks:
         if errors:
             raise RanksFailed(errors)
         return [results[rank] for rank in sorted(results)]
+
+    def _stack(self, rank: int) -> str:
+        """Where a rank is."""
+        process, report = self.processes[rank], _report(Path(self.folder.name), rank)
+        if process.is_alive() and report.exists() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(1.0)
+            return report.read_text()
+        return "its start"
 
     def close(self) -> None:
         for process in self.processes:
@@ -139,8 +151,15 @@ def stop() -> None:
 atexit.register(stop)
 
 
-def _serve(rank: int, count: int, rendezvous: str, connection: Connection) -> None:
+def _report(folder: Path, rank: int) -> Path:
+    """The file that a rank writes its stack to when it gets SIGUSR1."""
+    return folder / f"stack-{rank}"
+
+
+def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
     """One rank: answer calls until the other end is closed."""
+    report = _report(folder, rank).open("w")  # open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=report)
     import torch
     import torch.distributed as dist
 
@@ -149,7 +168,11 @@ def _serve(rank: int, count: int, rendezvous: str, connection: Connection) -> No
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     dist.init_process_group(
-        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=count, timeout=timedelta(seconds=120)
+        "gloo",
+        init_method=f"file://{folder / 'rendezvous'}",
+        rank=rank,
+        world_size=count,
+        timeout=timedelta(seconds=120),
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:
