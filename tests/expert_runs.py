@@ -54,6 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3, "head_dim": 8},
 }
 
+CLASSES: dict[str, type[transformers.PreTrainedModel]] = {}  # of types that have no causal one
+
 
 @dataclass(frozen=True)
 class Case:
@@ -91,9 +93,11 @@ def config_of(model: str, **settings: Any) -> transformers.PreTrainedConfig:
 def build(case: Case) -> nn.Module:
     config = config_of(case.model, **dict(case.settings))
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation=case.attention, experts_implementation=case.implementation
-    )
+    kinds = {"attn_implementation": case.attention, "experts_implementation": case.implementation}
+    if case.model in CLASSES:
+        model = CLASSES[case.model]._from_config(config, **kinds)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, **kinds)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1))

@@ -117,7 +117,7 @@ class Ranks:
 _group: Ranks | None = None
 
 
-def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 120.0) -> list[Any]:
+def on_ranks(count: int, function: Callable[..., Any], *arguments: Any, seconds: float = 300.0) -> list[Any]:
     """Call a function on `count` ranks.
 
     Args:
@@ -172,7 +172,7 @@ def _serve(rank: int, count: int, folder: Path, connection: Connection) -> None:
         init_method=f"file://{folder / 'rendezvous'}",
         rank=rank,
         world_size=count,
-        timeout=timedelta(seconds=120),
+        timeout=timedelta(seconds=300),
     )
     connection.send_bytes(pickle.dumps((True, None)))
     while True:

@@ -398,6 +398,8 @@ def test_experts_that_are_distributed() -> None:
     made = convert_plan(EP_PLAN | {"norm": "replicate"})
     assert not made.report.diagnostics and styles(made.text) == {"norm": "replicate"}
     assert rules(made.text, "expert_parallel") == {EXPERTS: ("ep_dispatch", {})}
+    norm = {f"{EXPERTS}.post_expert_norm": "replicated_with_grad_allreduce"}  # shared by all experts, it goes with them
+    assert convert_plan(EP_PLAN | norm).document == convert_plan(EP_PLAN).document
     older = EP_PLAN | {EXPERTS: "moe_tp_experts", "layers.*.mlp.gate": "ep_router"}
     made = convert_plan(older)
     assert rules(made.text, "expert_parallel") == {EXPERTS: ("ep_experts", {"output": "all_reduce"})}

@@ -299,7 +299,7 @@ LAYERS = ("layers.0", "layers.1")
 def test_experts_are_units_inside_of_the_others(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     section = DataParallel("fsdp2", mixed_precision=MixedPrecision("bfloat16", "float32"), cpu_offload="pinned")
     calls = told(monkeypatch, LAYERS, section)
-    assert list(calls) == ["layers.0.experts", "layers.1.experts", "layers.0", "layers.1", ""]
+    assert list(calls) == ["layers.0", "layers.1", "", "layers.0.experts", "layers.1.experts"]
     for layer in LAYERS:
         unit, own = calls[layer], calls[f"{layer}.experts"]
         assert own["reshard_after_forward"] == unit["reshard_after_forward"] == (layer == LAYERS[0])
@@ -312,7 +312,7 @@ def test_experts_are_units_inside_of_the_others(world: int, monkeypatch: pytest.
 def test_experts_that_the_plan_names_are_wrapped_once(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     section = DataParallel("fsdp2", mixed_precision=MixedPrecision("bfloat16", "float32"))
     calls = told(monkeypatch, (*LAYERS, *(f"{layer}.experts" for layer in LAYERS)), section)
-    assert list(calls) == ["layers.0.experts", "layers.1.experts", "layers.0", "layers.1", ""]
+    assert list(calls) == ["layers.0", "layers.1", "", "layers.0.experts", "layers.1.experts"]
     assert calls["layers.0.experts"]["mp_policy"].cast_forward_inputs
 
 

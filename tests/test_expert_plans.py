@@ -25,8 +25,6 @@ UNPROVEN = {
     "DeepseekV4Config": "SP421",
     # It takes images alone, and its reduced model does not keep the width of its adapter equal to its own.
     "Dots3NoteVisionConfig": "SP520",
-    # A norm beside the stacks.
-    "MuseSparkTextConfig": "SP394",
     "PhimoeConfig": "SP370",
 }
 TYPES = sorted({*FOUND, "qwen3_vl_moe"} - {*REFUSED})
@@ -87,6 +85,16 @@ def test_a_plan_with_experts_distributed(name: str, sizes: MeshSizes) -> None:
     assert (
         list(report.variants) == [*without, "expert_parallel", "expert_parallel.sequence_parallel"][: 2 * len(without)]
     )
+
+
+def test_what_all_experts_share_takes_no_rule_of_its_own() -> None:
+    """Muse Spark's norm of each expert's result is whole on every rank, and its gradient is a sum."""
+    rule = {"expert_parallel": {"model.layers.*.mlp.experts.post_expert_norm": "token_wise"}}
+    plan = {"version": "1", "name": "mine", "extends": "muse_spark_text", **rule}
+    model = expert_types.model_of("MuseSparkTextConfig")
+    report = validate(model, plan, expert_types.SIZES, layouts=False)
+    assert {d.code for d in report.diagnostics} == {"SP395"}, report
+    assert "is in a module of experts that are distributed whole" in str(report)
 
 
 def test_experts_that_return_their_input_have_no_stack_of_their_own() -> None:

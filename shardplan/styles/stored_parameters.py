@@ -9,7 +9,7 @@ from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.layout import I, Layout, R, V
 from shardplan.core.module_program import ParameterProgram, StandIn
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, parent
+from shardplan.core.tree import ModuleInfo, ParameterInfo, ancestors, full_name, parent
 
 from . import STYLES, ParameterStyle, feature_dim
 from .adapter_styles import adapter_dim, adapter_style
@@ -52,13 +52,29 @@ def _lower_parameter(plan: ResolvedPlan, module: ModuleInfo, parameter: Paramete
     own = plan.parameters.get(full_name(module.name, parameter.name))
     assignment = own or plan.modules.get(module.name)
     if assignment is None or (own is None and STYLES[assignment.rule.style].is_block_input):
-        return ParameterProgram(parameter.name, I, I)
+        return ParameterProgram(parameter.name, I, _computed_without_rule(plan, module))
     style = STYLES[assignment.rule.style]
     if parameter.adapter is not None:
         return _lower_adapter(plan, module, parameter, adapter_style(style, parameter) or WHOLE, assignment.rule)
     placement = parameter_style(assignment, parameter)
     withheld = own is None and style.bias is not None and parameter.short == "bias"
     return _program(plan, module, parameter, placement, assignment.rule, withheld=withheld)
+
+
+def _computed_without_rule(plan: ResolvedPlan, module: ModuleInfo) -> Layout:
+    """Of a whole copy: a partial gradient inside of distributed experts, as each rank runs its own on other tokens; where all tp
+    ranks call them with the same tokens, the exchange adds it up."""
+    experts = distributed_experts(plan, module.name)
+    if experts is None:
+        return I
+    sliced = STYLES[plan.modules[experts].rule.style].exchanges and tokens_layout(plan, experts) == I
+    return I if sliced else R
+
+
+def distributed_experts(plan: ResolvedPlan, name: str) -> str | None:
+    """The module around this one whose experts a rule distributes whole."""
+    ruled = (above for above in ancestors(name) if above in plan.modules)
+    return next((above for above in ruled if STYLES[plan.modules[above].rule.style].experts is not None), None)
 
 
 def _lower_adapter(

@@ -95,7 +95,7 @@ CASES = {
     "Inkling2TextConfig": Case("Inkling2ForCausalLM"),
     "Mistral4Config": Case("Mistral4ForCausalLM"),
     "MistralLarge4TextConfig": Case("MistralLarge4TextModel"),
-    "MuseSparkTextConfig": Case("MuseSparkTextModel", plan="mixtral"),
+    "MuseSparkTextConfig": Case("MuseSparkTextModel"),
     "OpenAIPrivacyFilterConfig": Case("OpenAIPrivacyFilterForTokenClassification"),
     "Qwen3OmniMoeTalkerTextConfig": Case(
         "Qwen3OmniMoeTalkerModel", {"shared_expert_intermediate_size": 512}, embeddings

@@ -41,6 +41,7 @@ OUTPUT: dict[tuple[Spread | None, Spread | None], Pair] = {
     ("partial", "sequence"): ("all_reduce", "reduce_scatter"),
 }
 SUMMED = "moe_tp_experts"
+SHARED = {"style": "replicated_with_grad_allreduce"}
 SLICED = {"colwise": "colwise_seq", "colwise_gather_output": "colwise_seq_gather_output"}
 
 
@@ -93,8 +94,8 @@ def rules_of(entries: Iterable[Entry]) -> Rules:
 
 
 def _without_experts(entries: list[Entry], rules: Rules) -> list[Entry]:
-    """The other entries. A rule of a module of experts takes its parameters with it; before transformers 5.23, `moe_tp_experts`
-    over stacks of whole experts meant that all ranks have all tokens."""
+    """The other entries. A rule of a module of experts takes its parameters with it, and those below it, which all experts share;
+    before transformers 5.23, `moe_tp_experts` over stacks of whole experts meant that all ranks have all tokens."""
     stacks = {entry.pattern.rpartition(".")[0]: entry for entry in entries if entry.meaning.kind == "stack"}
     others = []
     for entry in entries:
@@ -110,7 +111,8 @@ def _without_experts(entries: list[Entry], rules: Rules) -> list[Entry]:
             message = f"`{entry.pattern}` is {entry.meaning.label}, but `{module}` has no entry: experts are distributed by module"
             help = "add the module, `ep_dispatch_experts`"
             rules.findings.append(finding(NO_STYLE, message, entry.at, help=help))
-    return others
+    inside = tuple(f"{module}." for module in rules.experts)
+    return [e for e in others if not (e.pattern.startswith(inside) and e.meaning.options == SHARED)]
 
 
 def _options(entry: Entry) -> tuple[Options | None, Options | None]:

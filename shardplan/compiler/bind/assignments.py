@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, sections_of
-from shardplan.core.tree import ModuleTree, full_name, named
+from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.language.globs import parse_glob
 from shardplan.styles import NONE, STYLES
 
@@ -123,17 +123,18 @@ def assign(stack: tuple[Layer, ...], names: Names) -> dict[str, Assignment]:
 
 
 def _with_whole_experts(assignments: dict[str, Assignment], tree: ModuleTree) -> dict[str, Assignment]:
-    """Without the rules of other sections for parameters of a module whose experts a rule distributes whole."""
+    """Without the rules of other sections for what is in a module whose experts a rule distributes whole."""
     experts = {
         name: a.section
         for name, a in assignments.items()
         if not a.is_parameter and STYLES[a.rule.style].experts is not None
     }
-    return {
-        name: a
-        for name, a in assignments.items()
-        if not a.is_parameter or experts.get(tree.owner(name), a.section) == a.section
-    }
+
+    def stays(name: str, a: Assignment) -> bool:
+        around = (tree.owner(name), *ancestors(name)) if a.is_parameter else ancestors(name)
+        return all(experts.get(above, a.section) == a.section for above in around)
+
+    return {name: a for name, a in assignments.items() if stays(name, a)} if experts else assignments
 
 
 def _in_order(assignments: dict[str, Assignment], tree: ModuleTree) -> Iterator[str]:

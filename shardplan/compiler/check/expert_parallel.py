@@ -10,9 +10,10 @@ from dataclasses import replace
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.mesh import VIEWED, Axis, MeshSizes
 from shardplan.core.plan import Assignment, section_path
-from shardplan.core.tree import ModuleInfo, ancestors, named
+from shardplan.core.tree import ModuleInfo, ancestors, full_name, named
 from shardplan.styles.backends import BACKENDS
 from shardplan.styles.expert_shards import expert_dim
+from shardplan.styles.stored_parameters import distributed_experts
 
 from .facts import Facts
 from .field_places import field_label
@@ -74,7 +75,8 @@ NO_STACK = Code(
     code="SP394",
     title="a module that is not a stack of experts",
     text="""The experts of a module are distributed by the first dim of its parameters: all must be stacks of as many experts, biases
-too, and no module below may have parameters. Experts that are modules of a list, one by one, are split by tensor parallelism.""",
+too. Those of modules below it (a norm of each expert's result) are shared by all experts, and whole on every rank. Experts that are
+modules of a list, one by one, are split by tensor parallelism.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 2 --ep 2 --tp 1
 version: "1"
 name: mine
@@ -131,13 +133,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             "add a rule such as `model.layers.*.mlp.experts: ep_dispatch` under `expert_parallel`, or use a mesh without the axis ep",
         )
     modules = resolved.tree.modules
-    around = {above for name, module in modules.items() if module.parameters for above in ancestors(name)}
-    unfit = {name: why for name in rules if (why := _not_stacked(modules[name], name in around)) is not None}
+    unfit = {name: why for name in rules if (why := _not_stacked(modules[name])) is not None}
     yield from _of_rules(facts, rules, lambda _, name, assignment: unfit.get(name))
     fitting = {name: a for name, a in rules.items() if name not in unfit}
     if not sizes:
         yield from _of_rules(facts, fitting, _uneven)
     yield from _of_rules(facts, fitting, _adapted)
+    yield from _of_rules(facts, resolved.assignments, _inside)
     yield from _combined(facts)
 
 
@@ -185,8 +187,8 @@ def _misplaced(facts: Facts, name: str, assignment: Assignment) -> Reason:
     )
 
 
-def _not_stacked(module: ModuleInfo, around: bool) -> Reason | None:
-    if (why := _no_stack(module, around)) is None:
+def _not_stacked(module: ModuleInfo) -> Reason | None:
+    if (why := _no_stack(module)) is None:
         return None
     return (
         NO_STACK,
@@ -196,13 +198,11 @@ def _not_stacked(module: ModuleInfo, around: bool) -> Reason | None:
     )
 
 
-def _no_stack(module: ModuleInfo, around: bool) -> str | None:
-    """Why a module is no stack of experts. `around`: whether modules below it have parameters."""
+def _no_stack(module: ModuleInfo) -> str | None:
+    """Why a module is no stack of experts."""
     owned = [p for p in module.parameters if p.adapter is None]
     if not owned:
         return "it has no parameters of its own"
-    if around:
-        return "modules below it have parameters"
     counts = {p.name: p.shape[0] if p.shape else 0 for p in owned}
     if len(set(counts.values())) > 1:
         return f"the first dims of its parameters differ ({', '.join(f'{name} {n}' for name, n in counts.items())})"
@@ -241,8 +241,22 @@ def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     )
 
 
+def _inside(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
+    experts = distributed_experts(facts.resolved, name)
+    if experts is None or (assignment.is_parameter and facts.resolved.tree.owner(name) == experts):
+        return None
+    return (
+        COMBINED,
+        "{names} is in a module of experts that are distributed whole, where all else is whole on every rank",
+        f"stands for a part of `{experts}`",
+        "remove it",
+    )
+
+
 def _adapted(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
-    if all(p.adapter is None for p in facts.resolved.tree.modules[name].parameters):
+    modules, prefix = facts.resolved.tree.modules, full_name(name, "")
+    inside = [module for other, module in modules.items() if other == name or other.startswith(prefix)]
+    if all(p.adapter is None for module in inside for p in module.parameters):
         return None
     return (
         COMBINED,

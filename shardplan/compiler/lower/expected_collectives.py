@@ -49,6 +49,8 @@ def _operations(program: ModuleProgram) -> Iterator[tuple[Axis, str, str]]:
     if program.experts is not None and program.experts.sliced:
         yield Axis.TP, "all_gather", "all_gather"  # of the results, and of the tokens' gradient
         yield Axis.TP, "identity", "all_gather"  # of that of the weights
+        if program.also_reads:
+            yield Axis.TP, "identity", "all_reduce"  # of those of the parameters that all experts share
     if program.tail:
         yield Axis.TP, "identity", "all_reduce"
 

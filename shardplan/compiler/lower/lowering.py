@@ -107,13 +107,17 @@ def _means(plan: ResolvedPlan, one: BoundModule) -> FeatureMeans:
 def _also_reads(
     plan: ResolvedPlan, modules: Mapping[str, BoundModule], module: ModuleInfo
 ) -> tuple[tuple[str, ParameterProgram], ...]:
-    """What the layout check saw it read; of a module that did not run there (a vision tower without images), and that
-    owns parameters and has no rule below it, all that is below it."""
+    """What the layout check saw it read; all that is below it of experts that are distributed, because ranks run them differently
+    often, and of a module that did not run there (a vision tower without images), and that owns parameters and has no rule
+    below it."""
     tree, prefix = plan.tree, full_name(module.name, "")
-    if module.name in plan.cross_module_reads:
+    below = tuple(name for name in tree.parameters if name.startswith(prefix))
+    if modules[module.name].experts is not None:
+        names = below
+    elif module.name in plan.cross_module_reads:
         names = plan.cross_module_reads[module.name]
     elif module.parameters and plan.modules.get(module.name) is None and not _named_below(plan, prefix):
-        names = tuple(name for name in tree.parameters if name.startswith(prefix))
+        names = below
     else:
         names = ()
     found = []

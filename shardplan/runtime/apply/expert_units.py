@@ -17,13 +17,12 @@ from .plan_mesh import PlanMesh
 
 def check_experts(mesh: PlanMesh, program: Program) -> None:
     """Raise ValueError where the experts' gradients would not be averaged as the others are: no data-parallel section with a
-    backend that can, a parameter that it leaves alone, or one that is not distributed beside others that are."""
+    backend that can, a parameter that it leaves alone, or one of the stacks that is not distributed beside others that are."""
     resolved, sizes = program.resolved, mesh.sizes
     if not program.experts:
         return
     assert mesh.ep_size > 1, "the program is for another mesh"
-    over_ep = _over_ep(program)
-    mixed = [name for name in _below(program) if name not in over_ep]
+    mixed = _left_whole(program)
     if mixed:
         raise ValueError(
             f"{named(mixed)} would stay whole in a module whose other parameters are distributed over ep: distribute "
@@ -45,7 +44,7 @@ def check_experts(mesh: PlanMesh, program: Program) -> None:
             f"reshard_after_forward is {section.reshard_after_forward}: experts that are distributed over ep cannot stay sharded "
             "over a number of ranks (FSDP2 cannot do it with DTensors): use true, false or all_but_last"
         )
-    left = [name for name in sorted(resolved.dp_ignored & over_ep) if _trained(program, name)]
+    left = [name for name in sorted(resolved.dp_ignored.intersection(_parameters(program))) if _trained(program, name)]
     if left:
         raise ValueError(
             f"the data_parallel section ignores {named(left)}, but experts that are distributed over ep must be averaged: they "
@@ -57,13 +56,17 @@ def _able() -> str:
     return " or ".join(backend.name for backend in BACKENDS.values() if backend.experts)
 
 
-def _over_ep(program: Program) -> frozenset[str]:
-    return frozenset(
-        full_name(name, parameter.name) for name in program.experts for parameter in program.modules[name].parameters
-    )
+def _left_whole(program: Program) -> list[str]:
+    return [
+        full_name(name, parameter.name)
+        for name in program.experts
+        for parameter in program.resolved.tree.modules[name].parameters
+        if parameter.name not in {p.name for p in program.modules[name].parameters}
+    ]
 
 
-def _below(program: Program) -> list[str]:
+def _parameters(program: Program) -> list[str]:
+    """Of all modules of experts, with what is below them."""
     starts = tuple(f"{name}." for name in program.experts)
     return [name for name in program.resolved.tree.parameters if name.startswith(starts)]
 

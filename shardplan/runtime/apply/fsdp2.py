@@ -20,13 +20,24 @@ from .wrapped import Wrapped
 
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
-    """Shard the units, inner ones first, then the root, which keeps what belongs to no unit. Returns the same model.
+    """Shard the units, inner ones first, then the root, which keeps what belongs to no unit; then the experts that are distributed:
+    what all experts of a module share belongs to the unit around it. Returns the same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
     """
-    shard_units(model, mesh, section, wrapped)
-    fully_shard(model, **_options(model, mesh, section, wrapped), mp_policy=_policy(section.mixed_precision))
+    stacks = {p for name in wrapped.experts for p in model.get_submodule(name).parameters(recurse=False)}
+    options = _options(model, mesh, section, wrapped)
+    around = {**options, "ignored_params": options["ignored_params"] | stacks}
+    _shard_units(model, around, section, wrapped)
+    fully_shard(model, **around, mp_policy=_policy(section.mixed_precision))
+    for name in wrapped.experts:
+        with at_module(name):
+            experts = model.get_submodule(name)
+            shared = set(experts.parameters()) - set(experts.parameters(recurse=False))
+            own = _of_experts({**options, "ignored_params": options["ignored_params"] | shared}, section, wrapped, name)
+            fully_shard(experts, **own, reshard_after_forward=_reshard(section, _last(wrapped, name)))
+    _prefetch(model, wrapped, section.prefetch)
     return model
 
 
@@ -36,18 +47,30 @@ def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
     Args:
         mesh: [dp_replicate,] dp_shard.
     """
-    options = _options(model, mesh, section, wrapped)
-    # Units return their compute dtype: a value in the model's output dtype would meet parameters of another dtype.
-    options["mp_policy"] = replace(_policy(section.mixed_precision), output_dtype=None)
-    last = wrapped.units[-1:]
-    names = dict.fromkeys((*wrapped.units, *wrapped.parts, *wrapped.experts))
+    assert not wrapped.experts, wrapped
+    _shard_units(model, _options(model, mesh, section, wrapped), section, wrapped)
+    _prefetch(model, wrapped, section.prefetch)
+
+
+def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParallel, wrapped: Wrapped) -> None:
+    names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
-            kept = name in last or any(above in last for above in ancestors(name))
-            own = _of_experts(options, wrapped, named=name in wrapped.units) if name in wrapped.experts else options
-            fully_shard(model.get_submodule(name), **own, reshard_after_forward=_reshard(section, kept))
-    if section.prefetch is not None:
-        _prefetch(model, wrapped, section.prefetch)
+            kept = _reshard(section, _last(wrapped, name))
+            fully_shard(
+                model.get_submodule(name), **options, mp_policy=_unit_policy(section), reshard_after_forward=kept
+            )
+
+
+def _last(wrapped: Wrapped, name: str) -> bool:
+    """Whether a module is the last unit, or in it."""
+    last = wrapped.units[-1:]
+    return name in last or any(above in last for above in ancestors(name))
+
+
+def _unit_policy(section: DataParallel) -> MixedPrecisionPolicy:
+    """Units return their compute dtype: a value in the model's output dtype would meet parameters of another dtype."""
+    return replace(_policy(section.mixed_precision), output_dtype=None)
 
 
 def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> dict[str, Any]:
@@ -59,16 +82,14 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
     }
 
 
-def _of_experts(options: dict[str, Any], wrapped: Wrapped, named: bool) -> dict[str, Any]:
-    """The arguments of `fully_shard` for a module of experts.
-
-    Args:
-        named: the plan has it as a unit. Else its inputs keep their dtypes, as they would if it were none: the weights of the
-            routes may be in float32.
-    """
+def _of_experts(options: dict[str, Any], section: DataParallel, wrapped: Wrapped, name: str) -> dict[str, Any]:
+    """The arguments of `fully_shard` for a module of experts. Where the plan does not have it as a unit, its inputs keep their
+    dtypes, as they would if it were none: the weights of the routes may be in float32."""
     mesh = wrapped.experts_mesh
     assert mesh is not None, wrapped.experts
-    policy = options["mp_policy"] if named else replace(options["mp_policy"], cast_forward_inputs=False)
+    policy = _unit_policy(section)
+    if name not in wrapped.units:
+        policy = replace(policy, cast_forward_inputs=False)
     placement = placement_over(mesh.size(mesh.ndim - 1))
     return {**options, "mesh": mesh, "mp_policy": policy, "shard_placement_fn": placement}
 
@@ -118,8 +139,10 @@ def _unit(model: nn.Module, name: str) -> FSDPModule:
     return unit
 
 
-def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch) -> None:
+def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch | None) -> None:
     """Set how many units are gathered ahead; each is gathered with the parts and the experts inside it."""
+    if prefetch is None:
+        return
     parts = dict.fromkeys((*wrapped.parts, *(name for name in wrapped.experts if name not in wrapped.units)))
     groups = [
         [_unit(model, name) for name in (unit, *(p for p in parts if unit in ancestors(p)))] for unit in wrapped.units

@@ -11,13 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.layout import I, V
 from shardplan.core.module_program import ModuleProgram
+from shardplan.torchlib.attributes import owner_of
 
 from .expert_calls import expert_call
 from .expert_exchange import BACKENDS, ExchangeBackend
 from .expert_routes import Ranks, every_pair, once_a_rank, own_part
 from .expert_rows import OwnRows
+from .reading import call_with, slots_of
 from .regime import Regime
-from .tensor_moves import move
+from .tensor_moves import move, sum_gradients
 
 _ROUTES = {"pairs": every_pair, "once": once_a_rank}
 
@@ -28,7 +30,8 @@ class OwnExperts:
     Without an exchange every rank of the tp axis has all tokens, and the result is a partial sum over the axis. With one, tokens go
     to the ranks of the ep mesh that have their experts, and the results come back: each rank has its own tokens, and gradients
     of its experts are summed by the exchange over ep. Tokens that are the same on all tp ranks (`sliced`) are cut into
-    ceil-chunks before, which may be empty, and gathered after.
+    ceil-chunks before, which may be empty, and gathered after; then the gradients of parameters below the module, which all
+    experts share, are summed over tp.
 
     Numbers of rows depend on data: torch.compile breaks its graph here, and leaves the module's forward uncompiled.
 
@@ -80,13 +83,25 @@ class OwnExperts:
 
         assert mesh is not None
         tp = self.tp if experts.sliced and self.tp is not None and self.tp.size() > 1 else None
-        if tp is not None:
-            tokens, ids, weights = (move(x, tp, I, V(0), size=number) for x in (tokens, ids, weights))
         ranks = Ranks(mesh.get_group(), own, self.backend)
-        result = _ROUTES[experts.exchange](run, ranks, tokens, ids, weights)
-        if tp is not None:
-            result = move(result, tp, V(0), I, size=number)
-        return _shaped(result, call.shape)
+        if tp is None:
+            return _shaped(_ROUTES[experts.exchange](run, ranks, tokens, ids, weights), call.shape)
+        shared = self._summed_after(
+            tp, module, program
+        )  # before the moves: in backward its sum is the last on every rank
+        tokens, ids, weights = (move(x, tp, I, V(0), size=number) for x in (tokens, ids, weights))
+        result = call_with(_ROUTES[experts.exchange], *shared, (run, ranks, tokens, ids, weights), {})
+        return _shaped(move(result, tp, V(0), I, size=number), call.shape)
+
+    def _summed_after(
+        self, tp: DeviceMesh, module: nn.Module, program: ModuleProgram
+    ) -> tuple[list[tuple[nn.Module, str, Tensor | None]], list[Tensor | None]]:
+        """The slots of the parameters that all experts share, and these with gradients that are partial sums."""
+        slots = [owner_of(module.get_submodule(owner), parameter.name) for owner, parameter in program.also_reads]
+        members = [(owner, name, slots_of(owner)[name]) for owner, name in slots]
+        trained = [x for *_, x in members if x is not None and x.requires_grad]
+        sums = iter(sum_gradients(tp, trained, self.regime.reduce_dtype) if trained else ())
+        return members, [next(sums) if x is not None and x.requires_grad else x for *_, x in members]
 
 
 def _shaped(result: Tensor, shape: torch.Size) -> Tensor:

@@ -78,7 +78,8 @@ class _Read(torch.autograd.Function):
         which = [i for i, one in enumerate(ctx.gradients) if one.partial]
         if any(found[i] is not None for i in which):
             parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
-            for i, total in zip(which, summed(ctx.specs[0].mesh, parts, ctx.dtype), strict=True):
+            mesh = ctx.specs[which[0]].mesh  # tp; experts beside them may be on ep
+            for i, total in zip(which, summed(mesh, parts, ctx.dtype), strict=True):
                 found[i] = _used(found[i], total)
         if any(found[i] is not None for i in ctx.shared):
             parts = [part if (part := found[i]) is not None else _zeros(like) for i, like in ctx.shared.items()]
