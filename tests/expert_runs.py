@@ -54,7 +54,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 24, "num_local_experts": EXPERTS, "num_experts_per_tok": 3, "head_dim": 8},
 }
 
-CLASSES: dict[str, type[transformers.PreTrainedModel]] = {}  # of types that have no causal one
+# Of types that have no causal class: one, and settings. Tests add theirs.
+OWN: dict[str, tuple[type[transformers.PreTrainedModel], dict[str, Any]]] = {}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class Case:
         implementation: of its experts.
         settings: of its configuration.
         exchange: of its experts, in place of the plan's.
+        rules: under `tensor_parallel`, beside the plan's.
         tokens: the shape of a batch.
         dtype: of the model.
         options: keyword arguments of `apply_plan`.
@@ -84,18 +86,20 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
     change: Callable[[nn.Module], None] | None = None
     attention: str = "eager"
+    rules: tuple[tuple[str, str], ...] = ()
 
 
 def config_of(model: str, **settings: Any) -> transformers.PreTrainedConfig:
-    return transformers.AutoConfig.for_model(model, **{**COMMON, **SETTINGS[model], **settings})
+    own = OWN[model][1] if model in OWN else SETTINGS[model]
+    return transformers.AutoConfig.for_model(model, **{**COMMON, **own, **settings})
 
 
 def build(case: Case) -> nn.Module:
     config = config_of(case.model, **dict(case.settings))
     torch.manual_seed(0)
     kinds = {"attn_implementation": case.attention, "experts_implementation": case.implementation}
-    if case.model in CLASSES:
-        model = CLASSES[case.model]._from_config(config, **kinds)
+    if case.model in OWN:
+        model = OWN[case.model][0]._from_config(config, **kinds)
     else:
         model = transformers.AutoModelForCausalLM.from_config(config, **kinds)
     with torch.no_grad():
@@ -134,6 +138,8 @@ def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 
 def plan_of(case: Case) -> Any:
+    if case.rules:
+        return {"version": "1", "extends": case.model, "tensor_parallel": dict(case.rules)}
     if case.exchange is None:
         return case.model
     rules = {"model.layers.*.mlp.experts": {"style": "ep_dispatch", "exchange": case.exchange}}

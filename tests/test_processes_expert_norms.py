@@ -20,7 +20,7 @@ from shardplan.compiler.lower.expected_collectives import expected_collectives
 from tests.collective_counter import CollectiveCounter
 
 NAME = "muse_spark_text"
-expert_runs.SETTINGS[NAME] = {
+SETTINGS = {
     "intermediate_size": 48,
     "moe_hidden_size": 24,
     "moe_intermediate_size": 16,
@@ -55,7 +55,7 @@ class Causal(MuseSparkPreTrainedModel):
         return CausalLMOutput(loss=loss, logits=logits)
 
 
-expert_runs.CLASSES[NAME] = Causal
+expert_runs.OWN[NAME] = Causal, SETTINGS
 
 
 def few_tokens(case: Case) -> Case:

@@ -40,6 +40,26 @@ def test_four_ranks() -> None:
     on_ranks(4, equal_to_the_unsharded, FOUR, seconds=300.0)
 
 
+EXPERTS = "model.layers.*.mlp.experts"
+OVER_TP = (
+    (EXPERTS, "ep_experts"),
+    (f"{EXPERTS}.gate_up_proj", "none"),
+    (f"{EXPERTS}.down_proj", "none"),
+)
+
+
+@pytest.mark.slow
+def test_whole_experts_over_tp_alone() -> None:
+    """Each tp rank has some, without an axis ep; FSDP2 shards them as all parameters of the layer."""
+    cases = [
+        of("mixtral", dp_shard=2, tp=2),
+        of("qwen3_moe", tp=4, sequence_parallel=True),
+        of("deepseek_v3", dp_replicate=2, dp_shard=1, tp=2, sequence_parallel=True, implementation="grouped_mm"),
+        of("deepseek_v3", dp_shard=2, tp=2, ep=4),  # the section distributes them over ep instead
+    ]
+    on_ranks(4, equal_to_the_unsharded, [replace(case, rules=OVER_TP) for case in cases])
+
+
 EIGHT = [
     of("mixtral", dp_replicate=2, dp_shard=4, ep=2),
     of("gpt_oss", dp_replicate=2, dp_shard=2, tp=2, ep=4, implementation="grouped_mm"),

@@ -56,8 +56,8 @@ NO_EXPERTS = Code(
     code="SP393",
     title="an axis ep, and no experts that are distributed over it",
     text="""On a mesh with several ep ranks the section `expert_parallel` of a plan is laid over the others; it must distribute some
-module of experts. Its styles `ep_experts` and `ep_dispatch` stand there and nowhere else, as the other sections apply without an
-axis ep too.""",
+module of experts. The style `ep_dispatch` stands there and nowhere else, as the other sections apply without an axis ep too;
+`ep_experts`, which distributes experts over tp, may stand in each.""",
     bad="""# shardplan validate mixtral-8x7b.json mine.yaml --dp-shard 4 --ep 4 --tp 1
 version: "1"
 name: mine
@@ -116,16 +116,19 @@ CODES = (SIZES, UNEVEN, NO_EXPERTS, NO_STACK, COMBINED)
 
 
 def check(facts: Facts) -> Iterator[Diagnostic]:
-    """Of a variant with the section: its sizes, then its rules; of one without: that it does not have the styles."""
+    """Of a variant with the section: its sizes; then the rules of all, of which those that need the axis ep stand there alone."""
     resolved = facts.resolved
     rules = {name: a for name, a in resolved.modules.items() if facts.style(a).experts is not None}
-    misplaced = {name: a for name, a in rules.items() if section_path(a.section)[0] != "expert_parallel"}
+    misplaced = {
+        name: a
+        for name, a in rules.items()
+        if facts.style(a).exchanges and section_path(a.section)[0] != "expert_parallel"
+    }
     yield from _of_rules(facts, misplaced, _misplaced)
-    if "expert_parallel" not in resolved.overlays:
-        return
-    sizes = list(_sizes(facts))
+    with_ep = "expert_parallel" in resolved.overlays
+    sizes = list(_sizes(facts)) if with_ep else []
     yield from sizes
-    if not rules and not misplaced:
+    if with_ep and not rules:
         yield _error(
             NO_EXPERTS,
             f"the mesh axis ep has size {resolved.sizes.ep}, but the plan distributes no experts",
@@ -135,12 +138,13 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     modules = resolved.tree.modules
     unfit = {name: why for name in rules if (why := _not_stacked(modules[name])) is not None}
     yield from _of_rules(facts, rules, lambda _, name, assignment: unfit.get(name))
-    fitting = {name: a for name, a in rules.items() if name not in unfit}
+    fitting = {name: a for name, a in rules.items() if name not in {*unfit, *misplaced}}
     if not sizes:
         yield from _of_rules(facts, fitting, _uneven)
     yield from _of_rules(facts, fitting, _adapted)
     yield from _of_rules(facts, resolved.assignments, _inside)
-    yield from _combined(facts)
+    if with_ep:
+        yield from _combined(facts)
 
 
 def _error(code: Code, message: str, place: Label | None, help: str, modules: tuple[str, ...] = ()) -> Diagnostic:
@@ -216,6 +220,8 @@ def _uneven(facts: Facts, name: str, assignment: Assignment) -> Reason | None:
     parameters = facts.resolved.tree.modules[name].parameters
     count, ep, tp = parameters[0].shape[0], sizes.ep, sizes.of(Axis.TP)
     beside = "distributes them"
+    if not style.exchanges and "expert_parallel" not in facts.resolved.overlays:
+        return None  # split as any other parameter over tp
     if not style.exchanges and ep != tp:
         return (
             UNEVEN,

@@ -259,9 +259,9 @@ class ModelLayouts:
         """
         benches = self.benches_for(resolved)
         report = check_layout(resolved, benches, help=help, search=search) if self.tp > 1 else LayoutReport()
-        if not report.ok or "expert_parallel" not in resolved.overlays:
+        if not report.ok:
             return report
-        found = token_findings(resolved, benches, self.ep)
+        found = token_findings(resolved, benches, self.ep if "expert_parallel" in resolved.overlays else self.tp)
         return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
