@@ -43,6 +43,7 @@ ep: $(VENV)/.installed  ## expert parallelism: every plan that distributes exper
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md
+	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness-experts.md $(foreach m,mixtral gpt_oss deepseek_v3 qwen2_moe qwen3_moe,$(m)=$(m):ep)
 
 adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past validate, judged in real processes; half an hour
 	$(BIN)/python -m tests.adversaries
