@@ -23,21 +23,35 @@ Ranked = Iterable[tuple[str, Tensor]]  # (the rank in words, the tensor that it 
 def relative_error(value: Tensor, reference: Tensor) -> float:
     """The largest difference over the largest reference value; infinite for another shape, for a value that is not a
     number, and for one that is beyond `HUGE` where the reference is something else."""
-    if value.shape != reference.shape or torch.isnan(value).any():
+    if value.shape != reference.shape:
         return float("inf")
     value, reference = value.double(), reference.double()
-    huge = (reference.abs() >= HUGE) | (value.abs() >= HUGE)
-    if huge.any():
-        if not torch.equal(value[huge].sign(), reference[huge].sign()) or (reference[huge].abs() < HUGE).any():
-            return float("inf")
-        value, reference = value[~huge], reference[~huge]
     difference, scale = magnitude(value - reference), magnitude(reference)
+    if not (difference < HUGE / 2 and scale < HUGE / 2):  # seldom: something is no number, or as large as a mask's
+        if torch.isnan(value).any():
+            return float("inf")
+        difference, scale = _without_huge(value, reference)
     return difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
 
 
+def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:
+    """The magnitudes of the difference and of the reference where neither is beyond `HUGE`; infinite, where one alone is."""
+    huge = (reference.abs() >= HUGE) | (value.abs() >= HUGE)
+    if huge.any():
+        smaller = torch.minimum(value[huge].abs(), reference[huge].abs())
+        if not torch.equal(value[huge].sign(), reference[huge].sign()) or (smaller < HUGE).any():
+            return float("inf"), 1.0
+        value, reference = value[~huge], reference[~huge]
+    return magnitude(value - reference), magnitude(reference)
+
+
 def magnitude(tensor: Tensor) -> float:
-    """The largest absolute value; 0 for an empty tensor."""
-    return tensor.detach().abs().max().item() if tensor.numel() else 0.0
+    """The largest absolute value, not a number where one is none; 0 for an empty tensor."""
+    if not tensor.numel():
+        return 0.0
+    if not tensor.is_floating_point():
+        tensor = tensor.double()
+    return torch.linalg.vector_norm(tensor.detach(), float("inf")).item()
 
 
 def compare(name: str, kind: Compared, values: Ranked, reference: Tensor, floor: float = 0.0) -> Comparison:
