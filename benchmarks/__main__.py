@@ -20,6 +20,7 @@ CPU = (
     "kept",
     "memory",
     "host",
+    "states",
     "steps",
     "startup",
     "growth",

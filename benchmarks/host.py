@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 
 from .page import table
 from .ways import Way, compiled, fake_ranks, fresh, llama, planned, stock_sp, stock_tp, with_fsdp
@@ -81,9 +81,15 @@ def step_of(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-def layer_times(ways: Mapping[str, Way], mesh: DeviceMesh, repeats: int) -> dict[str, list[float]]:
-    """CPU seconds of a layer in a step, of each way, in turns."""
-    steps = {(name, depth): step_of(way(llama(depth, **SIZE), mesh)) for name, way in ways.items() for depth in DEPTHS}
+def layer_times(
+    ways: Mapping[str, Way], mesh: DeviceMesh, repeats: int, config_of: Callable[[int], PretrainedConfig]
+) -> dict[str, list[float]]:
+    """CPU seconds of a layer in a step, of each way, in turns.
+
+    Args:
+        config_of: the configuration with so many layers.
+    """
+    steps = {(name, depth): step_of(way(config_of(depth), mesh)) for name, way in ways.items() for depth in DEPTHS}
     for step in steps.values():
         for _ in range(4):
             step()
@@ -111,7 +117,8 @@ def ratio(values: Sequence[float], base: Sequence[float]) -> str:
 def rows(repeats: int) -> Iterator[tuple[str, str, str]]:
     for name, (base, others) in GROUPS.items():
         with fake_ranks(TP) as mesh:
-            times = layer_times({"": base, **{other: way for other, (way, _) in others.items()}}, mesh, repeats)
+            ways = {"": base, **{other: way for other, (way, _) in others.items()}}
+            times = layer_times(ways, mesh, repeats, partial(llama, **SIZE))
         for other, (_, goal) in others.items():
             yield f"{name}, {other}", goal, ratio(times[other], times[""])
 

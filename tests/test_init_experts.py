@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from transformers import AutoConfig
 
 from shardplan import PlanError, init_plan, validate
 from shardplan.cli.main import main
@@ -29,6 +30,16 @@ def test_a_model_without_experts_is_refused() -> None:
         init_plan("llama", expert_parallel=True)
     (found,) = raised.value.diagnostics
     assert found.code == "SP533" and "no module has stacks of experts" in found.notes[0]
+
+
+@pytest.mark.slow
+def test_a_model_that_could_have_experts_and_has_none() -> None:
+    """Asked for the logits of its routers, it raises."""
+    dense = {"num_hidden_layers": 2, "mlp_only_layers": [0, 1], "hidden_size": 64, "intermediate_size": 128}
+    config = AutoConfig.for_model("qwen3_moe", vocab_size=256, **dense)
+    plan = parse_text(init_plan(config, tp=2).text).plan
+    assert plan is not None
+    assert rules(plan.tensor_parallel)["model.layers.*.mlp.down_proj"] == "rowwise"
 
 
 @pytest.mark.slow

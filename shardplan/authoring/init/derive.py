@@ -141,7 +141,10 @@ def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
     first = benches[0]
     if AUXILIARY not in vars(getattr(first.model, "config", None) or object):
         return benches
-    return (*benches, Workbench(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
+    try:
+        return (*benches, Workbench(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
+    except Exception:  # the model's own: configured without experts, it has none to give, and raises for every caller
+        return benches
 
 
 def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:
