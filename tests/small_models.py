@@ -50,6 +50,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_two_heads": {**_COMMON, "model_type": "qwen2", "num_key_value_heads": 2},
     "phi3_one_head": {**_COMMON, "model_type": "phi3", "num_key_value_heads": 1},
     "qwen3": {**_COMMON, "head_dim": 8},
+    "minicpm3": {
+        **_COMMON,
+        "num_key_value_heads": 8,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+        "qk_head_dim": 16,
+        "head_dim": 8,
+    },
     "phi3": _COMMON,
     "gemma3_text": {
         **_COMMON,

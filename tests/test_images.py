@@ -154,6 +154,24 @@ def test_a_wrong_tower_is_refused(tmp_path):
     assert not shardplan.verify(model, plan, tp=2, sequence_parallel=False).ok
 
 
+def test_sound_reaches_the_audio_tower():
+    """Its tokens are those that the model's own features are counted to be, and its layers get gradients."""
+    reduced_model = make_reduced_model(find("moss_transcribe_diarize"), tp=2)
+    assert (reduced_model.kinds, reduced_model.unseen) == (("text", "audio"), "")
+    model, inputs = reduced_model.build(), reduced_model.inputs(kind="audio")
+    assert (inputs["input_ids"] == model.config.audio_token_id).sum(1).tolist() == [2, 2]
+    model(**inputs).loss.backward()
+    assert all(p.grad is not None for p in model.model.audio_tower.layers.parameters())
+
+
+def test_a_wrong_audio_tower_is_refused():
+    rules = {"model.audio_tower.layers.*.final_layer_norm": "replicated_with_grad_allreduce"}
+    plan = {"version": "1", "name": "wrong", "extends": "moss_transcribe_diarize", "tensor_parallel": rules}
+    report = shardplan.validate("moss_transcribe_diarize", plan, tp=2, sequence_parallel=False)
+    assert {d.code for d in report.diagnostics if d.is_error} == {"SP406"}
+    assert all("audio_tower" in d.message for d in report.diagnostics if d.is_error)
+
+
 def test_images_of_an_unknown_form_are_a_warning():
     report = shardplan.validate("fuyu", "auto", tp=2, sequence_parallel=False)
     assert [(d.code, d.is_error) for d in report.diagnostics] == [("SP407", False)]

@@ -137,7 +137,8 @@ def boundary(rule: Rule) -> Boundary:
 def _inputs(style: Style, rule: Rule) -> tuple[InputBoundary, ...]:
     if style.input_destination is None or not style.input_sources:
         return ()
-    destination = I if style.input_destination == R and rule.grad == "complete" else style.input_destination
+    complete = rule.grad == "complete" and not style.gathers_features  # there it is of the output
+    destination = I if style.input_destination == R and complete else style.input_destination
     argument = "*" if style.argument == "floats" else rule.argument
     return (InputBoundary(argument, style.input_sources, destination, rule.regather),)
 
@@ -151,9 +152,10 @@ def _output(style: Style, rule: Rule) -> OutputBoundary | None:
     if style.output_source is None:
         return None
     completed = style.until_block_input or style.features.dtensor
+    destination = I if completed else style.output_destination or style.output_source
     return OutputBoundary(
         style.output_source,
-        I if completed else style.output_destination or style.output_source,
+        R if style.gathers_features and rule.grad == "partial" else destination,
         until_block_input=style.until_block_input,
         dtensor=style.features.dtensor,
     )

@@ -2,7 +2,7 @@
 
 from shardplan.core.layout import SEQ, I, P, R, V
 
-from .style_record import MATMUL, PARAMETER, FeatureStyle, ParameterStyle, Style, Trial
+from .style_record import MATMUL, PARAMETER, FeatureStyle, Options, ParameterStyle, Style, Trial
 
 OUT = ParameterStyle("out", "V")
 IN = ParameterStyle("in", "V")
@@ -43,6 +43,7 @@ STYLES = (
         input_destination=R,
         output_source=V(-1),
         output_destination=I,
+        options=Options(grad=True),
         comment="Split by output features, and the result is gathered.",
         trials=(Trial(on=MATMUL, whole=3, sliced=3),),
         torch="ColwiseParallel",

@@ -60,7 +60,7 @@ class Entry:
         checkpoints: the published checkpoints of the type -> "TP", "TP, SP" (what is proven), or why they are refused.
         experts: "right" where the plan is proven with its experts distributed, or what is wrong; empty where it distributes none.
         reason: why there is no plan, or no verdict.
-        images: the kinds of input beside text that the verdicts are of: "image", "video".
+        images: the kinds of input beside text that the verdicts are of: "image", "video", "audio".
         unseen: why images that the model takes are not among them.
         unlearned: parameters, one name for all layers, that no input gives a gradient in the unsharded model.
     """
@@ -148,7 +148,7 @@ def entry(name: str) -> Entry:
         one,
         split=round(split, 3),
         whole={part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
-        images=[kind for kind in small[SIZES[0]].benches if kind in ("image", "video")],
+        images=[kind for kind in small[SIZES[0]].benches if kind in ("image", "video", "audio")],
         unseen=small[SIZES[0]].unseen,
         unlearned=_unlearned(small[SIZES[0]]),
     )

@@ -72,7 +72,7 @@ class RuleOptions(Strict):
         default=None,
         description="The gradient that the readers of a gathered value return: `partial` where each rank has a part "
         "of its gradient (column-wise matrices read it), `complete` where every rank has all of it. Without "
-        "it, it is derived from the structure.",
+        "it, it is derived from the structure; of features that are gathered it is complete.",
         examples=["complete"],
     )
     output: Given[Output] = Field(

@@ -111,7 +111,7 @@ def _images(
             dtype = next(model.parameters()).dtype
             model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})
 
-    for kind in ("image", "video"):
+    for kind in ("image", "video", "audio"):
         images = fitting(model, config, kind, tries)
         if isinstance(images, Fitting):
             found[kind] = images

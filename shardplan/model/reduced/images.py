@@ -1,4 +1,4 @@
-"""Images and videos for the reduced model: which arrays, by the names of forward's arguments, and how many
+"""Images, videos and sound for the reduced model: which arrays, by the names of forward's arguments, and how many
 tokens they need.
 
 A family whose images have another form is one more entry of RECIPES. How many tokens stand for an image is not computed
@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig
 from shardplan.model.model_findings import reason
 
 BATCH = 2
-Kind = Literal["image", "video"]
+SOUND_TOKENS = 2  # of each row's sound, at least; the rest of its frames is padding
+Kind = Literal["image", "video", "audio"]
 Arrays = dict[str, Tensor]
 
 
@@ -34,6 +35,7 @@ class Pictures:
         frames: pictures that one patch reaches over.
         merge: the side, in patches, of what becomes one token.
         tiles: rows and columns of tiles of a large picture, where such are cut.
+        sound: of a spectrogram: its bins, its frames, and how many of these become one token.
         generator: of the pixels.
     """
 
@@ -44,6 +46,7 @@ class Pictures:
     frames: int
     merge: int
     tiles: tuple[int, int] | None
+    sound: tuple[int, int, int]
     generator: torch.Generator
 
     def pixels(self, *shape: int) -> Tensor:
@@ -87,6 +90,13 @@ class Pictures:
             grid[:, 1:],
         )
 
+    def spectrograms(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Spectrograms [BATCH, bins, frames], which of their frames are real, and which samples of the waves are."""
+        bins, frames, merge = self.sound
+        real = torch.zeros(BATCH, frames, dtype=torch.long)
+        real[:, : SOUND_TOKENS * merge] = 1
+        return self.pixels(BATCH, bins, frames), real, torch.ones(BATCH, frames, dtype=torch.long)
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -117,6 +127,7 @@ RECIPES = (
     Recipe("image", ("pixel_values",), lambda p: (p.squares(1),)),
     Recipe("video", ("pixel_values_videos", "video_grid_thw"), lambda p: (p.patches(), p.grid)),
     Recipe("video", ("pixel_values_videos",), lambda p: (p.squares(2),)),
+    Recipe("audio", ("input_features", "input_features_mask", "padding_mask"), lambda p: p.spectrograms()),
 )
 # Arguments of forward that mark image tokens, and the numbers for the two kinds.
 TYPES: Mapping[str, Mapping[Kind, int]] = {
@@ -157,7 +168,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
     recipes = [r for r in RECIPES if r.kind == kind and all(name in accepted for name in r.names)]
     token = next((t for n in _token_names(kind) if isinstance(t := getattr(config, n, None), int)), None)
     features = next((f for m in _inside(model) if (f := getattr(m, f"get_{kind}_features", None))), None)
-    if not any(r.kind == kind and r.names[0] in accepted for r in RECIPES):
+    if not any(r.kind == kind and r.names[0] in accepted for r in RECIPES) or (kind == "audio" and not recipes):
         return ""
     if vars(config).get("vision_config", config) is None:
         return ""
@@ -167,7 +178,7 @@ def fitting(model: nn.Module, config: PreTrainedConfig, kind: Kind, tries: Calla
     for recipe in recipes:
         try:
             count = _count(features, recipe, config, model)
-            types = {name: kinds[kind] for name, kinds in TYPES.items() if name in accepted}
+            types = {name: kinds[kind] for name, kinds in TYPES.items() if name in accepted and kind in kinds}
             found = Fitting(recipe, token, count, types)
             tries(found)
         except Exception as error:  # whatever the modelling code raises on images that it does not accept
@@ -191,16 +202,21 @@ def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfi
     accepted = inspect.signature(features).parameters
     loose = any(p.kind is p.VAR_POSITIONAL for p in accepted.values())  # a wrapper around another function
     dtype = next(model.parameters()).dtype
-    arrays = {
+    made = {
         name: value.to(dtype) if value.is_floating_point() else value
         for name, value in _arrays(recipe, config, 0).items()
-        if loose or name in accepted
     }
+    arrays = {name: value for name, value in made.items() if loose or name in accepted}
     needed = {n for n, p in accepted.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
     if needed - arrays.keys():
         raise ValueError(f"images need {', '.join(sorted(needed - arrays.keys()))}")
     with torch.no_grad():
-        found = features(**arrays)
+        try:
+            found = features(**arrays)
+        except TypeError:
+            if len(arrays) == len(made) or not any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+                raise
+            found = features(**made)  # it hands on what it does not name
     given = getattr(found, "pooler_output", None)
     given = given if given is not None else getattr(found, "last_hidden_state", found)
     rows = sum(part.numel() // part.shape[-1] for part in ([given] if isinstance(given, Tensor) else given))
@@ -223,6 +239,12 @@ def _pictures(config: PreTrainedConfig, seed: int) -> Pictures:
     size = getattr(vision, "image_size", None) or 4 * patch
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     tiles = [(h // height, w // width) for h, w in getattr(config, "image_grid_pinpoints", None) or ()]
+    audio = getattr(config, "audio_config", None)
+    sound = (
+        _plain(getattr(audio, "num_mel_bins", None)) or 80,
+        2 * (_plain(getattr(audio, "max_source_positions", None)) or 4 * SOUND_TOKENS),
+        2 * (_plain(getattr(config, "audio_merge_size", None)) or 1),
+    )
     return Pictures(
         number("num_channels", "in_channels", "in_chans", default=3),
         height,
@@ -231,6 +253,7 @@ def _pictures(config: PreTrainedConfig, seed: int) -> Pictures:
         number("temporal_patch_size", default=1),
         number("spatial_merge_size", "merge_size", default=2),
         min((t for t in tiles if t != (1, 1)), key=lambda t: t[0] * t[1], default=None),
+        sound,
         torch.Generator().manual_seed(seed + 1),
     )
 

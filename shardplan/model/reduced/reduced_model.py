@@ -36,7 +36,7 @@ class ReducedModel:
         tp: the number of ranks that it was made for.
         seq_len: the length of its inputs; tp divides it.
         config: the reduced configuration, or None for a module without one.
-        kinds: the kinds of inputs that it accepts: "text", "image" and "video", one of `features.py`, or "own".
+        kinds: the kinds of inputs that it accepts: "text", "image", "video" and "audio", one of `features.py`, or "own".
         layers: which of the original's layers it has.
         maker: builds a model with the reduced model's weights.
         feeder: gives inputs: (kind, seed, padding) -> keyword arguments of `forward`.
