@@ -66,7 +66,7 @@ def find(name: str) -> FoundModel:
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy of a configuration that can be trained with tensor parallelism."""
     config = copy.deepcopy(config)
-    for part in (config, config.get_text_config()):
+    for part in (config, text_config(config)):
         for field, value in vars(part).items():
             if ("drop" in field and isinstance(value, float)) or field.endswith("_pdrop"):
                 setattr(part, field, 0.0)

@@ -20,13 +20,7 @@ PAGE = ROOT / "docs" / "expert-types.md"
 CLASSES = read(PAGE)
 # Its router draws at random in training, which no plan on several ranks allows.
 REFUSED = {"phimoe": "SP370"}
-UNPROVEN = {
-    # The reduced model's sequence is too short for the compressor of the keys to run.
-    "DeepseekV4Config": "SP421",
-    # It takes images alone, and its reduced model does not keep the width of its adapter equal to its own.
-    "Dots3NoteVisionConfig": "SP520",
-    "PhimoeConfig": "SP370",
-}
+UNPROVEN = {"PhimoeConfig": "SP370"}
 TYPES = sorted({*FOUND, "qwen3_vl_moe"} - {*REFUSED})
 SAMPLE = random.Random(7).sample(TYPES, 3)
 SMALL, LARGE = MeshSizes(tp=1, dp_shard=2, ep=2), MeshSizes(tp=2, dp_shard=2, ep=4)

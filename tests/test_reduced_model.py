@@ -143,6 +143,55 @@ def test_windows_matter():
     assert windowed != unwindowed
 
 
+def test_several_codebooks():
+    """A model that adds up a list of tables reads a row for each, and is asked for each."""
+    reduced_model = make_reduced_model(found_from_config(transformers.AutoConfig.for_model("musicgen_melody")), tp=2)
+    made = reduced_model.inputs(padding="right")
+    assert made["input_ids"].shape == (8, 16) and made["labels"].shape == (2, 16, 4)
+    assert made["attention_mask"].shape == (2, 16)
+    assert len({tuple(row.tolist()) for row in made["input_ids"]}) == 8
+    for kind in reduced_model.kinds:
+        assert step(reduced_model, kind=kind)[0] > 0
+
+
+def test_pictures_without_tokens():
+    """A model that drops a picture's positions from its logits runs with a picture alone."""
+    reduced_model = make_reduced_model(found_from_config(transformers.GitConfig()), tp=2)
+    assert reduced_model.kinds == ("pixel_values",) and not reduced_model.unseen
+    _, gradients = step(reduced_model)
+    assert gradients["git.image_encoder.vision_model.encoder.layers.0.mlp.fc1.weight"].abs().max() > 1e-6
+
+
+def test_a_vision_tower_alone():
+    """Widths that must be each other's stay so, and pictures come as patches with a grid."""
+    from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteVisionConfig, Dots3NoteVisionModel
+
+    with torch.device("meta"):
+        tower = Dots3NoteVisionModel(Dots3NoteVisionConfig())
+    reduced_model = make_reduced_model(tower, tp=2)
+    config = reduced_model.config
+    assert config.adapter_in_dim == config.hidden_size < config.adapter_out_dim
+    made = reduced_model.inputs()
+    assert reduced_model.kinds == ("picture",) and made["pixel_values"].shape[0] == made["grid_thw"].prod(1).sum()
+    assert reduced_model.build()(**made).pooler_output.shape[-1] == config.adapter_out_dim
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_windows_that_are_compressed_close(tp):
+    """A number for each kind of layer is made small too, and tables of experts that a checkpoint fills name several."""
+    reduced_model = make_reduced_model(found_from_config(transformers.DeepseekV4Config()), tp=tp)
+    assert reduced_model.config.compress_rates == {
+        "compressed_sparse_attention": 4,
+        "heavily_compressed_attention": 8,
+    }
+    _, gradients = step(reduced_model)
+    reached = {n for n, g in gradients.items() if g is not None and g.abs().max() > 1e-6}
+    for i in range(len(reduced_model.layers)):
+        assert {f"model.layers.{i}.self_attn.compressor.position_bias", f"model.layers.{i}.mlp.gate.weight"} <= reached
+    table = reduced_model.build().model.layers[0].mlp.gate.tid2eid
+    assert set(table.unique().tolist()) == set(range(4)) and bool((table[:, 0] != table[:, 1]).all())
+
+
 @pytest.mark.parametrize("name", ["qwen3-8b", "gpt2", "mixtral-8x7b"])
 def test_the_same_every_time(name):
     reduced_model = make_reduced_model(found(name), tp=2)

@@ -81,7 +81,6 @@ MROPE = {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 SPARSE = {"mlp_layer_types": ["dense", *["sparse"] * 31], "num_experts_per_tok": 6, "moe_intermediate_size": 896}
 CASES = {
     "DeepseekOcr2TextConfig": Case("DeepseekOcr2TextModel", SPARSE),
-    "DeepseekV4Config": Case("DeepseekV4ForCausalLM"),
     "DiffusionGemmaTextConfig": Case(
         "DiffusionGemmaEncoderTextModel", {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
     ),

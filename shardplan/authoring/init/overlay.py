@@ -23,9 +23,12 @@ COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
     """The draft with a sequence-parallel section that the layout check has no reason to; else its reason."""
-    candidates = [replace(draft, sequence_parallel=rules) for rules in Overlay(board, flow, draft).candidates()]
+    overlay = Overlay(board, flow, draft)
+    candidates = [replace(draft, sequence_parallel=rules) for rules in overlay.candidates()]
     if not candidates:
         return "there is no list of blocks that run one after the other"
+    if overlay.length % board.tp:
+        return f"{overlay.first} reads {overlay.length} positions, which tp={board.tp} does not divide"
     reports = [board.report(candidate, overlay=True) for candidate in candidates]
     for candidate, report in zip(candidates, reports, strict=True):
         if report is not None and report.ok:
@@ -129,6 +132,13 @@ class Overlay:
     def _split_below(self, name: str) -> bool:
         pattern = self.tree.pattern(name)
         return any(rule == pattern or rule.startswith(f"{pattern}.") for rule in self.draft.tensor_parallel)
+
+    @property
+    def length(self) -> int:
+        """The positions that the first block reads; 0 where it reads no sequence."""
+        event = next(e for e in self.flow.run.events if e.kind == "enter" and e.module == self.first)
+        values = (self.flow.run.values[number] for number in event.inputs)
+        return next((value.shape[1] for value in values if value.ndim > 2 and value.is_floating_point()), 0)
 
     @cached_property
     def partial(self) -> Rules:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value, text_config
 
+from .images import BATCH, squares
 from .outcome import loss_of
 from .scale import hidden_size
 
@@ -21,8 +22,9 @@ Extra = Callable[[Tensor, int], Any]  # (input_ids [batch, sequence], seed) -> t
 WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
 
 
-def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> dict[str, Extra]:
-    """The arguments that give a gradient to parameters that text alone does not reach, by name.
+def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> tuple[dict[str, Extra], bool]:
+    """The arguments that give a gradient to parameters that text alone does not reach, by name; and whether the model runs with
+    one of them only, as where it drops the positions of a picture from its logits.
 
     Args:
         model: the reduced model; it is called.
@@ -31,16 +33,22 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
     """
     taken = inspect.signature(type(model).forward).parameters
     candidates = [(name, extra) for name, extra in _candidates(config) if name in taken]
-    if not candidates or (missing := _unreached(model, inputs)) is None or not missing:
-        return {}
+    pictures = config_value(config, "vision_config") is not None and "pixel_values" in taken
+    if not candidates and not pictures:
+        return {}, False
+    missing = _unreached(model, inputs)
+    if missing is None and pictures:
+        pixels = partial(_pixels, config=config)
+        runs = _unreached(model, {**inputs, "pixel_values": pixels(inputs["input_ids"], 0)}) is not None
+        return ({"pixel_values": pixels}, True) if runs else ({}, False)
     found: dict[str, Extra] = {}
-    for name, extra in candidates:
+    for name, extra in candidates if missing else ():
         if name in found:
             continue
-        left = _unreached(model, {**inputs, name: extra(inputs["input_ids"], 0)})
-        if left is not None and missing - left:
+        left = _unreached(model, {**inputs, name: extra(inputs["input_ids"][:BATCH], 0)})
+        if left is not None and missing and missing - left:
             found[name], missing = extra, missing & left
-    return found
+    return found, False
 
 
 def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
@@ -59,6 +67,11 @@ def _states(ids: Tensor, seed: int, width: int) -> Tensor:
 
 def _outputs(ids: Tensor, seed: int, width: int) -> tuple[Tensor]:
     return (_states(ids, seed, width),)
+
+
+def _pixels(ids: Tensor, seed: int, config: PreTrainedConfig) -> Tensor:
+    """A picture for each row, which no token stands for."""
+    return squares(config, seed)
 
 
 def _types(ids: Tensor, seed: int) -> Tensor:

@@ -14,9 +14,13 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value
 
-from .images import BATCH
+from .images import BATCH, flat_patches
 from .model_inputs import labels_of, text_inputs
 
+GRID, PATCHES = (
+    "grid_thw",
+    ("pixel_values", "hidden_states"),
+)  # arguments of vision towers for pictures of several sizes
 SAMPLES = 4  # frames of a waveform's features for each token
 UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
 
@@ -37,6 +41,12 @@ class Features:
 def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
     """The inputs of a model whose forward does not accept text alone; None for other models."""
     accepted = inspect.signature(model.forward).parameters
+    if (
+        "input_ids" not in accepted
+        and GRID in accepted
+        and (patches := next((n for n in PATCHES if n in accepted), ""))
+    ):
+        return Features("picture", lambda seed: dict(zip((patches, GRID), flat_patches(config, seed), strict=True)))
     decodes = "decoder_input_ids" in accepted
     main = next((name for name in MAKERS if name in accepted), None) if "input_ids" not in accepted else None
     if main is None and not ("input_ids" in accepted and decodes):

@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import Inputs
 
 from .extras import extras_of
 from .features import features_of
-from .images import Fitting, fitting
-from .model_inputs import Labels, Padding, image_inputs, labels_of, text_inputs
+from .images import BATCH, Fitting, fitting
+from .model_inputs import Labels, Padding, code_inputs, image_inputs, labels_of, text_inputs
 from .own_copies import checked
 from .precision import cast
 
@@ -58,18 +58,34 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
     if features is not None:
         return Feeding((features.kind,), lambda kind, seed, padding: features.make(seed))
     images, unseen = _images(model, config, labels, seq_len)
-    extras = extras_of(model, config, text_inputs(config, labels, seq_len, 0, None))
+    books = _codebooks(model)
+
+    def tokens(seed: int, padding: Padding | None) -> dict[str, Any]:
+        if books:
+            return code_inputs(config, labels, seq_len, seed, padding, books)
+        return text_inputs(config, labels, seq_len, seed, padding)
+
+    extras, needed = extras_of(model, config, tokens(0, None))
 
     def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
         if kind in images:
             return image_inputs(config, labels, seq_len, seed, padding, images[kind])
-        made = text_inputs(config, labels, seq_len, seed, padding)
+        made = tokens(seed, padding)
         if kind in extras:
-            extra = extras[kind](made["input_ids"], seed)
+            extra = extras[kind](made["input_ids"][:BATCH], seed)
             made[kind] = tuple(cast(x, dtype) for x in extra) if isinstance(extra, tuple) else cast(extra, dtype)
         return made
 
-    return Feeding(("text", *images, *extras), feed, unseen)
+    return Feeding((*(() if needed else ("text",)), *images, *extras), feed, "" if needed else unseen)
+
+
+def _codebooks(model: nn.Module) -> int:
+    """How many tables of tokens the model adds up, where it has a list of them; else 0."""
+    try:
+        tables = model.get_input_embeddings() if isinstance(model, PreTrainedModel) else None
+    except NotImplementedError:
+        tables = None
+    return len(tables) if isinstance(tables, nn.ModuleList) else 0
 
 
 def given(inputs: Inputs, config: PreTrainedConfig) -> Inputs:

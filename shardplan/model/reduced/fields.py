@@ -65,13 +65,13 @@ NAMES: dict[Role, str] = {
     "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size)"
     r"|(.*_)?(embed_dim|proj_dim|mid_dim|lowrank|mlp_dim)|(projector|vision)_(input|output)_dim|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
     r"|dim_ff|lru_width|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank"
-    r"|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
+    r"|adapter_(in|out)_dim|adapter_input_size|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
     "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",
     "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"
     r"|context_length|max_sequence_length|model_max_length",
     "window": r"sliding_window|sliding_window_size|attention_window_size|window_size|local_attention"
     r"|local_attention_window_len|keep_window_size|swa_window_size|attention_chunk_size|attn_window_size",
-    "chunk": r"chunk_size|mamba_chunk_size|block_size|.*_chunk_length",
+    "chunk": r"chunk_size|mamba_chunk_size|block_size|.*_chunk_length|compress_rates",
     "shared_experts": r"n_shared_experts|num_shared_experts|moe_num_shared_experts",
     "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts"
     r"|zero_expert_num",

@@ -229,6 +229,17 @@ def _arrays(recipe: Recipe, config: PreTrainedConfig, seed: int) -> Arrays:
     return dict(zip(recipe.names, recipe.make(_pictures(config, seed)), strict=True))
 
 
+def squares(config: PreTrainedConfig, seed: int) -> Tensor:
+    """A picture for each row: [BATCH, channels, height, width]."""
+    return _pictures(config, seed).squares()
+
+
+def flat_patches(config: PreTrainedConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """What a vision tower with grids takes: flat patches of all pictures, and their rows and columns."""
+    pictures = _pictures(config, seed)
+    return pictures.patches(), pictures.grid
+
+
 def _pictures(config: PreTrainedConfig, seed: int) -> Pictures:
     vision = getattr(config, "vision_config", None) or config
 

@@ -85,6 +85,18 @@ def text_inputs(
     return result
 
 
+def code_inputs(
+    config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None, books: int
+) -> dict[str, Any]:
+    """As text_inputs for a model that reads several codebooks at once, as codecs of sound have them: ids
+    [batch x codebooks, sequence], labels [batch, sequence, codebooks]."""
+    drawn = [text_inputs(config, labels, seq_len, seed * books + i, padding) for i in range(books)]
+    result = drawn[0] | {"input_ids": torch.stack([one["input_ids"] for one in drawn], 1).flatten(0, 1)}
+    if labels == "next":
+        result["labels"] = torch.stack([one["labels"] for one in drawn], -1)
+    return result
+
+
 def image_inputs(
     config: PreTrainedConfig,
     labels: Labels | None,

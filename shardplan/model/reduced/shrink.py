@@ -92,6 +92,8 @@ def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
 def _field(value: Any, scale: Scale, name: str) -> Any:
     """One field made small."""
     what = role(name)
+    if what is not None and isinstance(value, dict):  # one number for each kind of layer
+        return {kind: SHRINK[what](item, scale, name) for kind, item in value.items()}
     if what is not None and value is not None:
         return SHRINK[what](value, scale, name)
     if name.startswith("rope_") or name == "rope":

@@ -44,13 +44,21 @@ def randomise(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def fill_zero_buffers(model: nn.Module, seed: int) -> None:
-    """Sets each floating-point buffer that is zero throughout to small positive numbers, in place: a gate of zero would
-    hide a wrong value behind it. The result depends on the seed and the buffers' names alone."""
-    for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and not buffer.is_meta and not buffer.any():
+    """Fills each buffer that is zero throughout and would hide a wrong value behind it, in place: floating-point ones (a gate
+    of zero) with small positive numbers, tables of experts with different experts in each row. The result depends on the
+    seed and the buffers' names alone."""
+    for owner_name, owner in model.named_modules():
+        experts = next((v for n, v in vars(owner).items() if role(n) == "experts" and type(v) is int), 0)
+        for leaf, buffer in owner.named_buffers(recurse=False):
+            if buffer.is_meta or buffer.any():
+                continue
+            name = f"{owner_name}.{leaf}" if owner_name else leaf
             generator = torch.Generator().manual_seed(_seed(seed, name))
-            noise = torch.rand(buffer.shape, generator=generator, dtype=torch.float32)
-            buffer.copy_(NOISE * (0.5 + noise))
+            if buffer.is_floating_point():
+                buffer.copy_(NOISE * (0.5 + torch.rand(buffer.shape, generator=generator, dtype=torch.float32)))
+            elif buffer.dtype in (torch.int32, torch.int64) and buffer.ndim == 2 and buffer.shape[1] <= experts:
+                order = torch.rand(buffer.shape[0], experts, generator=generator).argsort(1)
+                buffer.copy_(order[:, : buffer.shape[1]])
 
 
 def _is_random(parameter: torch.Tensor) -> bool:
