@@ -75,3 +75,18 @@ def over_features(operand: Sequence[int], argument: Sequence[int], *, grouped: b
     """Whether the last dim of an operation's operand has the features of its module's first argument: it has the argument's shape,
     and where features are grouped, one more dim for the one group that they belong to."""
     return tuple(operand) == tuple(argument) or (grouped and tuple(operand) == (*argument[:-1], 1, argument[-1]))
+
+
+def in_one_row(argument: Sequence[int] | None, output: Sequence[int], layout: Layout) -> tuple[int, int] | None:
+    """Batch and sequence of a module's output that has the tokens of its argument in one row ([batch * sequence, hidden] of [batch,
+    sequence, hidden], as experts may return them); None of any other. A slice of the sequence is one of each of the batch.
+
+    Args:
+        argument: the shape that the module's forward reads.
+        output: the shape that it returns.
+        layout: of the output.
+    """
+    if argument is None or layout.kind != "V" or layout.dim != 1 or (len(argument), len(output)) != (3, 2):
+        return None
+    batch, length, _ = argument
+    return (batch, length) if output[0] == batch * length else None

@@ -52,7 +52,17 @@ STYLES = (
         owns_parameters=False,
         input_sources=(I, P),
         input_destination=V(SEQ),
+        options=Options(output=("gather",), grad=True),
         trials=(Trial(on=OTHER, sliced=2),),
+        source="arXiv 2205.05198",
+    ),
+    Style(
+        name="reduce_seq_input",
+        summary="A module inside a block (a norm) that reads a partial sum which the block's code adds up (experts and shared "
+        "experts): it is reduced and split along the sequence.",
+        owns_parameters=False,
+        input_sources=(P,),
+        input_destination=V(SEQ),
         source="arXiv 2205.05198",
     ),
     Style(

@@ -49,6 +49,7 @@ STYLES = (
         output_source=P,
         output_destination=I,
         argument="floats",
+        options=Options(output=("reduce_scatter",)),
         trials=(Trial(on=OTHER, whole=14),),
         source="transformers `distributed/tensor_parallel.py`, MoeExpertsParallel",
     ),

@@ -138,6 +138,18 @@ STYLES = (
         torch="RowwiseParallel",
     ),
     Style(
+        name="rowwise_split_input_seq",
+        summary="As rowwise_split_input, but the partial sums are reduce-scattered along the sequence.",
+        kinds=MATMUL,
+        weight=IN,
+        bias=ParameterStyle(None, "R"),
+        input_sources=(I,),
+        input_destination=V(-1),
+        output_source=P,
+        output_destination=V(SEQ),
+        source="arXiv 2205.05198",
+    ),
+    Style(
         name="packed_colwise",
         summary="As colwise, for several matrices stored as one (q, k and v; gate and up): each part is split, so that "
         "every rank holds its share of each.",

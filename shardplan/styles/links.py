@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from shardplan.core.layout import P
+from shardplan.core.layout import I, P
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ancestors
 
@@ -19,7 +19,7 @@ def links(plan: ResolvedPlan) -> Mapping[str, Link]:
 
     An embedding outputs its partial sum only inside a forward of the module around both.
     """
-    block_inputs = [n for n, a in plan.modules.items() if P in STYLES[a.rule.style].input_sources]
+    block_inputs = [n for n, a in plan.modules.items() if {I, P} <= {*STYLES[a.rule.style].input_sources}]
     if not block_inputs:
         return {}
     sources = [n for n, a in plan.modules.items() if STYLES[a.rule.style].until_block_input]

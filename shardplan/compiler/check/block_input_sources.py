@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.layout import SEQ, I, Layout, R, V
+from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
 from shardplan.styles.boundary import Boundary
@@ -75,7 +75,9 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
     for name, one in facts.boundaries.items():
         around = nearest.get(name)
         while around is not None:
-            regions[around].append((name, one.output_destinations))
+            # A block input without a word about its output may hand on what it moved (an activation function on a gathered value).
+            moved = (one.within,) if one.within is not None and one.output is None else ()
+            regions[around].append((name, one.output_destinations or moved))
             around = nearest.get(around)
     pairs: dict[tuple[int, int], tuple[Rule, Rule, list[str]]] = {}
     for name, block_input in block_inputs.items():
@@ -84,7 +86,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
             before.destination not in move.sources and not _output_within(regions[outer], name, move.sources)
             for before in block_inputs[outer].inputs
             for move in block_input.inputs
-            if before.argument == move.argument
+            if before.argument == move.argument and move.sources != (P,)  # a sum is what the block's code adds up
         ):
             continue
         outer_rule, rule = modules[outer].rule, modules[name].rule

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from shardplan.core.layout import I, Layout, P, R, V
+from shardplan.core.layout import I, Layout, P, R, V, in_one_row
 from shardplan.model.reduced.recorder import argument_names
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import BoundModule
@@ -17,7 +17,7 @@ from .operation_types import Operations
 from .spread import Spread
 from .spreads import Spreads
 from .typed_modules import outside_in
-from .types import Type, declared, read_order, same_order, shared_order
+from .types import Type, declared, read_order, rows_order, same_order, shared_order
 from .typing_state import Known
 
 
@@ -50,6 +50,7 @@ class Crossings:
         self.plan, self.spreads, self.gathers = plan, spreads, gathers
         self.incoming: dict[str, Layout] = {}
         self.running: list[str] = []
+        self.arguments: dict[str, tuple[int, ...]] = {}  # module -> the shape of what was moved last
         self.entering: list[tuple[int, str]] = []
         self.reduced: list[tuple[int, str]] = []
 
@@ -108,6 +109,10 @@ class Crossings:
                 self.known.find(
                     "arrival", event, bound.name, (number,), actual=actual.kind, wanted=f"{before}{AS_BEFORE}"
                 )
+        # What a block input splits; where it outputs the whole sequence again, the name is that of the output's layout.
+        if P in one.sources and I in one.sources and not (bound.boundary.output and bound.boundary.output.gathers):
+            self.incoming.setdefault(bound.name, P if actual.kind == "P" else I)
+        self.arguments[bound.name] = tuple(self.known.run.values[inside].shape)
         self.known.maker.setdefault(inside, bound.name)
         if inside != number or inside not in self.known.types:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
@@ -178,7 +183,12 @@ class Crossings:
         if output.source == P and destination.kind in "IV" and not bound.vocabulary:
             self.reduced.append((moved, bound.name))
         if moved != number:
-            self.known.types[moved] = declared(destination, self.known.run.values[moved].ndim)
+            row = in_one_row(self.arguments.get(bound.name), self.known.run.values[number].shape, destination)
+            ranks = len(self.spreads.runs)
+            if row is not None:
+                self.known.types[moved] = Type("V", Spread("split", 0, rows_order(*row, ranks)))
+            else:
+                self.known.types[moved] = declared(destination, self.known.run.values[moved].ndim)
             self.known.maker[moved] = bound.name
 
     def _type_outside_reads(self, event: Event, position: int) -> None:

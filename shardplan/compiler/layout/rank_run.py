@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardplan.core.layout import Layout, P, over_features
+from shardplan.core.layout import Layout, P, in_one_row, over_features
 from shardplan.core.mesh import Axis
 from shardplan.core.module_program import ParameterProgram
 from shardplan.model.rebinding import copied
@@ -87,7 +87,9 @@ class RankRecorder(Recorder):
                 destination = P if waits else output.destination
                 if destination == output.source == P:
                     continue
-                new = self._placed(destination, results[0][1], whole)
+                new = self._placed(
+                    destination, results[0][1], whole, in_one_row(self._argument(scope), whole.shape, destination)
+                )
                 if new is not None:
                     moved[0] = new
         return moved
@@ -131,8 +133,20 @@ class RankRecorder(Recorder):
         over = self.plan[module].mean_ranks
         return whole if over == self.ranks or whole.ndim < 2 else whole.narrow(-2, self.rank // over, 1)
 
-    def _placed(self, layout: Layout, x: Tensor, whole: Tensor) -> Tensor | None:
+    def _argument(self, scope: tuple[str, int]) -> tuple[int, ...] | None:
+        """The shape of the whole argument that a module's rule moves."""
+        inputs = self.plan[scope[0]].boundary.inputs
+        if not inputs or inputs[0].argument == "*":
+            return None
+        name = inputs[0].argument or argument_names(self.model.get_submodule(scope[0]))[0]
+        value = self.reference.argument(*scope, name)
+        return None if value is None else tuple(value.shape)
+
+    def _placed(self, layout: Layout, x: Tensor, whole: Tensor, row: tuple[int, int] | None = None) -> Tensor | None:
         """This rank's part of a whole value; None to keep what is there."""
+        if row is not None:
+            part = self._placed(layout, x.unflatten(0, row), whole.unflatten(0, row))
+            return None if part is None else _like(x, part.detach().flatten(0, 1))
         if layout.kind in "IR":
             return _like(x, whole)
         if layout.kind == "P":

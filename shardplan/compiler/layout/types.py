@@ -78,6 +78,14 @@ def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tupl
     )
 
 
+def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Per rank the rows that it has of [batch * length, ...], where it has a slice of each of the batch."""
+    slices = (chunk(length, ranks, rank) for rank in range(ranks))
+    return tuple(
+        tuple(one * length + at for one in range(batch) for at in range(start, start + n)) for start, n in slices
+    )
+
+
 def shared_order(found: Spread, copies: int, ranks: int) -> tuple[tuple[int, ...], ...]:
     """Per rank the indices of a value of that length whose slices are each on so many neighbouring ranks."""
     size = 1 + max((index for indices in found.order or () for index in indices), default=-1)

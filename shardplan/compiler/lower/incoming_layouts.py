@@ -27,11 +27,17 @@ class IncomingLayouts:
         self.outputs = {n: output for n, one in modules.items() if (output := one.boundary.output) is not None}
 
     def source(self, name: str, move: InputBoundary) -> Layout:
-        """The layout of an argument: where R and I are accepted, the one that comes; the sum of an embedding that waits for it."""
+        """The layout of an argument: where several are accepted, the one that comes, or the sum of an embedding that waits for it."""
         if R in move.sources and I in move.sources:
             return self._incoming(name)
-        waits = P in move.sources and any(output.until_block_input for output in self.outputs.values())
-        return P if waits else move.sources[0]
+        return P if {I, P} <= {*move.sources} and self._waits_for(name) else move.sources[0]
+
+    def _waits_for(self, name: str) -> bool:
+        """Whether the sum of an embedding may wait for this block input: not where it waits for another, and this one saw none."""
+        if not any(output.until_block_input for output in self.outputs.values()):
+            return False
+        entrances = (other for other, one in self.modules.items() if one.link == "block_input")
+        return self.seen.get(name) != I or not any(self.seen.get(other) == P for other in entrances)
 
     def output_layout(self, name: str) -> Layout:
         """The output of a module that says so: where its readers decide, what the layout check found, else R where a head

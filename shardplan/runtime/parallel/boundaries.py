@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from shardplan.core.layout import I, P, R
-from shardplan.core.module_program import InputMove, ModuleProgram
+from shardplan.core.layout import I, Layout, P, R, in_one_row
+from shardplan.core.module_program import InputMove, ModuleProgram, OutputMove
 from shardplan.torchlib.attributes import owner_of
 
 from .collectives import all_gather
@@ -48,7 +48,8 @@ class Enter:
             src = boundary.src
             if program.link == "block_input":
                 assert self.shared.link is not None
-                src = P if self.shared.link.take(x) else I
+                self.shared.link.note(x, boundary.dst.split_dim(x.ndim))
+                src = P if boundary.src == P and self.shared.link.take(x) else I
             if not boundary.regather:
                 return move(x, self.mesh, src, boundary.dst)
             if torch.compiler.is_compiling():  # the graph's partitioner computes again what stands in a checkpoint
@@ -80,13 +81,14 @@ class Enter:
 class Leave:
     """Forward hook: moves the output, adds the withheld bias."""
 
-    def __init__(self, programs: Programs, shared: Shared, mesh: DeviceMesh):
+    def __init__(self, module: nn.Module, programs: Programs, shared: Shared, mesh: DeviceMesh):
+        self.parameters = arguments_of(module)
         self.programs, self.shared, self.mesh = programs, shared, mesh
         # By variant: what waits for this module, and where its own partial sum waits.
         self.waiting = {variant: shared.waiting.get((variant, pr.name)) for variant, pr in programs.items()}
         self.joins = {variant: shared.waiting.get((variant, pr.joins)) for variant, pr in programs.items()}
 
-    def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         variant, mesh = self.shared.regime.variant, self.mesh
         program, joins = self.programs[variant], self.joins[variant]
         if (waiting := self.waiting[variant]) is not None:
@@ -95,7 +97,8 @@ class Leave:
             output = on_first(output, lambda x: joins.put(x, boundary.dst, mesh))
         elif boundary is not None:
             dst = P if self._stays_partial(program) else boundary.dst
-            output = on_first(output, lambda x: move(x, mesh, boundary.src, dst, size=boundary.size))
+            argument = self._argument(program, args, kwargs)
+            output = on_first(output, lambda x: _moved(x, argument, mesh, boundary, dst))
         for parameter in program.parameters:
             if not parameter.withheld:
                 continue
@@ -112,11 +115,26 @@ class Leave:
             output = as_dtensor(output, program.logits, mesh)
         return output
 
+    def _argument(self, program: ModuleProgram, args: tuple, kwargs: dict) -> Any:
+        """What the module's forward read where its rule moved it."""
+        if not program.enter or program.enter[0].argument == "*":
+            return None
+        name = program.enter[0].argument or self.parameters[0]
+        position = self.parameters.index(name) if name in self.parameters else len(args)
+        return args[position] if position < len(args) else kwargs.get(name)
+
     def _stays_partial(self, program: ModuleProgram) -> bool:
         if program.link != "source":
             return False
         assert self.shared.link is not None
         return self.shared.link.keeps_partial(program.name)
+
+
+def _moved(x: Tensor, argument: Any, mesh: DeviceMesh, boundary: OutputMove, dst: Layout) -> Tensor:
+    row = in_one_row(argument.shape, x.shape, dst) if isinstance(argument, Tensor) else None
+    if row is None:
+        return move(x, mesh, boundary.src, dst, size=boundary.size)
+    return move(x.unflatten(0, row), mesh, boundary.src, dst).flatten(0, 1)
 
 
 def _plus(output: Any, bias: Tensor) -> Any:

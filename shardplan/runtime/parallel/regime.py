@@ -102,8 +102,12 @@ class PartialEmbedding:
         partial = bool(self.pending) and not self.complete
         setattr(x, _PARTIAL, partial)
         self.pending.clear()
-        self.length = x.shape[self.seq_dim]
         return partial
+
+    def note(self, x: Tensor, dim: int) -> None:
+        """Called by each block input with what it splits, and in which dim."""
+        if self.running and dim == self.seq_dim:
+            self.length = x.shape[dim]
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,7 +127,7 @@ class ModuleStyle(ParallelStyle):
         if any(pr.enter for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
-            module.register_forward_hook(Leave(self.programs, self.shared, mesh))
+            module.register_forward_hook(Leave(module, self.programs, self.shared, mesh), with_kwargs=True)
 
     def _hook_scope(self, module: nn.Module, mesh: DeviceMesh) -> None:
         link = self.shared.link
