@@ -272,3 +272,10 @@ def test_packed_parts_of_one_head_each_are_a_finding() -> None:
     )
     model = Model("qwen3", settings={"num_attention_heads": 8, "num_key_value_heads": 4})
     assert not shardplan.validate(model, plan, tp=4, proof=False).ok
+
+
+def test_heads_that_tp_does_not_divide_have_another_plan() -> None:
+    refused = shardplan.validate("olmo_hybrid", "auto", tp=4, layouts=False)
+    assert {d.code for d in refused.diagnostics} == {"SP301"}, refused
+    report = shardplan.validate("olmo_hybrid", "olmo_hybrid_gathered", tp=4)
+    assert report.ok and report.proven and len(report.variants) == 2, report

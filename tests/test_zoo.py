@@ -68,7 +68,11 @@ def test_every_plan_is_for_a_type_of_the_table() -> None:
     found = {one.plan for one in (*TABLE.values(), *SEEING.values(), *of_experts) if one.plan is not None}
     by_name = {name for name, plan in plans.items() if not plan.models}  # `auto` finds what they extend
     assert set(plans) == found | by_name and not found & by_name
-    assert by_name == {"llava_vision", "qwen3_vl_vision"}  # tests/test_images.py proves them
+    assert by_name == {
+        "llava_vision",
+        "qwen3_vl_vision",
+        "olmo_hybrid_gathered",
+    }  # tests/test_images.py and test_state_spaces.py prove them
 
 
 def test_nothing_in_the_table_is_wrong() -> None:
