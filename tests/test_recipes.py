@@ -329,10 +329,8 @@ def test_a_recipe_is_enough(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_a_record_that_lacks_a_move_is_refused_wherever_styles_are_read(tmp_path: Path) -> None:
     copy = copied(tmp_path / "copy")
-    edit(
-        copy / "shardplan/styles/linear.py",
-        {"        output_source=P,\n        output_destination=V(SEQ),\n": "        output_destination=V(SEQ),\n"},
-    )
+    last = "        output_destination=V(SEQ),\n        trials=(Trial(on=MATMUL, sliced=2),),\n"
+    edit(copy / "shardplan/styles/linear.py", {f"        output_source=P,\n{last}": last})
     done = run("python -m shardplan lint llama", copy)
     assert done.returncode != 0
     assert "TypeError: style rowwise_seq: has the output destination V(seq), but no output source" in done.stderr
