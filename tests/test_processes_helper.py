@@ -30,7 +30,7 @@ def go_wrong(how: str) -> None:
 @pytest.mark.slow
 def test_ranks_answer_and_what_goes_wrong_on_one_is_named():
     assert on_ranks(2, total, 5) == [15, 15]
-    for how, words in (("raise", "rank 1 says no"), ("die", "exit code 7"), ("hang", "time.sleep")):
+    for how, words in (("raise", "rank 1 says no"), ("die", "exit code 7"), ("hang", "in go_wrong")):
         start = time.monotonic()
         with pytest.raises(RanksFailed) as caught:
             on_ranks(2, go_wrong, how, seconds=5)
