@@ -22,7 +22,10 @@ CLASSES = read(PAGE)
 REFUSED = {"phimoe": "SP370"}
 UNPROVEN = {"PhimoeConfig": "SP370"}
 TYPES = sorted({*FOUND, "qwen3_vl_moe"} - {*REFUSED})
-SAMPLE = random.Random(7).sample(TYPES, 3)
+SAMPLE = [
+    *random.Random(7).sample(TYPES, 3),
+    "gemma4",
+]  # with the sequence split, ranks run whole experts on their own tokens
 SMALL, LARGE = MeshSizes(tp=1, dp_shard=2, ep=2), MeshSizes(tp=2, dp_shard=2, ep=4)
 
 

@@ -107,7 +107,7 @@ class Sizes:
         turned = product.turned and owner.kind == "other"
         side = {"out": "in", "in": "out"}[features] if turned else features
         dim = feature_dim(owner.kind, parameter.name, side, len(own))
-        return own[dim] / parameter.shape[dim] if parameter.shape[dim] == length else None
+        return own[dim] / parameter.shape[dim] if dim is not None and parameter.shape[dim] == length else None
 
     def _shape(self, name: str) -> tuple[int, ...] | None:
         """Of a parameter of the model: of that name, or of another layer, as the reduced model has fewer."""

@@ -13,7 +13,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
-from shardplan.core.tree import ModuleTree, block, element
+from shardplan.core.tree import ModuleInfo, ModuleTree, block, element
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
@@ -90,12 +90,18 @@ class ModelLayouts:
         return benches
 
     def benches_for(self, resolved: ResolvedPlan) -> tuple[Workbench, ...]:
-        """Those for a plan: with the modules whose experts it distributes as one operation each.
+        """Those for a plan: with the modules of experts that it distributes, or runs on each rank's own tokens, as one operation
+        each: which of its experts a rank runs depends on its tokens.
 
         Args:
             resolved: the plan, bound to the reduced model.
         """
-        experts = frozenset(name for name, a in resolved.modules.items() if STYLES[a.rule.style].experts is not None)
+        experts = frozenset(
+            name
+            for name, a in resolved.modules.items()
+            if STYLES[a.rule.style].experts is not None
+            or (STYLES[a.rule.style].weight.as_input and _has_stacks(resolved.tree.modules[name]))
+        )
         if not experts:
             return self.benches
         if experts not in self._benches:
@@ -267,6 +273,11 @@ class ModelLayouts:
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:
         """The finding with the model's modules in place of its reduced model's."""
         return replace(diagnostic, modules=self.names_in_model(diagnostic.modules))
+
+
+def _has_stacks(module: ModuleInfo) -> bool:
+    """Whether a module has a matrix for each of several experts."""
+    return any(len(parameter.shape) > 2 for parameter in module.parameters)
 
 
 def incoming_of(tree: ModuleTree, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
