@@ -67,6 +67,9 @@ whole matrices would be summed otherwise (fewer elements for each step) or code 
 """
 
 
+UNKNOWN = "the sizes of what its states are packed in are not told by any parameter, so the least is not known"
+
+
 class NotLinear(Exception):
     """What a step sends is no number for each token and one for each step."""
 
@@ -138,7 +141,9 @@ def _row(given: tuple[str, str, list[str]]) -> tuple[str, dict[str, Any]]:
     torch.set_num_threads(1)
     name, plan, variants = given
     try:
-        return name, {"plan": plan, **of_type(name, parse_plan(plan).plan, variants)}
+        made = of_type(name, parse_plan(plan).plan, variants)
+        below = any(o["sent"].token < o["least"].token for one in made.values() for o in one.values())
+        return name, {"plan": plan, **({"reason": UNKNOWN} if below else made)}
     except PlanError as error:  # its code wants the values of tensors
         return name, {"plan": plan, "reason": error.diagnostics[0].message}
     except (NotLinear, TooManyChoices) as error:
