@@ -1,0 +1,60 @@
+"""How a model is cut into pipeline stages: an interval of its repeated blocks for each stage, and what stands before and after
+them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineCut:
+    """Stages 0, 1, ... in the order in which a batch runs through them; each module with parameters belongs to one.
+
+    A stage is the whole model in which the modules of other stages are replaced by stubs, so that its own forward runs there.
+    What has no parameters and stands outside of the blocks (masks, rotary tables) runs in every stage.
+
+    Args:
+        blocks: the repeated blocks by full name, in the order in which they run.
+        sizes: how many blocks each stage has; one or more.
+        first, last: modules and parameters outside of the blocks that belong to the first and to the last stage.
+        carried: modules whose output later stages read, besides the block's first result: it is handed on, and the module's
+            stub returns it there.
+        ties: the names of each parameter that stands in several stages; each has a copy, and their gradients are added.
+    """
+
+    blocks: tuple[str, ...]
+    sizes: tuple[int, ...]
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    carried: tuple[str, ...] = ()
+    ties: tuple[tuple[str, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        assert sum(self.sizes) == len(self.blocks) and min(self.sizes) >= 1, self
+
+    @property
+    def stages(self) -> int:
+        return len(self.sizes)
+
+    def blocks_of(self, stage: int) -> tuple[str, ...]:
+        """The blocks of a stage, in the order in which they run."""
+        start = sum(self.sizes[:stage])
+        return self.blocks[start : start + self.sizes[stage]]
+
+    def roots_of(self, stage: int) -> tuple[str, ...]:
+        """The modules and parameters that a stage has, by full name; what is below them is its own too."""
+        first = self.first if stage == 0 else ()
+        last = self.last if stage == self.stages - 1 else ()
+        return (*first, *self.blocks_of(stage), *last)
+
+    def absent_from(self, stage: int) -> tuple[str, ...]:
+        """The modules and parameters of the other stages, each replaced by a stub (a module) or None (a parameter)."""
+        own = set(self.roots_of(stage))
+        return tuple(name for name in (*self.first, *self.blocks, *self.last) if name not in own)
+
+    def stage_of(self, name: str) -> int | None:
+        """The stage that has a module or parameter; None for what runs in every stage."""
+        for stage in range(self.stages):
+            if any(f"{name}.".startswith(f"{root}.") for root in self.roots_of(stage)):
+                return stage
+        return None
