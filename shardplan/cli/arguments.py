@@ -4,72 +4,28 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 from shardplan import __version__
 
-if TYPE_CHECKING:
-    from shardplan.compiler.user_inputs import Model
-
-Parser = argparse.ArgumentParser
+from .argument_parts import (
+    MODEL_HELP,
+    Parser,
+    allow_unproven,
+    configuration,
+    data_parallel_size,
+    debug,
+    expert_size,
+    findings_output,
+    list_of_sizes,
+    mesh,
+    model_and_plan,
+    model_options,
+    several,
+    size,
+    tensor_parallel_size,
+)
 
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
-MODEL_HELP = (
-    "a folder or config.json in Hugging Face form, a hub id (from the local cache), a Hugging Face model "
-    "type (its default configuration), or module:callable returning an nn.Module"
-)
-PLAN_HELP = (
-    "a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, `auto` "
-    "(the built-in plan for this model, else one that is derived as by `shardplan init`) or `hf` (the model's own transformers "
-    "tp_plan)"
-)
-
-
-def size(text: str) -> int:
-    """A positive integer. Raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def several(text: str) -> int:
-    """An integer above 1. Raises ArgumentTypeError."""
-    if size(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} splits nothing: give 2 or more ranks")
-    return int(text)
-
-
-def setting(text: str) -> tuple[str, Any]:
-    """`name=value` as a pair. Raises ArgumentTypeError."""
-    from shardplan.model import parse_setting
-
-    try:
-        return parse_setting(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """`dp_shard=64,tp=8` as pairs of canonical axes and sizes. Raises ArgumentTypeError."""
-    from shardplan.core.mesh import canonical_axis
-
-    pairs: list[tuple[str, int]] = []
-    for part in text.split(","):
-        name, equals, number = part.partition("=")
-        axis = canonical_axis(name.strip())
-        if not equals or axis is None:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not of the form AXIS=N with the axis dp_replicate, dp_shard, tp or ep"
-            )
-        if axis in dict(pairs):
-            raise argparse.ArgumentTypeError(f"{text!r} gives {axis} two sizes")
-        pairs.append((axis, size(number.strip())))
-    return tuple(pairs)
-
-
-def list_of_sizes(text: str) -> tuple[int, ...]:
-    """`1,8` as sizes, each once. Raises ArgumentTypeError."""
-    return tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
 
 
 def build_parser() -> Parser:
@@ -83,7 +39,7 @@ def build_parser() -> Parser:
     parser.add_argument(
         "--version", action="version", version=f"shardplan {__version__}", help="print shardplan's version"
     )
-    _debug(parser, default=False)
+    debug(parser, default=False)
     parser.epilog = "example:\n  shardplan validate llama plans/llama.yaml --tp 8"
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (summary, example, add_arguments) in COMMANDS.items():
@@ -96,19 +52,19 @@ def build_parser() -> Parser:
             allow_abbrev=False,
         )
         add_arguments(command)
-        _debug(command, default=argparse.SUPPRESS)  # accepted before or after the command
+        debug(command, default=argparse.SUPPRESS)  # accepted before or after the command
     return parser
 
 
 def _validate(parser: Parser) -> None:
-    _model_and_plan(parser)
-    _mesh(parser, tp_required=False)
-    _dp_shard(parser)
+    model_and_plan(parser)
+    tensor_parallel_size(parser, tp_required=False)
+    data_parallel_size(parser)
     parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
     parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
-    _ep(parser)
+    expert_size(parser)
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
-    _model_options(parser)
+    model_options(parser)
     parser.add_argument(
         "--quick",
         action="store_true",
@@ -116,9 +72,9 @@ def _validate(parser: Parser) -> None:
     )
     text = "skip the numeric proof, for editors; the report says so"
     parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
-    _allow_unproven(parser)
+    allow_unproven(parser)
     parser.add_argument("--verbose", action="store_true", help="also print findings that follow from others")
-    _findings_output(parser)
+    findings_output(parser)
 
 
 def _init(parser: Parser) -> None:
@@ -131,7 +87,7 @@ def _init(parser: Parser) -> None:
     )
     parser.add_argument("--sequence-parallel", action="store_true", help="also write a sequence_parallel section")
     parser.add_argument("--expert-parallel", action="store_true", help="also write an expert_parallel section")
-    _model_options(parser)
+    model_options(parser)
     parser.add_argument("--json", action="store_true", help="print findings as JSON")
 
 
@@ -159,26 +115,26 @@ def _convert(parser: Parser) -> None:
         "--name", metavar="NAME", help="the plan's name; without it the model's type or the file's name"
     )
     parser.add_argument("--tp", type=size, metavar="N", help="the tp size to validate the plan at")
-    _model_options(parser)
+    model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON; the plan goes to FILE alone")
 
 
 def _verify(parser: Parser) -> None:
-    _model_and_plan(parser)
-    _mesh(parser, tp_required=True)
-    _dp_shard(parser)
-    _ep(parser)
+    model_and_plan(parser)
+    tensor_parallel_size(parser, tp_required=True)
+    data_parallel_size(parser)
+    expert_size(parser)
     parser.add_argument(
         "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )
-    _model_options(parser)
-    _allow_unproven(parser)
+    model_options(parser)
+    allow_unproven(parser)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def _estimate(parser: Parser) -> None:
-    _model_and_plan(parser)
+    model_and_plan(parser)
     parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of dp_replicate, dp_shard, tp and ep")
     text = "instead of --mesh: every mesh for N devices, those that fit first"
     parser.add_argument("--sweep", type=size, metavar="N", help=text)
@@ -208,30 +164,30 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--regather", action="store_true", help=text)
     text = "write the sweep as a plot (.svg, .png or .pdf; needs the extra `plot`)"
     parser.add_argument("--plot", metavar="FILE", help=text)
-    _model_options(parser)
+    model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
 
 def _show(parser: Parser) -> None:
-    _model_and_plan(parser)
+    model_and_plan(parser)
     text = "tensor-parallel ranks; without it the smallest size that splits the model"
     parser.add_argument("--tp", type=size, metavar="N", help=text)
     text = "with, or without (the default), the plan's sequence_parallel section"
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)
-    _model_options(parser)
+    model_options(parser)
     parser.add_argument("--all", action="store_true", help="one line for every module, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the same as JSON, every module by itself")
 
 
 def _lint(parser: Parser) -> None:
     parser.add_argument("plans", nargs="+", metavar="PLAN", help="plan files or built-in plans' names")
-    _findings_output(parser)
+    findings_output(parser)
 
 
 def _list(parser: Parser) -> None:
     text = "print what the built-in plan for this model splits, and at which tp sizes; MODEL is as for validate"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
-    _configuration(parser)
+    configuration(parser)
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
@@ -241,83 +197,6 @@ def _explain(parser: Parser) -> None:
 
 def _schema(parser: Parser) -> None:
     parser.add_argument("--report", action="store_true", help="the schema of what --json prints, instead of a plan's")
-
-
-def _debug(parser: Parser, *, default: object) -> None:
-    parser.add_argument("--debug", action="store_true", default=default, help="show the trace of an internal error")
-
-
-def _model_and_plan(parser: Parser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
-    text = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
-    parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
-
-
-def _mesh(parser: Parser, *, tp_required: bool) -> None:
-    tp_help = "tensor-parallel ranks" + ("" if tp_required else "; without it every size is checked")
-    parser.add_argument("--tp", type=size, required=tp_required, metavar="N", help=tp_help)
-    parser.add_argument(
-        "--sequence-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="check only the plan with, or without, its sequence_parallel section; without the option, both",
-    )
-
-
-def _dp_shard(parser: Parser) -> None:
-    text = "ranks that parameters and batches are split over (FSDP)"
-    parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help=text)
-
-
-def _ep(parser: Parser) -> None:
-    text = "ranks that experts are distributed over; they are among those of dp_shard, cp and tp"
-    parser.add_argument("--ep", type=size, default=1, metavar="N", help=text)
-
-
-def _configuration(parser: Parser) -> None:
-    parser.add_argument(
-        "--set",
-        dest="settings",
-        type=setting,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a number of the model's configuration to change; may be repeated",
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
-
-
-def _model_options(parser: Parser) -> None:
-    _configuration(parser)
-    parser.add_argument(
-        "--inputs",
-        metavar="MODULE:CALLABLE",
-        help="inputs of the reduced model: a function from a seed to keyword arguments of its forward",
-    )
-    parser.add_argument(
-        "--reduced",
-        metavar="MODULE:CALLABLE",
-        help="builds a reduced model of the same structure, for a model that is too large or cannot be reduced",
-    )
-
-
-def model_of(args: argparse.Namespace) -> Model:
-    """The model that a command line names."""
-    from shardplan.compiler.user_inputs import Model
-
-    return Model(args.model, dict(args.settings), args.inputs, args.reduced, args.trust_remote_code)
-
-
-def _allow_unproven(parser: Parser) -> None:
-    text = "report what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) as a warning"
-    parser.add_argument("--allow-unproven", action="store_true", help=text)
-
-
-def _findings_output(parser: Parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--sarif", metavar="FILE", help="also write the findings to FILE as SARIF 2.1.0")
-    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {

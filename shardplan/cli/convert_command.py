@@ -10,7 +10,7 @@ from pathlib import Path
 from shardplan import api
 from shardplan.report import report_text, wants_color
 
-from .arguments import model_of
+from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .output import finish, progress, write_file
 

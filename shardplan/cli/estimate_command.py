@@ -13,7 +13,7 @@ from shardplan.core.estimates import Estimate, Sweep
 from shardplan.core.report import Report
 from shardplan.report import json_text, to_json, wants_color
 
-from .arguments import model_of
+from .argument_parts import model_of
 from .exits import CLEAN, UsageError
 from .output import columns, finish, progress
 

@@ -14,7 +14,7 @@ from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
 from shardplan.report import text, wants_color
 
-from .arguments import model_of
+from .argument_parts import model_of
 from .exits import CLEAN, UsageError
 from .output import finish, progress, write_file
 

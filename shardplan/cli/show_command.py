@@ -12,7 +12,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.report import json_text, wants_color
 
-from .arguments import model_of
+from .argument_parts import model_of
 from .exits import CLEAN
 from .output import columns, finish, warn
 from .validate_command import report_of

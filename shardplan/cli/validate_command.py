@@ -10,7 +10,7 @@ from shardplan import api
 from shardplan.compiler.early import NoCheckpoint
 from shardplan.core.report import Report
 
-from .arguments import model_of
+from .argument_parts import model_of
 from .exits import UsageError
 from .output import finish, progress
 

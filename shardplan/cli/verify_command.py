@@ -13,7 +13,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.report import json_text, to_json, wants_color
 from shardplan.report.proof_text import proof_text
 
-from .arguments import model_of
+from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .output import columns, finish, progress, warn
 from .validate_command import report_of

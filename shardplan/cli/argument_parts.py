@@ -1,0 +1,145 @@
+"""Arguments that several commands share, and what their values may be. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardplan.compiler.user_inputs import Model
+
+Parser = argparse.ArgumentParser
+
+MODEL_HELP = (
+    "a folder or config.json in Hugging Face form, a hub id (from the local cache), a Hugging Face model "
+    "type (its default configuration), or module:callable returning an nn.Module"
+)
+PLAN_HELP = (
+    "a file (a word with a path separator or a .yaml, .yml or .json ending), a built-in plan's name, `auto` "
+    "(the built-in plan for this model, else one that is derived as by `shardplan init`) or `hf` (the model's own transformers "
+    "tp_plan)"
+)
+
+
+def size(text: str) -> int:
+    """A positive integer. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
+def several(text: str) -> int:
+    """An integer above 1. Raises ArgumentTypeError."""
+    if size(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} splits nothing: give 2 or more ranks")
+    return int(text)
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """`name=value` as a pair. Raises ArgumentTypeError."""
+    from shardplan.model import parse_setting
+
+    try:
+        return parse_setting(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def mesh(text: str) -> tuple[tuple[str, int], ...]:
+    """`dp_shard=64,tp=8` as pairs of canonical axes and sizes. Raises ArgumentTypeError."""
+    from shardplan.core.mesh import canonical_axis
+
+    pairs: list[tuple[str, int]] = []
+    for part in text.split(","):
+        name, equals, number = part.partition("=")
+        axis = canonical_axis(name.strip())
+        if not equals or axis is None:
+            raise argparse.ArgumentTypeError(
+                f"{part!r} is not of the form AXIS=N with the axis dp_replicate, dp_shard, tp or ep"
+            )
+        if axis in dict(pairs):
+            raise argparse.ArgumentTypeError(f"{text!r} gives {axis} two sizes")
+        pairs.append((axis, size(number.strip())))
+    return tuple(pairs)
+
+
+def list_of_sizes(text: str) -> tuple[int, ...]:
+    """`1,8` as sizes, each once. Raises ArgumentTypeError."""
+    return tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
+
+
+def debug(parser: Parser, *, default: object) -> None:
+    parser.add_argument("--debug", action="store_true", default=default, help="show the trace of an internal error")
+
+
+def model_and_plan(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    text = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
+    parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
+
+
+def tensor_parallel_size(parser: Parser, *, tp_required: bool) -> None:
+    tp_help = "tensor-parallel ranks" + ("" if tp_required else "; without it every size is checked")
+    parser.add_argument("--tp", type=size, required=tp_required, metavar="N", help=tp_help)
+    parser.add_argument(
+        "--sequence-parallel",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="check only the plan with, or without, its sequence_parallel section; without the option, both",
+    )
+
+
+def data_parallel_size(parser: Parser) -> None:
+    text = "ranks that parameters and batches are split over (FSDP)"
+    parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help=text)
+
+
+def expert_size(parser: Parser) -> None:
+    text = "ranks that experts are distributed over; they are among those of dp_shard, cp and tp"
+    parser.add_argument("--ep", type=size, default=1, metavar="N", help=text)
+
+
+def configuration(parser: Parser) -> None:
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        type=setting,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a number of the model's configuration to change; may be repeated",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code from the model's folder")
+
+
+def model_options(parser: Parser) -> None:
+    configuration(parser)
+    parser.add_argument(
+        "--inputs",
+        metavar="MODULE:CALLABLE",
+        help="inputs of the reduced model: a function from a seed to keyword arguments of its forward",
+    )
+    parser.add_argument(
+        "--reduced",
+        metavar="MODULE:CALLABLE",
+        help="builds a reduced model of the same structure, for a model that is too large or cannot be reduced",
+    )
+
+
+def model_of(args: argparse.Namespace) -> Model:
+    """The model that a command line names."""
+    from shardplan.compiler.user_inputs import Model
+
+    return Model(args.model, dict(args.settings), args.inputs, args.reduced, args.trust_remote_code)
+
+
+def allow_unproven(parser: Parser) -> None:
+    text = "report what cannot be proven (a model that cannot be reduced or called, a part that no run reaches) as a warning"
+    parser.add_argument("--allow-unproven", action="store_true", help=text)
+
+
+def findings_output(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--sarif", metavar="FILE", help="also write the findings to FILE as SARIF 2.1.0")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
