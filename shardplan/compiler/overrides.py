@@ -25,6 +25,8 @@ def overriding_document(overrides: Mapping[str, Override]) -> dict[str, Any] | N
     for name, value in overrides.items():
         if not (value is None or isinstance(value, (bool, Mapping))):
             raise TypeError(f"{name} must be a mapping (the plan's section), True, False or None, not {value!r}")
+        if name == "pipeline_parallel" and isinstance(value, bool):
+            raise TypeError(f"pipeline_parallel must be a mapping (the plan's section) or None, not {value!r}")
     given = {name: dict(value) for name, value in overrides.items() if isinstance(value, Mapping)}
     return {"version": "1", "name": "arguments", **given} if given else None
 
@@ -43,6 +45,8 @@ def switch(resolved: ResolvedPlan, overrides: Mapping[str, Override]) -> Resolve
     """
     units = resolved.dp_units
     for name, value in overrides.items():
+        if name == "pipeline_parallel":
+            continue  # a mesh with several stages needs it, others do not read it
         if value is False:
             resolved = _off(resolved, name)
         elif value is True and getattr(resolved, name) is None:

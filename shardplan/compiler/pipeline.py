@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from .layout import ModelLayouts
     from .lower import Program
 
-SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile"], ...] = (
+SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel"], ...] = (
     "data_parallel",
     "activation_checkpointing",
     "compile",
+    "pipeline_parallel",
 )
 
 
@@ -41,6 +42,7 @@ class Changes(TypedDict, total=False):
     data_parallel: Override
     activation_checkpointing: Override
     compile: Override
+    pipeline_parallel: Override
     regather: bool | None
 
 

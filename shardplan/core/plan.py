@@ -11,7 +11,7 @@ from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import MeshSizes
 from .module_program import Draws, Exchange
-from .sections import ActivationCheckpointing, Compile, DataParallel
+from .sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel
 from .sources import SourceMap
 from .sum_outputs import SummedOutputs, SumRule
 from .tree import ModuleTree
@@ -162,7 +162,7 @@ class PlanFile:
     Args:
         name: as the plan calls itself, else its file's name without the ending.
         file: the document's display name, as in `Location.file`.
-        data_parallel, activation_checkpointing, compile: as this document has them; `language` gives what applies after `extends`.
+        data_parallel, activation_checkpointing, compile, pipeline_parallel: as this document has them; `language` gives what applies after `extends`.
         parent: what it extends.
         configurations: a condition over the configuration, of models that the plan is for.
         expert_sequence_parallel: of the section `sequence_parallel` inside `expert_parallel`.
@@ -183,6 +183,7 @@ class PlanFile:
     data_parallel: DataParallel | None = None
     activation_checkpointing: ActivationCheckpointing | None = None
     compile: Compile | None = None
+    pipeline_parallel: PipelineParallel | None = None
     parent: PlanFile | None = None
     configurations: str | None = None
     lenient_dead_rules: bool = False
@@ -248,7 +249,7 @@ class ResolvedPlan:
     Args:
         overlays: the variant: the sections that are laid over the tensor-parallel rules.
         assignments: by full name, in the tree's order; rules removed with `none` are gone.
-        data_parallel, activation_checkpointing, compile: the sections that apply after `extends`.
+        data_parallel, activation_checkpointing, compile, pipeline_parallel: the sections that apply after `extends`.
         dp_units, ac_modules, compile_modules: their globs expanded to module names, in the tree's order.
         dp_parts: modules that are FSDP units of their own beside the plan's: frozen ones, and those of a dtype of their own.
         dp_experts: the modules of experts that are distributed over the axis ep: FSDP units of their own, over other ranks.
@@ -262,6 +263,11 @@ class ResolvedPlan:
             the block around both that the layout check saw. What is moved when the model runs does not depend on it
             (the tensors themselves are compared then); the expected number of collectives does.
         draws: module whose own code draws random numbers in training -> whose numbers.
+        pp_blocks: the repeated blocks that pipeline stages divide, in order.
+        pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
+            plan names, and once a recorded run was looked at (`compiler.layout.pipeline_ends`) all others that have parameters.
+        pp_carried: the modules whose output later stages get too.
+        pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
     """
 
     plan: PlanFile
@@ -283,6 +289,12 @@ class ResolvedPlan:
     sums: tuple[SummedOutputs, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
     draws: Mapping[str, Draws] = field(default_factory=dict)
+    pipeline_parallel: PipelineParallel | None = None
+    pp_blocks: tuple[str, ...] = ()
+    pp_first: tuple[str, ...] = ()
+    pp_last: tuple[str, ...] = ()
+    pp_carried: tuple[str, ...] = ()
+    pp_results: int = 0
 
     @property
     def sequence_parallel(self) -> bool:

@@ -208,6 +208,41 @@ class Compile(Section):
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineParallel(Section):
+    """How the model is cut into the stages of a pipeline, where the mesh has several ranks on its axis `pp`."""
+
+    layers: Glob | None = option(
+        None, "The repeated blocks, elements of one list, which run one after another.", "model.layers.*"
+    )
+    first: tuple[Glob, ...] = option(
+        (),
+        "Modules and parameters outside of the blocks that belong to the first stage. Others that have parameters belong "
+        "to the stage in which a recorded run of the reduced model reads them.",
+        ["model.embed_tokens"],
+    )
+    last: tuple[Glob, ...] = option((), "The same for the last stage.", ["model.norm", "lm_head"])
+    carry: tuple[Glob, ...] = option(
+        (),
+        "Modules whose output is handed on to the later stages, besides the first result of a block: code of the model "
+        "outside of the blocks, or of later blocks, reads it.",
+        ["model.layers.*.mlp.gate"],
+    )
+    balance: Literal["cost", "layers"] = option(
+        "cost",
+        "How blocks are distributed over the stages. `cost`: so that the slowest stage takes the least time. `layers`: the "
+        "same number for each, as far as it divides.",
+        "layers",
+    )
+    sizes: tuple[int, ...] | None = option(
+        None,
+        "How many blocks each stage has, in place of `balance`: a number for each stage.",
+        [9, 10, 10, 7],
+        least=1,
+        most=100_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class Sections(Section):
     """The sections of a document; None where it has none."""
 
@@ -223,4 +258,7 @@ class Sections(Section):
     )
     compile: Compile | None = option(
         None, "Modules whose forward is compiled on its own.", {"modules": ["model.layers.*"]}
+    )
+    pipeline_parallel: PipelineParallel | None = option(
+        None, "How the model is cut into the stages of a pipeline.", {"layers": "model.layers.*"}
     )

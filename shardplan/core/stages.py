@@ -20,6 +20,7 @@ class PipelineCut:
         carried: modules whose output later stages read, besides the block's first result: it is handed on, and the module's
             stub returns it there.
         ties: the names of each parameter that stands in several stages; each has a copy, and their gradients are added.
+        results: how many results a block returns, in a tuple or list; 0: one tensor.
     """
 
     blocks: tuple[str, ...]
@@ -28,6 +29,7 @@ class PipelineCut:
     last: tuple[str, ...]
     carried: tuple[str, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
+    results: int = 0
 
     def __post_init__(self) -> None:
         assert sum(self.sizes) == len(self.blocks) and min(self.sizes) >= 1, self

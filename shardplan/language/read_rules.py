@@ -280,9 +280,12 @@ def _globs(root: Node) -> Iterator[tuple[str, Path, Part, Span | None]]:
 
 
 def _items(globs: Node | None, path: Path) -> Iterator[tuple[str, Path, Part, Span | None]]:
-    for i, item in enumerate(globs.items if isinstance(globs, ListNode) else ()):
+    items = (
+        [(item, (*path, i)) for i, item in enumerate(globs.items)] if isinstance(globs, ListNode) else [(globs, path)]
+    )
+    for item, at in items:
         if isinstance(item, Scalar) and isinstance(item.value, str) and 0 < len(item.value) <= MAX_GLOB:
-            yield item.value, (*path, i), "value", item.span
+            yield item.value, at, "value", item.span
 
 
 def _part(span: Span | None, text: str, start: int, end: int) -> Span | None:

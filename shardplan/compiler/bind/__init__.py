@@ -20,6 +20,7 @@ from .conditions import NO_VALUE, OTHER_CONFIGURATION, admits, decided
 from .dead import DEAD
 from .matching import Names
 from .models import OTHER_MODEL, other_model
+from .pipeline_parts import pipeline_parts
 from .section_globs import PARAMETERS, expand, wrapped
 from .summed_blocks import SUMMED, declared_sums
 from .units import ignored, units_and_parts
@@ -55,11 +56,12 @@ def bind(
     sections = effective_sections(plan)
     units, about_units = expand(sections.data_parallel, "units", names)
     left_out, about_left_out = ignored(sections.data_parallel, names)
-    units, parts = units_and_parts(sections.data_parallel, units, left_out, tree)
+    units, apart = units_and_parts(sections.data_parallel, units, left_out, tree)
     recomputed = sections.activation_checkpointing
     checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
     compiled, about_compiled = wrapped(sections.compile, names, units)
     sums, about_sums = declared_sums(plan, tree, names, overlays)
+    parts, about_parts = pipeline_parts(sections.pipeline_parallel, names)
     assignments = assign(stack, names)
     resolved = ResolvedPlan(
         plan=plan,
@@ -71,12 +73,17 @@ def bind(
         activation_checkpointing=recomputed,
         compile=sections.compile,
         dp_units=units,
-        dp_parts=parts,
+        dp_parts=apart,
         dp_experts=tuple(name for name, a in assignments.items() if STYLES[a.rule.style].exchanges),
         dp_ignored=left_out,
         ac_modules=checkpointed,
         compile_modules=compiled,
         sums=sums,
+        pipeline_parallel=sections.pipeline_parallel,
+        pp_blocks=parts.blocks,
+        pp_first=parts.first,
+        pp_last=parts.last,
+        pp_carried=parts.carried,
     )
     return resolved, (
         *undecided,
@@ -88,6 +95,7 @@ def bind(
         *about_left_out,
         *about_checkpointed,
         *about_compiled,
+        *about_parts,
     )
 
 

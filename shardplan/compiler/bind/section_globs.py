@@ -49,7 +49,7 @@ def expand(
     for i, pattern in enumerate(getattr(section, field)):
         glob = parse_glob(pattern)
         reached = names.reach(glob)
-        found.update(_each(every, tuple(_elements(reached.modules, names.tree)), names))
+        found.update(_each(every, tuple(elements(reached.modules, names.tree)), names))
         if not reached.modules:
             place = section.given.get(field) or section.location or Location("<arguments>", (field,))
             location = replace(place, path=(*place.path, i), part="value")
@@ -70,11 +70,11 @@ def wrapped(
     return expand(section, "modules", names, every=every)
 
 
-def _elements(modules: tuple[str, ...], tree: ModuleTree) -> Iterator[str]:
+def elements(modules: tuple[str, ...], tree: ModuleTree) -> Iterator[str]:
     """The modules, lists among them (also lists of lists) replaced by their elements."""
     for name in modules:
         if tree.modules[name].class_name in WITHOUT_FORWARD:
-            yield from _elements(tree.children[name], tree)
+            yield from elements(tree.children[name], tree)
         else:
             yield name
 

@@ -51,9 +51,9 @@ def with_sections(name: str, text: str | None, base: type[_M], section: type[Sec
 
 
 def glob_lists(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The places of all lists of globs in a section, and in those inside it."""
+    """The places of all globs and lists of globs in a section, and in those inside it."""
     for name, hint in _types(section).items():
-        if hint == tuple[Glob, ...]:
+        if hint in (Glob, tuple[Glob, ...]):
             yield (*path, name)
         elif _is_section(hint):
             yield from glob_lists(hint, (*path, name))
