@@ -103,7 +103,7 @@ def test_torch_s_own_table_of_1f1b_is_off_by_one_on_the_last_rank():
         group_size=2, num_stages=2, stage_index=0, submod=torch.nn.Identity(), is_first=True, is_last=False
     )
     made = torch_schedules.Schedule1F1B(stage, n_microbatches=3, loss_fn=lambda out, to: out)
-    assert [str(a) for a in made.pipeline_order[1] if a is not None][0] == "1F1"
+    assert next(str(a) for a in made.pipeline_order[1] if a is not None) == "1F1"
 
 
 def test_words_that_name_no_schedule():
