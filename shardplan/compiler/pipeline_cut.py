@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.stages import PipelineCut
@@ -21,11 +22,11 @@ def pipeline_cut(resolved: ResolvedPlan, sizes: Iterable[int]) -> PipelineCut:
         sizes=tuple(sizes),
         first=resolved.pp_first,
         last=resolved.pp_last,
-        carried=resolved.pp_carried,
+        handed=resolved.pp_handed,
         results=resolved.pp_results,
     )
     ties = tuple(group for group in resolved.tree.tied if len({cut.stage_of(name) for name in group}) > 1)
-    return PipelineCut(cut.blocks, cut.sizes, cut.first, cut.last, cut.carried, ties, cut.results)
+    return replace(cut, ties=ties)
 
 
 def even_sizes(blocks: int, stages: int) -> tuple[int, ...]:

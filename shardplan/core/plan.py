@@ -13,6 +13,7 @@ from .mesh import MeshSizes
 from .module_program import Draws, Exchange
 from .sections import ActivationCheckpointing, Compile, DataParallel, PipelineParallel
 from .sources import SourceMap
+from .stages import HandedOn
 from .sum_outputs import SummedOutputs, SumRule
 from .tree import ModuleTree
 
@@ -267,6 +268,7 @@ class ResolvedPlan:
         pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
             plan names, and once a recorded run was looked at (`compiler.layout.pipeline_ends`) all others that have parameters.
         pp_carried: the modules whose output later stages get too.
+        pp_handed: what of it, as that run shows.
         pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
     """
 
@@ -294,6 +296,7 @@ class ResolvedPlan:
     pp_first: tuple[str, ...] = ()
     pp_last: tuple[str, ...] = ()
     pp_carried: tuple[str, ...] = ()
+    pp_handed: tuple[HandedOn, ...] = ()
     pp_results: int = 0
 
     @property

@@ -7,6 +7,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class HandedOn:
+    """What later stages get of a module's output.
+
+    Args:
+        module: its full name.
+        positions: of the tensors in its output, where that is a tuple; else (0,).
+        length: of the tuple; 0: the output is one tensor.
+    """
+
+    module: str
+    positions: tuple[int, ...] = (0,)
+    length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PipelineCut:
     """Stages 0, 1, ... in the order in which a batch runs through them; each module with parameters belongs to one.
 
@@ -17,8 +32,8 @@ class PipelineCut:
         blocks: the repeated blocks by full name, in the order in which they run.
         sizes: how many blocks each stage has; one or more.
         first, last: modules and parameters outside of the blocks that belong to the first and to the last stage.
-        carried: modules whose output later stages read, besides the block's first result: it is handed on, and the module's
-            stub returns it there.
+        handed: of each carried module, what later stages read of its output, besides the block's first result: it is handed on,
+            and the module's stub returns it there.
         ties: the names of each parameter that stands in several stages; each has a copy, and their gradients are added.
         results: how many results a block returns, in a tuple or list; 0: one tensor.
     """
@@ -27,7 +42,7 @@ class PipelineCut:
     sizes: tuple[int, ...]
     first: tuple[str, ...]
     last: tuple[str, ...]
-    carried: tuple[str, ...] = ()
+    handed: tuple[HandedOn, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     results: int = 0
 
@@ -37,6 +52,16 @@ class PipelineCut:
     @property
     def stages(self) -> int:
         return len(self.sizes)
+
+    @property
+    def carried(self) -> tuple[str, ...]:
+        """The modules whose output is handed on."""
+        return tuple(one.module for one in self.handed)
+
+    def handed_at(self, stage: int) -> tuple[HandedOn, ...]:
+        """What a stage hands to the next besides its last block's first result: of its own modules and of earlier ones."""
+        stages = ((self.stage_of(one.module), one) for one in self.handed)
+        return tuple(one for at, one in stages if at is not None and at <= stage)
 
     def blocks_of(self, stage: int) -> tuple[str, ...]:
         """The blocks of a stage, in the order in which they run."""

@@ -1,0 +1,284 @@
+"""A pipeline stage of an unmodified model: what belongs to other stages is replaced by stubs, and the model's own forward runs in
+every stage.
+
+How to make a stage, in a process or on a rank of its own:
+
+    stage = stage_of(model, cut, 1)           # changes the model: absent parameters are gone, names stay
+    ...                                       # shard, wrap, compile what is left
+    stage.watch()                             # after all other hooks, so that it sees what the next block would get
+    sent = stage.run(received, forward, **inputs)
+
+`received` are the tensors that the stage before sent, and `sent` are those for the stage after it: the first result of its last
+block, then what is carried. The last stage returns what the model's forward returns.
+
+- A block before the own ones hands on its first argument; the last of them, the *inlet*, returns what was received. So code of
+  the model between two blocks runs in the receiving stage.
+- The first block behind the own ones ends the forward: nothing behind it runs.
+- A module of the first stage returns, in later ones, zeros of the right shape that take no memory. What matters of it was
+  received.
+- The stub of a carried module returns the received value; the stub of the block that it stands in calls it, so that hooks on it
+  run as in the unsharded model.
+- A stub is of its original's class and has its plain attributes. Where the model's code reads a parameter of a stub, or calls a
+  module inside one, it raises.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.core.stages import HandedOn, PipelineCut
+from shardplan.core.tree import ancestors, full_name, parent
+
+from .build_tree import kind_of
+
+STUB = "_shardplan_stub"  # on a module: it is one
+HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
+
+
+class _StageDone(Exception):
+    """The forward came to the first block of a later stage."""
+
+
+@dataclass
+class _Flow:
+    """What flows through a stage while it runs."""
+
+    received: Sequence[Tensor] = ()
+    carried: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    captured: dict[str, Any] = field(default_factory=dict)
+    running: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of hidden states."""
+        return self.received[0].dtype if self.received else None
+
+
+@dataclass(eq=False)
+class Stage:
+    """A model that is one stage of a cut."""
+
+    model: nn.Module
+    cut: PipelineCut
+    index: int
+    _flow: _Flow
+    _watched: bool = False
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.cut.stages - 1
+
+    def watch(self) -> None:
+        """See the results of the last block and of carried modules. To be called once, after all other hooks are there."""
+        assert not self._watched, "called twice"
+        self._watched = True
+        if self.is_last:
+            return
+        names = (
+            self.cut.blocks_of(self.index)[-1],
+            *(n for n in self.cut.carried if self.cut.stage_of(n) == self.index),
+        )
+        for name in dict.fromkeys(names):
+            self.model.get_submodule(name).register_forward_hook(self._capturing(name))
+
+    def _capturing(self, name: str) -> Callable[..., None]:
+        flow = self._flow
+
+        def capture(module: nn.Module, args: Any, output: Any) -> None:
+            if flow.running:  # else a checkpoint runs it again
+                flow.captured[name] = output
+
+        return capture
+
+    def run(self, received: Sequence[Tensor], forward: Callable[..., Any] | None = None, **inputs: Any) -> Any:
+        """Run the stage on one batch.
+
+        Args:
+            received: what the stage before sent; empty for the first stage.
+            forward: the model's, where `model.forward` was replaced; None: the model is called.
+            inputs: of the model's forward, the same for every stage.
+
+        Returns:
+            The tensors for the next stage, of the last stage what the forward returns.
+
+        Raises:
+            RuntimeError: the forward ended before it came to the next stage, or a carried module did not run.
+        """
+        assert self._watched, "watch() comes first"
+        cut, flow = self.cut, self._flow
+        before = cut.handed_at(self.index - 1) if self.index else ()
+        assert len(received) == sum(len(one.positions) for one in before) + (self.index > 0), len(received)
+        flow.received, flow.captured, flow.carried = tuple(received), {}, {}
+        rest = iter(received[1:])
+        for one in before:
+            flow.carried[one.module] = tuple(next(rest) for _ in one.positions)
+        flow.running = True
+        try:
+            result = (forward or self.model)(**inputs)
+        except _StageDone:
+            return self._sent()
+        finally:
+            flow.running = False
+            flow.received, flow.captured, flow.carried = (), {}, {}
+        if not self.is_last:
+            raise RuntimeError(
+                f"the forward did not run {cut.blocks_of(self.index + 1)[0]}, where the next stage begins"
+            )
+        return result
+
+    def _sent(self) -> tuple[Tensor, ...]:
+        flow, last = self._flow, self.cut.blocks_of(self.index)[-1]
+        sent = [_position(_captured(flow, last), 0)]
+        for one in self.cut.handed_at(self.index):
+            if one.module in flow.carried:
+                sent += [value.view_as(value) for value in flow.carried[one.module]]
+            else:
+                output = _captured(flow, one.module)
+                sent += [_position(output, position) for position in one.positions]
+        return tuple(sent)
+
+
+def is_stub(module: nn.Module) -> bool:
+    """Whether a module stands for one of another stage."""
+    return STUB in vars(module)
+
+
+def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
+    """Make a model one stage of a cut: what belongs to others is replaced by stubs, which have no parameters and no buffers.
+
+    Args:
+        model: on any device; it is changed. An absent parameter that a module outside of the blocks owns becomes None.
+        cut: of this model.
+        index: which stage, from 0.
+    """
+    flow = _Flow()
+    stage = Stage(model, cut, index, flow)
+    own = cut.blocks_of(index)
+    inlet = cut.blocks[cut.blocks.index(own[0]) - 1] if index else None
+    carried = {one.module: one for one in (cut.handed_at(index - 1) if index else ())}
+    later = set(cut.blocks[cut.blocks.index(own[-1]) + 1 :])
+    modules = dict(model.named_modules())
+    for name in cut.absent_from(index):
+        if name not in modules:
+            module, leaf = modules[parent(name)], name.rpartition(".")[2]
+            module._parameters[leaf] = None
+            continue
+        stub = _skeleton(modules[name], name, carried, flow)
+        if name in carried:
+            pass
+        elif name in later:
+            _set_forward(stub, _done)
+        elif name in cut.blocks:
+            inside = [one for one in carried if name in ancestors(one)]
+            _set_forward(stub, _block(flow, cut.results, is_inlet=name == inlet, inside=_found(stub, name, inside)))
+        elif name in cut.first:
+            _set_forward(stub, _of_first(modules[name], flow))
+        _replace(model, name, stub)
+    return stage
+
+
+def _found(stub: nn.Module, name: str, inside: Sequence[str]) -> list[nn.Module]:
+    return [stub.get_submodule(one.removeprefix(f"{name}.")) for one in inside]
+
+
+def _skeleton(original: nn.Module, name: str, carried: dict[str, HandedOn], flow: _Flow) -> nn.Module:
+    """A module of the same class with its plain attributes and stubs of its children, without parameters and buffers."""
+    stub = object.__new__(type(original))
+    vars(stub).update(vars(original))
+    # The hooks of carried modules run; all others were for what is gone.
+    kept = {hooks: vars(original)[hooks].copy() for hooks in HOOKS if name in carried and "forward" in hooks}
+    fresh = {hooks: kept.get(hooks, OrderedDict()) for hooks in HOOKS if hooks in vars(original)}
+    state: dict[str, Any] = {"_parameters": {}, "_buffers": {}, "_modules": {}, "_non_persistent_buffers_set": set()}
+    vars(stub).update({**fresh, **state, STUB: True})
+    for child, module in original.named_children():
+        stub._modules[child] = _skeleton(module, full_name(name, child), carried, flow)
+    _set_forward(stub, _returning(flow, carried[name]) if name in carried else _absent(name))
+    return stub
+
+
+def _set_forward(stub: nn.Module, forward: Callable[..., Any]) -> None:
+    vars(stub)["forward"] = forward
+
+
+def _absent(name: str) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(f"the model's code calls {name}, which another pipeline stage has")
+
+    return forward
+
+
+def _done(*args: Any, **kwargs: Any) -> Any:
+    raise _StageDone
+
+
+def _block(flow: _Flow, results: int, *, is_inlet: bool, inside: Sequence[nn.Module]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for module in inside:
+            module()
+        value = flow.received[0] if is_inlet else _first_tensor(args, kwargs)
+        return (value, *[None] * (results - 1)) if results else value
+
+    return forward
+
+
+def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        values = flow.carried[handed.module]
+        if not handed.length:
+            return values[0]
+        found = dict(zip(handed.positions, values, strict=True))
+        return tuple(found.get(position) for position in range(handed.length))
+
+    return forward
+
+
+def _of_first(original: nn.Module, flow: _Flow) -> Callable[..., Any]:
+    """Zeros of the shape that a module returns, without memory."""
+    kind = kind_of(original)
+    if kind == "embedding":
+        assert isinstance(original, nn.Embedding)
+        width, dtype = original.embedding_dim, original.weight.dtype
+    elif kind in ("linear", "conv1d"):
+        weight = original.weight
+        assert isinstance(weight, Tensor)
+        width, dtype = weight.shape[0 if kind == "linear" else 1], weight.dtype
+    else:
+        width, dtype = None, None
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        given = _first_tensor(args, kwargs)
+        if width is None:
+            return given
+        shape = given.shape if kind == "embedding" else given.shape[:-1]
+        return torch.zeros((), dtype=flow.dtype or dtype, device=given.device).expand(*shape, width)
+
+    return forward
+
+
+def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            return value
+    raise RuntimeError("a module of another pipeline stage is called without a tensor")
+
+
+def _captured(flow: _Flow, name: str) -> Any:
+    if name not in flow.captured:
+        raise RuntimeError(f"{name} did not run before the next pipeline stage begins")
+    return flow.captured[name]
+
+
+def _position(output: Any, position: int) -> Tensor:
+    """A tensor of a module's output."""
+    return output if isinstance(output, Tensor) else output[position]
+
+
+def _replace(model: nn.Module, name: str, new: nn.Module) -> None:
+    """Put a module in another's place, in lists and dicts of modules too."""
+    model.get_submodule(parent(name))._modules[name.rpartition(".")[2]] = new
