@@ -424,5 +424,7 @@ def test_log_probabilities_of_the_next_tokens() -> None:
     assert not get_logprobs_from_vocab_parallel_logits(logits, ids, inference_only=True).requires_grad
     with torch.no_grad():
         assert not get_logprobs_from_vocab_parallel_logits(logits, ids).requires_grad
-    with pytest.raises(ValueError, match="seq_index must be None"):
-        get_logprobs_from_vocab_parallel_logits(logits, ids, ids)
+    with pytest.raises(ValueError, match="seq_index is for logits whose tokens are split"):
+        get_logprobs_from_vocab_parallel_logits(logits, ids, ids[0])
+    with pytest.raises(TypeError, match="inference_only is given by keyword"):
+        get_logprobs_from_vocab_parallel_logits(logits, ids, None, 2, True)

@@ -6,7 +6,7 @@ from shardplan.runtime.training import to_local_if_dtensor
 from .configs import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig, to_dict
 from .gradient_norms import clip_grad_by_total_norm_, get_grad_norm
 from .imports import import_class_from_path, import_classes_from_paths
-from .logprobs import get_logprobs_from_vocab_parallel_logits
+from .logprobs import TrainingSamplingParams, apply_temperature_scaling, get_logprobs_from_vocab_parallel_logits
 from .managers import DDPManager, FSDP2Manager, MegatronFSDPManager
 from .strategies import (
     _parallelize_model,
@@ -29,10 +29,12 @@ __all__ = [
     "FSDP2Manager",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
+    "TrainingSamplingParams",
     "_parallelize_model",
     "adopt",
     "apply_fsdp2_sharding_recursively",
     "apply_fsdp_sharding_recursively",
+    "apply_temperature_scaling",
     "clip_grad_by_total_norm_",
     "fsdp2_strategy_parallelize",
     "get_grad_norm",

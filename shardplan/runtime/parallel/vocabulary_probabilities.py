@@ -8,7 +8,7 @@ communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +19,35 @@ from torch.autograd.function import once_differentiable
 from shardplan.torchlib.private import private
 
 from .process_groups import Group
+from .vocabulary_filter import least_logits
 from .vocabulary_logits import Split, read_chunk, read_logits, read_temperature
 
 IGNORE_INDEX = -100
 
 
-def accumulated(x: Tensor, temperature: float) -> Tensor:
-    """A fresh copy of logits in float32 (float64 stays), divided by the temperature."""
+def accumulated(x: Tensor, temperature: float, least: Tensor | None = None) -> Tensor:
+    """A fresh copy of logits in float32 (float64 stays), divided by the temperature; -inf below `least`, [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
-    return wide if temperature == 1.0 else wide.div_(temperature)
+    if temperature != 1.0:
+        wide.div_(temperature)
+    return wide if least is None else wide.masked_fill_(x < least, -torch.inf)
 
 
-def _sums(x: Tensor, temperature: float, chunk: int, moment: bool) -> tuple[Tensor, ...]:
-    found = [_sums_of_piece(piece, temperature, moment) for piece in x.split(chunk, -2)]
+def _sums(x: Tensor, temperature: float, chunk: int, moment: bool, least: Tensor | None) -> tuple[Tensor, ...]:
+    found = [
+        _sums_of_piece(piece, temperature, moment, part)
+        for piece, part in zip(x.split(chunk, -2), parts_of(least, x, chunk), strict=True)
+    ]
     return tuple(torch.cat(parts, -2) for parts in zip(*found, strict=True))
 
 
-def _sums_of_piece(x: Tensor, temperature: float, moment: bool) -> tuple[Tensor, ...]:
-    above = accumulated(x, temperature)
+def parts_of(least: Tensor | None, x: Tensor, chunk: int) -> Sequence[Tensor | None]:
+    """The chunks of `least` along its tokens; None for each chunk where it is None."""
+    return [None] * len(x.split(chunk, -2)) if least is None else least.split(chunk, -2)
+
+
+def _sums_of_piece(x: Tensor, temperature: float, moment: bool, least: Tensor | None) -> tuple[Tensor, ...]:
+    above = accumulated(x, temperature, least)
     maximum = above.new_full((*x.shape[:-1], 1), -torch.inf) if x.shape[-1] == 0 else above.amax(-1, keepdim=True)
     above.sub_(maximum.masked_fill(maximum == -torch.inf, 0.0))
     if not moment:
@@ -72,14 +83,16 @@ def normalizers(
     *,
     moment: bool = False,
     others: Callable[[Tensor], Tensor] | None = None,
+    least: Tensor | None = None,
 ) -> Normalizers:
     """Two all-reduces of one and a few numbers per token.
 
     Args:
         x: [..., tokens, columns], this rank's.
         others: from the maximum, what else is to be summed over the ranks, [..., tokens, n].
+        least: [..., tokens, 1], the least logit that counts.
     """
-    own, *sums = _sums_per_rank(x, temperature, chunk, moment)
+    own, *sums = _sums_per_rank(x, temperature, chunk, moment, least)
     maximum = split.reduce(own, "max")
     scale = (own - maximum).exp()
     addends = [sums[0] * scale]
@@ -102,15 +115,19 @@ def pieces(chunk: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(chunk, -2) for tensor in tensors), strict=True)
 
 
-def log_probabilities_of_piece(x: Tensor, maximum: Tensor, log_total: Tensor, temperature: float) -> Tensor:
+def log_probabilities_of_piece(
+    x: Tensor, maximum: Tensor, log_total: Tensor, temperature: float, least: Tensor | None = None
+) -> Tensor:
     """The log-probability of every column, fresh."""
-    return accumulated(x, temperature).sub_(maximum).sub_(log_total)
+    return accumulated(x, temperature, least).sub_(maximum).sub_(log_total)
 
 
-def _chosen(x: Tensor, maximum: Tensor, column: Tensor, on_other_rank: Tensor, temperature: float) -> Tensor:
+def _chosen(
+    x: Tensor, maximum: Tensor, column: Tensor, on_other_rank: Tensor, temperature: float, least: Tensor | None
+) -> Tensor:
     if x.shape[-1] == 0:
         return maximum.new_zeros(column.shape)
-    return (accumulated(x.gather(-1, column), temperature) - maximum).masked_fill(on_other_rank, 0.0)
+    return (accumulated(x.gather(-1, column), temperature, least) - maximum).masked_fill(on_other_rank, 0.0)
 
 
 _chosen_per_rank = private("run_per_rank")(_chosen)
@@ -122,6 +139,7 @@ def _gradient(
     log_total: Tensor,
     column: Tensor,
     on_other_rank: Tensor,
+    least: Tensor | None,
     gradient: Tensor,
     temperature: float,
     chunk: int,
@@ -130,9 +148,14 @@ def _gradient(
     if x.shape[-1] == 0:
         return result
     own = gradient.masked_fill(on_other_rank, 0.0)
+    if least is not None:
+        own = own.masked_fill(x.gather(-1, column) < least, 0.0)
     total = -gradient.sum(-1, keepdim=True)
-    for out, piece, m, t, c, g, s in pieces(chunk, result, x, maximum, log_total, column, own, total):
-        probabilities = log_probabilities_of_piece(piece, m, t, temperature).exp_()
+    named = zip(
+        pieces(chunk, result, x, maximum, log_total, column, own, total), parts_of(least, x, chunk), strict=True
+    )
+    for (out, piece, m, t, c, g, s), part in named:
+        probabilities = log_probabilities_of_piece(piece, m, t, temperature, part).exp_()
         out.copy_(probabilities.mul_(s).scatter_add_(-1, c, g).div_(temperature))
     return result
 
@@ -144,16 +167,19 @@ class _LogProbabilities(torch.autograd.Function):
     """Saves the logits as they are, no probabilities: backward computes them anew, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, target: Tensor, split: Split, temperature: float, chunk: int) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, target: Tensor, split: Split, temperature: float, chunk: int, least: Tensor | None
+    ) -> Tensor:
         column, on_other_rank = split.locate(target, x.shape[-1])
         known = normalizers(
             x,
             split,
             temperature,
             chunk,
-            others=lambda maximum: _chosen_per_rank(x, maximum, column, on_other_rank, temperature),
+            others=lambda maximum: _chosen_per_rank(x, maximum, column, on_other_rank, temperature, least),
+            least=least,
         )
-        ctx.save_for_backward(x, known.maximum, known.log_total, column, on_other_rank)
+        ctx.save_for_backward(x, known.maximum, known.log_total, column, on_other_rank, least)
         ctx.options = (temperature, chunk)
         assert known.others is not None  # they were asked for
         return known.others - known.log_total
@@ -161,7 +187,7 @@ class _LogProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _gradient_per_rank(*ctx.saved_tensors, gradient, *ctx.options), None, None, None, None
+        return _gradient_per_rank(*ctx.saved_tensors, gradient, *ctx.options), None, None, None, None, None
 
 
 def log_probabilities(
@@ -173,6 +199,8 @@ def log_probabilities(
     mask: Tensor | None = None,
     shift: bool = False,
     chunk_size: int | None = None,
+    top_k: int | None = None,
+    top_p: float = 1.0,
     group: Group | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
@@ -190,6 +218,11 @@ def log_probabilities(
         mask: as the target or the input ids, or [..., tokens]; where it is 0 or False the result is 0, without a gradient.
         shift: the target is the input ids: position i is judged by token i + 1, and the result has one token less.
         chunk_size: tokens that are worked on at a time; None is all.
+        top_k: of each token's distribution only the k largest logits count, and all that equal the k-th; the others are
+            -inf, so a target among them gets -inf, and they get no gradient. None is all.
+        top_p: of those, in falling order, as many count as have this much probability together, at least one, and all
+            that equal the last of them (nucleus sampling, arXiv 1904.09751); 1 is all. The rows are made whole for
+            it, each on one rank: an all-to-all of a chunk of logits.
         group: where the logits are this rank's columns, the group or one-dimensional mesh that they are split over, in
             ceil-chunks.
         vocab_size: of the whole vocabulary; needed with `group`.
@@ -203,6 +236,7 @@ def log_probabilities(
     """
     x, split = read_logits(logits, group, vocab_size)
     temperature, chunk = read_temperature(temperature), read_chunk(chunk_size, x.shape[-2])
+    least = least_logits(x, split, top_k, top_p, temperature, chunk)
     if shift:
         if target.ndim == x.ndim:
             raise ValueError("shift=True is for input ids [..., tokens], not for several candidates per token")
@@ -217,7 +251,7 @@ def log_probabilities(
         ignored = ignored | ~(mask.bool().unsqueeze(-1) if several and mask.ndim < target.ndim else mask.bool())
     ids = target.masked_fill(ignored, 0).long()
     unknown = (ids < 0) | (ids >= split.size)
-    result = _LogProbabilities.apply(x, ids if several else ids.unsqueeze(-1), split, temperature, chunk)
+    result = _LogProbabilities.apply(x, ids if several else ids.unsqueeze(-1), split, temperature, chunk, least)
     result = result if several else result.squeeze(-1)
     result = result.masked_fill(unknown, torch.nan).masked_fill(ignored, 0.0)
     return result[..., :-1] if shift else result

@@ -50,10 +50,15 @@ def _scatter(x: Tensor, column: Tensor, on_other_rank: Tensor, gradient: Tensor)
 _scatter_per_rank = private("run_per_rank")(_scatter)
 
 
+def largest(x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
+    """The k largest of this rank's columns and the other ranks', without a gradient."""
+    return x.topk(k, -1) if split.group is None else _merge(x, k, split.first, split.group)
+
+
 class _TopK(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, k: int, split: Split) -> tuple[Tensor, Tensor]:
-        values, ids = x.topk(k, -1) if split.group is None else _merge(x, k, split.first, split.group)
+        values, ids = largest(x, k, split)
         ctx.mark_non_differentiable(ids)
         ctx.save_for_backward(x, *split.locate(ids, x.shape[-1]))
         return values, ids

@@ -1,0 +1,96 @@
+"""Log-probabilities of a whole sequence, from logits whose tokens are split over one axis and whose vocabulary over another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from .chunks import chunk_size as ceil_chunk
+from .collectives import all_gather
+from .vocabulary_probabilities import IGNORE_INDEX, log_probabilities
+
+TOKENS = 1  # the dim in [batch, tokens, vocabulary]
+
+
+class _Gather(torch.autograd.Function):
+    """The tokens of all ranks; each rank gets the gradient of its own tokens as it stands there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh, size: int) -> Tensor:
+        ctx.mesh, ctx.length = mesh, x.shape[TOKENS]
+        return all_gather(x, mesh, TOKENS, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.narrow(TOKENS, ctx.mesh.get_local_rank() * ctx.length, ctx.length), None, None
+
+
+def is_split_twice(logits: Tensor) -> bool:
+    """Whether logits are a DTensor whose tokens are split over one axis and whose vocabulary over another one."""
+    if not isinstance(logits, DTensor) or logits.device_mesh.ndim != 2 or logits.ndim != 3:
+        return False
+    return set(logits.placements) in ({Shard(TOKENS), Shard(2)}, {Shard(TOKENS), Shard(-1)})
+
+
+def log_probabilities_of_chunks(
+    logits: DTensor, input_ids: Tensor, order: Tensor | None = None, **options: Any
+) -> Tensor:
+    """The log-probability of each next token of a sequence of which every rank has some tokens.
+
+    Every rank of the axis gets all tokens, and the gradient of its own: where FSDP2 takes the mean of the gradients over
+    that axis, multiply the loss by its size.
+
+    Args:
+        logits: [batch, tokens, vocabulary] on a mesh of two named axes: Shard(1) over one, Shard(-1) over the other.
+        input_ids: [batch, tokens], not shifted: a DTensor that is split as the logits' tokens, or whole, in the order of
+            the sequence, the same on all ranks.
+        order: [tokens], of each place behind the other over the ranks the position in the sequence; None: in order.
+        options: temperature, top_k, top_p, chunk_size, as for `log_probabilities`.
+
+    Returns:
+        [batch, tokens - 1], in the order of the sequence, a plain tensor, equal on all ranks.
+
+    Raises:
+        ValueError: shapes that do not fit; an axis that does not divide the tokens.
+    """
+    tokens, vocabulary = (logits.device_mesh[name] for name in _axes(logits))
+    own = logits.to_local()
+    length = own.shape[TOKENS] * tokens.size()
+    if order is not None and sorted(order.tolist()) != list(range(length)):
+        raise ValueError(f"the order must have each of the {length} positions once")
+    places = torch.arange(length, device=own.device) if order is None else order.to(own.device).long()
+    back = places.argsort()
+    if isinstance(input_ids, DTensor):
+        ids = input_ids.full_tensor()
+        ids = ids[:, back] if input_ids.shape[TOKENS] == length else ids
+    else:
+        ids = input_ids
+    if ids.shape != (own.shape[0], length):
+        raise ValueError(f"the ids' shape is {tuple(ids.shape)}, for logits of {(own.shape[0], length)} tokens in all")
+    following = torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+    target = following[:, places].chunk(tokens.size(), TOKENS)[tokens.get_local_rank()]
+    logs = log_probabilities(own, target, group=vocabulary, vocab_size=_size(own, vocabulary), **options)
+    return _Gather.apply(logs, tokens, length)[:, back][:, :-1]
+
+
+def _axes(logits: DTensor) -> tuple[str, str]:
+    """The names of the axes that the tokens and the vocabulary are split over."""
+    names = logits.device_mesh.mesh_dim_names
+    if names is None:
+        raise ValueError("the logits' mesh must have named axes, of which the tokens' and the vocabulary's are slices")
+    first, second = names
+    return (first, second) if logits.placements[0] == Shard(TOKENS) else (second, first)
+
+
+def _size(own: Tensor, mesh: DeviceMesh) -> int:
+    """The size of the whole vocabulary. A DTensor that was made of local parts takes them all for as large as its own."""
+    counts = all_gather(torch.tensor([own.shape[-1]], device=own.device), mesh, 0, mesh.size()).tolist()
+    size = sum(counts)
+    chunk = ceil_chunk(size, mesh.size())
+    if counts != [min(chunk, max(0, size - rank * chunk)) for rank in range(mesh.size())]:
+        raise ValueError(f"the ranks have {counts} columns of a vocabulary of {size}: it must be split in ceil-chunks")
+    return size
