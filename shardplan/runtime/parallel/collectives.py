@@ -64,7 +64,7 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int) -> Tensor:
     return _run(FUNCTIONAL.reduce_scatter_tensor.default, stacked, "sum", ranks, _name(mesh))
 
 
-def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: ProcessGroup) -> Tensor:
+def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: Group) -> Tensor:
     """Rows for each rank, [sum of sent, ...], to rows from each, [sum of received, ...], in the order of the ranks."""
     return _run(FUNCTIONAL.all_to_all_single.default, x.contiguous(), list(received), list(sent), _name(group))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class _Gather(torch.autograd.Function):
         return gradient.narrow(TOKENS, ctx.mesh.get_local_rank() * ctx.length, ctx.length), None, None
 
 
-def is_split_twice(logits: Tensor) -> bool:
+def is_split_twice(logits: Tensor) -> TypeGuard[DTensor]:
     """Whether logits are a DTensor whose tokens are split over one axis and whose vocabulary over another one."""
     if not isinstance(logits, DTensor) or logits.device_mesh.ndim != 2 or logits.ndim != 3:
         return False
