@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo gates quick test test-all exhaustive ep soundness adversaries zoo variants bench bench-gpu generated clean
+.PHONY: demo docs browser gates quick test test-all exhaustive ep soundness adversaries zoo variants bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -64,6 +64,18 @@ bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle mach
 
 bench-gpu: $(VENV)/.installed  ## those that need a CUDA device
 	$(BIN)/python -m benchmarks gpu
+
+$(VENV)/.docs: $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "open build/site/index.html"
+
+browser: docs  ## the site in a headless Chromium (Debian: chromium, chromium-driver); pictures in build/pictures
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[browser]"
+	$(BIN)/python -m pytest -m exhaustive tests/browser
 
 generated: $(VENV)/.installed  ## schemas, generated docs, and the expected texts of cases and docs
 	$(BIN)/python tools/generate.py

@@ -54,6 +54,7 @@ QUICK = {
     "test_report",
     "test_rooms",
     "test_schema",
+    "test_site",
     "test_reduced_model_counts",
 }
 

@@ -67,8 +67,9 @@ class Block:
 
 def documents() -> list[str]:
     """The files whose blocks are checked, relative to the project's root. Generated ones have their own tests."""
-    written = sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in {"cli.md", "diagnostics.md"})
-    return ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in written)]
+    written = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guides").glob("*.md")]
+    names = sorted(str(p.relative_to(ROOT)) for p in written if p.name not in {"cli.md", "diagnostics.md"})
+    return ["README.md", "CONTRIBUTING.md", *names]
 
 
 def blocks(text: str) -> Iterator[Block]:

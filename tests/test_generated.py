@@ -18,15 +18,20 @@ def test_a_generated_file_is_up_to_date(name):
 
 def test_check_says_what_to_type(tmp_path):
     copy = tmp_path / "copy"
-    for folder in ("shardplan", "plans", "tools", "docs", "schemas"):
+    for folder in ("shardplan", "plans", "tests", "tools", "docs", "schemas"):
         _link_or_copy(ROOT / folder, copy / folder)
     check = [sys.executable, "tools/generate.py", "--check"]
     assert subprocess.run(check, cwd=copy).returncode == 0
     (copy / "docs" / "cli.md").write_text("stale", "utf-8")
+    (copy / "docs" / "diagnostics" / "SP999.md").write_text("a code that is gone", "utf-8")
     result = subprocess.run(check, cwd=copy, capture_output=True, text=True)
     assert result.returncode == 1
-    assert result.stdout == f"docs/cli.md: not what the code says. Run `{COMMAND}` and commit the result.\n"
+    assert (
+        result.stdout
+        == f"docs/cli.md, docs/diagnostics/SP999.md: not what the code says. Run `{COMMAND}` and commit the result.\n"
+    )
     assert subprocess.run(check[:-1], cwd=copy, capture_output=True).returncode == 0
+    assert not (copy / "docs" / "diagnostics" / "SP999.md").exists()
     assert subprocess.run(check, cwd=copy).returncode == 0
 
 
@@ -34,10 +39,12 @@ def _link_or_copy(source: Path, target: Path) -> None:
     """What is generated is copied, the rest linked; tools is copied, for it finds the root by its own
     place."""
     target.parent.mkdir(exist_ok=True)
-    if source.name in {"shardplan", "plans"}:
+    if source.name in {"shardplan", "plans", "tests"}:
         target.symlink_to(source)
         return
     target.mkdir()
     for path in source.iterdir():
-        if path.is_file():
+        if path.is_dir():
+            _link_or_copy(path, target / path.name)
+        else:
             (target / path.name).write_bytes(path.read_bytes())

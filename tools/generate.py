@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -17,6 +18,18 @@ def _diagnostics() -> str:
     from shardplan.report.catalog import diagnostics_document
 
     return diagnostics_document()
+
+
+def _diagnostic(code: str) -> str:
+    from tools.diagnostic_pages import diagnostic_page
+
+    return diagnostic_page(code)
+
+
+def _codes() -> tuple[str, ...]:
+    from shardplan.report.catalog import catalog
+
+    return tuple(catalog())
 
 
 def _cli() -> str:
@@ -41,6 +54,7 @@ def _plan_schema() -> str:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "docs/diagnostics.md": _diagnostics,
+    **{f"docs/diagnostics/{code}.md": partial(_diagnostic, code) for code in _codes()},
     "docs/cli.md": _cli,
     "schemas/report.schema.json": _report_schema,
     "schemas/plan.schema.json": _plan_schema,
@@ -48,14 +62,20 @@ GENERATED: dict[str, Callable[[], str]] = {
 
 
 def stale() -> list[str]:
-    """The generated files that are not what the code says."""
-    return [name for name, make in GENERATED.items() if _read(ROOT / name) != make()]
+    """The generated files that are not what the code says, pages of codes that are gone among them."""
+    gone = [f"docs/diagnostics/{path.name}" for path in (ROOT / "docs" / "diagnostics").glob("*.md")]
+    gone = [name for name in gone if name not in GENERATED]
+    return [*(name for name, make in GENERATED.items() if _read(ROOT / name) != make()), *sorted(gone)]
 
 
 def write() -> list[str]:
     """Bring every generated file up to date; returns those that changed."""
     changed = stale()
     for name in changed:
+        if name not in GENERATED:
+            (ROOT / name).unlink()
+            continue
+        (ROOT / name).parent.mkdir(exist_ok=True)
         (ROOT / name).write_text(GENERATED[name](), encoding="utf-8")
     return changed
 

@@ -48,24 +48,18 @@ def page(code: Code) -> str:
 
 
 def diagnostics_document() -> str:
-    """docs/diagnostics.md."""
+    """docs/diagnostics.md: every code, by family, with its page in docs/diagnostics/."""
     lines = [
         "# Diagnostics",
         "",
-        "Every finding has a code that never changes its meaning; `shardplan explain CODE` prints the same",
-        "page.",
+        "Every finding has a code that never changes its meaning. Each code has a page; `shardplan explain CODE` prints it.",
         "Errors refuse the plan, warnings do not, unless `--strict` is given.",
-        "",
-        "| code | |",
-        "|---|---|",
-        *(f"| [{c.code}](#{_anchor(c)}) | {c.title} |" for c in catalog().values()),
     ]
     for prefix, title in FAMILIES.items():
-        pages = [code for code in catalog().values() if code.code.startswith(prefix)]
-        if pages:
-            lines += ["", f"## {title}"]
-        for code in pages:
-            lines += ["", "### " + page(code)]
+        codes = [code for code in catalog().values() if code.code.startswith(prefix)]
+        if codes:
+            lines += ["", f"## {title}", "", "| code | |", "|---|---|"]
+        lines += [f"| [{code.code}](diagnostics/{code.code}.md) | {code.title} |" for code in codes]
     return "\n".join(lines) + "\n"
 
 
@@ -74,9 +68,3 @@ def fenced(text: str) -> str:
     text = dedent(text).strip("\n")
     language = next((language for start, language in LANGUAGES.items() if text.startswith(start)), "yaml")
     return f"```{language}\n{text}\n```"
-
-
-def _anchor(code: Code) -> str:
-    """GitHub's anchor of the heading."""
-    heading = f"{code.code}: {code.title}".lower()
-    return "".join("-" if c == " " else c for c in heading if c.isalnum() or c in " -_")

@@ -1,0 +1,29 @@
+"""The site is whole: every page has its place, and every public name is on the page of the Python interface."""
+
+import re
+from pathlib import Path
+
+import shardplan
+
+ROOT = Path(__file__).parent.parent
+CONFIG = (ROOT / "mkdocs.yml").read_text("utf-8")
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"^ +- [^:]+: (\S+\.md)$", CONFIG, flags=re.MULTILINE))
+    docs = ROOT / "docs"
+    written = {str(path.relative_to(docs)) for pattern in ("*.md", "guides/*.md") for path in docs.glob(pattern)}
+    assert listed - {"decisions/README.md"} == written
+
+
+def test_every_public_name_is_on_the_page_of_the_python_interface():
+    named = re.findall(r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), flags=re.MULTILINE)
+    assert sorted(name for _, name in named) == sorted(set(shardplan.__all__) - {"__version__"})
+
+
+def test_the_names_are_where_the_page_says():
+    for module, name in re.findall(
+        r"^::: (\S+)\.(\w+)$", (ROOT / "docs" / "api.md").read_text("utf-8"), flags=re.MULTILINE
+    ):
+        path = ROOT / (module.replace(".", "/") + ".py")
+        assert re.search(rf"^(def|class) {name}\b", path.read_text("utf-8"), flags=re.MULTILINE), f"{module}.{name}"

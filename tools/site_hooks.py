@@ -1,0 +1,84 @@
+"""What the site adds to docs/: a page for each file of the project that a page links to outside of docs/ (a plan, an example, a
+schema), so that the site is whole without the repository."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(\]\()([^)#\s]+)((?:#[^)\s]*)?\))")
+LANGUAGES = {".yaml": "yaml", ".json": "json", ".py": "python", ".svg": "xml"}
+
+
+def _outside(source: str, target: str) -> str | None:
+    """The path in the project of a link that leads out of docs/; None for all others."""
+    if "://" in target:
+        return None
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(source), target))
+    return None if path.startswith(("docs/", "..")) else path
+
+
+def _page(path: str) -> str:
+    """Where the page of a file of the project stands in the site."""
+    return f"project/{path}" if path.endswith(".md") else f"project/{path}.md"
+
+
+def _content(path: str) -> str:
+    file = ROOT / path
+    if file.is_dir():
+        names = sorted(
+            p.name + ("/" if p.is_dir() else "") for p in file.iterdir() if not p.name.startswith(("_", "."))
+        )
+        return f"# {path}\n\n" + "\n".join(f"- `{name}`" for name in names) + "\n"
+    text = file.read_text("utf-8")
+    if file.suffix == ".md":  # its own links are meant from the project's root
+        return LINK.sub(lambda m: f"{m[1]}{_from_root(path, m[2])}{m[3]}", text)
+    return f"# {path}\n\n```{LANGUAGES.get(file.suffix, '')}\n{text}```\n"
+
+
+def _from_root(path: str, target: str) -> str:
+    """A link of a file outside of docs/, as the site has it."""
+    if "://" in target or not target:
+        return target
+    wanted = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+    page = wanted.removeprefix("docs/") if wanted.startswith("docs/") else _page(wanted)
+    return posixpath.relpath(page, posixpath.dirname(_page(path)))
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for each file outside of docs/ that a page, or such a file, links to."""
+    waiting = {found for page in files.documentation_pages() for found in _links(page.src_uri, page.content_string)}
+    done: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        done.add(path)
+        files.append(File.generated(config, _page(path), content=_content(path)))
+        if path.endswith(".md"):
+            links = (m[2] for m in LINK.finditer((ROOT / path).read_text("utf-8")) if "://" not in m[2])
+            wanted = {posixpath.normpath(posixpath.join(posixpath.dirname(path), link)) for link in links}
+            waiting |= {name for name in wanted if not name.startswith("docs/")} - done
+    return files
+
+
+def _links(source: str, text: str) -> set[str]:
+    return {path for m in LINK.finditer(text) if (path := _outside(source, m[2])) is not None}
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point the links that lead out of docs/ to the pages that `on_files` added."""
+    source = page.file.src_uri
+    if source.startswith("project/"):
+        return markdown
+
+    def repointed(match: re.Match[str]) -> str:
+        path = _outside(source, match[2])
+        if path is None:
+            return match[0]
+        return f"{match[1]}{posixpath.relpath(_page(path), posixpath.dirname(source) or '.')}{match[3]}"
+
+    return LINK.sub(repointed, markdown)
