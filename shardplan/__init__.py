@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         compile_plan,
         convert_plan,
         coverage,
+        diff_plans,
         estimate,
         init_plan,
         load_plan,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .core.diagnostics import PlanError
     from .core.estimates import TrainingStep
     from .core.plan import Plan
+    from .core.plan_changes import PlanDiff
     from .core.report import Report
     from .runtime.apply import build_mesh, without_sequence_parallel
     from .runtime.apply.micro_batches import micro_batches
@@ -62,6 +64,7 @@ _EXPORTS = {
     "init_plan": "shardplan.api.plans",
     "convert_plan": "shardplan.api.plans",
     "coverage": "shardplan.api.check",
+    "diff_plans": "shardplan.api.comparing",
     "validate": "shardplan.api.check",
     "compile_plan": "shardplan.api.apply",
     "apply_plan": "shardplan.api.apply",
@@ -101,6 +104,7 @@ _EXPORTS = {
     "TrainingStep": "shardplan.core.estimates",
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
+    "PlanDiff": "shardplan.core.plan_changes",
     "Report": "shardplan.core.report",
 }
 

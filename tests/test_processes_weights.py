@@ -519,3 +519,28 @@ def test_models_of_ones_own_wrapped_ones_and_those_on_the_cpu(tmp_path):
     assert again.keys() == expected.keys() and all(torch.equal(again[name], expected[name]) for name in expected)
     assert [path.name for path in (tmp_path / "again").iterdir()] == ["model.safetensors"]
     assert load_file(tmp_path / "ddp" / "model.safetensors").keys() == load_file(good / "model.safetensors").keys()
+
+
+def exchange_states(folder: Path) -> None:
+    """A training state of DDP goes to FSDP2 over another tp, and back."""
+    replicas = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_replicate",))
+    shards = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp_shard", "tp"))
+    ddp = {"backend": "ddp"}
+    first = shardplan.apply_plan(small_model("phi3", noise=0.5), replicas, "auto", data_parallel=ddp, prove=False)
+    optimizer = train_a_step(first)
+    shardplan.save_training_state(first, optimizer, folder / "ddp")
+    expected = whole_state(first), whole_moments(first, optimizer)
+    for name, mesh, changes in (("fsdp2", shards, {}), ("ddp again", replicas, {"data_parallel": ddp})):
+        model = shardplan.apply_plan(small_model("phi3"), mesh, "auto", prove=False, **changes)
+        other = train_a_step(model)
+        shardplan.load_training_state(model, other, folder / ("ddp" if name == "fsdp2" else "fsdp2"))
+        for left, right in zip(expected, (whole_state(model), whole_moments(model, other)), strict=True):
+            right = {key.removeprefix("module."): value for key, value in right.items()}
+            assert {key.removeprefix("module.") for key in left} == right.keys() and len(right) > 10
+            assert all(torch.equal(value, right[key.removeprefix("module.")]) for key, value in left.items()), name
+        shardplan.save_training_state(model, other, folder / name)
+
+
+@pytest.mark.slow
+def test_training_states_of_ddp_and_fsdp2_are_exchanged(tmp_path):
+    on_ranks(2, exchange_states, tmp_path)

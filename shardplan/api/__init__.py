@@ -6,10 +6,12 @@
 | check | validate, verify, coverage |
 | apply | compile_plan, apply_plan, applied |
 | cost | estimate, sweep |
+| comparing | diff_plans |
 """
 
 from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
+from .comparing import diff_plans
 from .cost import estimate, sweep
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
 
@@ -20,6 +22,7 @@ __all__ = [
     "compile_plan",
     "convert_plan",
     "coverage",
+    "diff_plans",
     "estimate",
     "init_plan",
     "load_plan",

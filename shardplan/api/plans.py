@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, find_model
 from shardplan.compiler.variants import bind_variants, check_variants, prove_layouts, wanted_variants
-from shardplan.core.diagnostics import PlanError, Severity
+from shardplan.core.diagnostics import Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan
 from shardplan.core.report import Report, ordered
@@ -35,15 +35,15 @@ def load_plan(plan: AnyPlan) -> Plan:
         ValueError: for "auto" and "hf", which need a model.
     """
     from shardplan.language import parse_plan
-    from shardplan.report import text
+    from shardplan.report.errors import raise_errors
 
     if isinstance(plan, Plan):
         return plan
     if plan in ("auto", "hf"):
         raise ValueError(f"the plan {plan!r} depends on the model: give it to validate, verify or apply_plan")
     parsed = parse_plan(plan)
-    if parsed.plan is None or any(d.is_error for d in parsed.diagnostics):
-        raise PlanError(parsed.diagnostics, text(parsed.diagnostics, parsed.sources, color=False))
+    raise_errors(parsed.diagnostics, parsed.sources)
+    assert parsed.plan is not None
     return Plan(parsed.plan, parsed.sources, parsed.diagnostics)
 
 

@@ -24,6 +24,7 @@ from .argument_parts import (
     size,
     tensor_parallel_size,
 )
+from .review_arguments import diff_arguments
 
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 
@@ -229,6 +230,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Estimate a training step on each rank: memory, communication, the least time; no GPU needed.",
         "shardplan estimate llama auto --mesh dp_shard=8,tp=8 --seq-len 8192 --sequence-parallel --device h200",
         _estimate,
+    ),
+    "diff": (
+        "Say what two plans do differently; exit code 1 where training would differ.",
+        "shardplan diff plans/llama.yaml plans/qwen3.yaml qwen3 --mesh dp_shard=8,tp=8 --seq-len 4096 --device h200",
+        diff_arguments,
     ),
     "lint": (
         "Check plans alone, without a model.",

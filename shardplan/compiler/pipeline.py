@@ -207,6 +207,29 @@ def compile_variant(
     return Compiled(program, findings, given, reduced_model if variants.layouts and reduced_model.runs else None)
 
 
+def compile_variants(
+    given: Given, sizes: MeshSizes, wanted: Iterable[Overlays], *, allow_unproven: bool = False
+) -> tuple[Mapping[Overlays, Program], tuple[Diagnostic, ...]]:
+    """Several variants of one plan as programs, or the findings that explain why there are none.
+
+    Args:
+        given: without errors.
+        sizes: with a size of tp.
+    """
+    from .layout import ModelLayouts
+    from .lowering_stage import program_of
+
+    found, read = given.both
+    wanted = tuple(wanted)
+    needed = dict.fromkeys((*map(without_sequence, wanted), *wanted))
+    variants = given.structure(sizes, needed)
+    if not variants.any_error:
+        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep)
+        variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
+    findings = (*given.findings, *variants.all_findings)
+    return {} if any_error(findings) else {on: program_of(variants, on) for on in wanted}, findings
+
+
 def at_a_size(
     given: Given, sizes: MeshSizes, wanted: Iterable[Overlays], *, seq_len: int | None
 ) -> tuple[Variants, tuple[int, ...]]:

@@ -110,6 +110,8 @@ class PlanError(ValueError):
         text: the findings as the command line would print them.
     """
 
+    sources: object = None  # the SourceMap that the findings point into, in the process that found them
+
     def __init__(self, diagnostics: tuple[Diagnostic, ...], text: str = ""):
         self.diagnostics = tuple(diagnostics)
         super().__init__(text or "\n".join(f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics))

@@ -11,6 +11,11 @@ from shardplan.core.sources import SourceMap
 from .text import text
 
 
+def sources_of(error: PlanError) -> SourceMap:
+    """The texts that an error's findings point into, as far as they are known."""
+    return error.sources if isinstance(error.sources, SourceMap) else SourceMap()
+
+
 def raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: bool = False) -> None:
     """Raise PlanError with all findings where one of them is an error.
 
@@ -19,4 +24,6 @@ def raise_errors(findings: Iterable[Diagnostic], sources: SourceMap, *, strict: 
     """
     found = ordered(as_errors(findings) if strict else findings, sources)
     if any(d.is_error for d in found):
-        raise PlanError(found, text(found, sources, color=False))
+        error = PlanError(found, text(found, sources, color=False))
+        error.sources = sources
+        raise error

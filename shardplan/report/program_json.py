@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.expected_collectives import expected_collectives
+from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.sources import SourceMap
 from shardplan.core.tree import ModuleInfo, full_name
@@ -28,7 +29,8 @@ def program_record(program: Program, sources: SourceMap, model: str) -> ProgramR
     modules = []
     for name, module in program.modules.items():
         held = (
-            _parameter(p, resolved.tree.modules[name], tp, tied.get(full_name(name, p.name))) for p in module.parameters
+            _parameter(p, resolved.tree.modules[name], resolved.sizes, tied.get(full_name(name, p.name)))
+            for p in module.parameters
         )
         modules.append(_module(module, *styles_and_lines(resolved, name, sources), tuple(held)))
     counts = expected_collectives(program.modules) if tp > 1 else {}
@@ -63,10 +65,12 @@ def _module(
     )
 
 
-def _parameter(parameter: ParameterProgram, module: ModuleInfo, tp: int, tied_to: str | None) -> ParameterRecord:
+def _parameter(
+    parameter: ParameterProgram, module: ModuleInfo, sizes: MeshSizes, tied_to: str | None
+) -> ParameterRecord:
     info = module.parameter(parameter.name)
     assert info is not None, (module.name, parameter.name)
-    shape = local_shape(parameter, info, tp)
+    shape = local_shape(parameter, info, sizes)
     return ParameterRecord(
         parameter.name, str(parameter.stored), str(parameter.computed), parameter.parts, shape, info.dtype, tied_to
     )

@@ -10,6 +10,7 @@ from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.describe import leaving, placement
 from shardplan.compiler.lower.expected_collectives import COLLECTIVES, expected_collectives
 from shardplan.core.layout import R
+from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.sources import SourceMap
@@ -109,7 +110,7 @@ def module_rows(program: Program, sources: SourceMap) -> Iterator[Row]:
             styles=styles,
             lines=lines,
             parameters=tuple(
-                _shown(parameter, info, program.resolved.sizes.tp or 1, first_name) for parameter in module.parameters
+                _shown(parameter, info, program.resolved.sizes, first_name) for parameter in module.parameters
             ),
             moves=tuple(_moves(module)),
         )
@@ -144,12 +145,13 @@ def fold(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(folded)
 
 
-def local_shape(parameter: ParameterProgram, info: ParameterInfo, tp: int) -> tuple[int, ...]:
-    """The shape on the first rank, which has the most: dims that tp does not divide are split in
+def local_shape(parameter: ParameterProgram, info: ParameterInfo, sizes: MeshSizes) -> tuple[int, ...]:
+    """The shape on the first rank, which has the most: dims that the axis does not divide are split in
     ceil-chunks."""
     if parameter.dim is None:
         return info.shape
-    return tuple(-(-size // tp) if i == parameter.dim else size for i, size in enumerate(info.shape))
+    ranks = sizes.of(parameter.stored.axis)
+    return tuple(-(-size // ranks) if i == parameter.dim else size for i, size in enumerate(info.shape))
 
 
 def byte_text(size: int) -> str:
@@ -162,10 +164,12 @@ def byte_text(size: int) -> str:
     raise AssertionError
 
 
-def _shown(parameter: ParameterProgram, module: ModuleInfo, tp: int, first_name: Mapping[str, str]) -> ShownParameter:
+def _shown(
+    parameter: ParameterProgram, module: ModuleInfo, sizes: MeshSizes, first_name: Mapping[str, str]
+) -> ShownParameter:
     info = module.parameter(parameter.name)
     assert info is not None, (module.name, parameter.name)
-    shape = local_shape(parameter, info, tp)
+    shape = local_shape(parameter, info, sizes)
     text = f"{placement(parameter)} {list(shape)}" + (", partial gradient" if parameter.computed == R else "")
     tied = first_name.get(f"{module.name}.{parameter.name}" if module.name else parameter.name)
     if tied is not None:

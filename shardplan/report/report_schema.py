@@ -6,10 +6,11 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .diff_records import DiffReport
 from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport, VerificationReport
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport, ProgramReport)
+REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport, ProgramReport, DiffReport)
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 

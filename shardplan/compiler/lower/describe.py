@@ -32,7 +32,7 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
     ]
     for overlays, modules in variants.items():
         lines += ["without sequence parallelism"] if overlays != resolved.overlays else []
-        lines += [line for module in modules.values() for line in _module(module)]
+        lines += [line for module in modules.values() for line in module_lines(module)]
     if resolved.data_parallel is not None:
         lines += [f"data_parallel {resolved.data_parallel.backend} {name}" for name in resolved.dp_units]
     lines += [f"data_parallel part {name}" for name in resolved.dp_parts]
@@ -42,7 +42,8 @@ def describe(resolved: ResolvedPlan, variants: Mapping[Overlays, Mapping[str, Mo
     return "\n".join(lines) + "\n"
 
 
-def _module(module: ModuleProgram) -> Iterator[str]:
+def module_lines(module: ModuleProgram) -> Iterator[str]:
+    """What happens at one module, its name and style first."""
     yield f"{module.name or '<model>'}: {module.style or '-'}{f' ({module.link})' if module.link else ''}"
     for parameter in module.parameters:
         yield f"  {parameter.name}: {placement(parameter)}, gradient {GRADIENTS[parameter.computed.kind]}"

@@ -29,17 +29,19 @@ def to_original(value: DTensor, packed: Packing, tp: int) -> DTensor:
     return distribute_tensor(full, value.device_mesh, placements, src_data_rank=None)
 
 
-def to_stored(value: Tensor, stored: DTensor, packed: Packing | None) -> Tensor:
-    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank), placed as `stored` is."""
+def to_stored(value: Tensor, stored: Tensor, packed: Packing | None) -> Tensor:
+    """A tensor with rows in the original order (a DTensor of any mesh, or whole on every rank), placed as `stored` is: a DTensor,
+    or whole on every rank (DDP)."""
     if value.shape != stored.shape:
         return value  # torch's own message about the sizes names the parameter
     if packed is None and _fits(value, stored):
         return value
-    return like(full_tensor(value) if isinstance(value, DTensor) else value, stored, packed)
+    whole = full_tensor(value) if isinstance(value, DTensor) else value
+    return like(whole, stored, packed) if isinstance(stored, DTensor) else whole
 
 
-def _fits(value: Tensor, stored: DTensor) -> bool:
-    if not isinstance(value, DTensor):
+def _fits(value: Tensor, stored: Tensor) -> bool:
+    if not isinstance(value, DTensor) or not isinstance(stored, DTensor):
         return False
     return value.device_mesh == stored.device_mesh and value.placements == stored.placements
 

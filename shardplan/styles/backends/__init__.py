@@ -33,6 +33,7 @@ MEGATRON_FSDP = Backend(
     package="megatron-fsdp",
     sequence_parallel=False,
     partial_gradients=False,
+    portable_states=False,
 )
 
 DDP = Backend(

@@ -31,6 +31,8 @@ class Backend:
         sequence_parallel: whether it can be combined with sequence parallelism.
         partial_gradients: whether parameters may be summed over tp where they are read. Not where the backend reads
             them as plain tensors.
+        portable_states: whether training states (`save_training_state`) were seen to be read with other backends, and theirs
+            with it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Backend:
     package: str = ""
     sequence_parallel: bool = True
     partial_gradients: bool = True
+    portable_states: bool = True
 
     @property
     def shards(self) -> bool:

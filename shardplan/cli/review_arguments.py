@@ -1,0 +1,36 @@
+"""The arguments of the commands for those who review a plan: diff."""
+
+from __future__ import annotations
+
+import argparse
+
+from .argument_parts import MODEL_HELP, Parser, mesh, model_options, size
+
+NO_DERIVE = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
+
+
+def diff_arguments(parser: Parser) -> None:
+    parser.add_argument("old", metavar="OLD", help="the plan as it was: a file, a built-in plan's name, `auto` or `hf`")
+    parser.add_argument("new", metavar="NEW", help="the plan as it is")
+    text = f"bind both plans to this model; without it their rules are compared as text. {MODEL_HELP}"
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    text = "sizes of dp_replicate, dp_shard, tp and ep; without tp the smallest above 1 that both plans allow"
+    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
+    _variants(parser)
+    text = "also estimate memory and communication of a step with this many tokens in a sequence"
+    parser.add_argument("--seq-len", type=size, metavar="N", help=text)
+    text = "with --seq-len: sequences in one forward of a data-parallel rank (1)"
+    parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
+    text = "with --seq-len: also the least time of a step on this device, as for estimate"
+    parser.add_argument("--device", metavar="NAME", help=text)
+    parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
+    model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the differences as JSON")
+    parser.add_argument(
+        "--markdown", action="store_true", help="print them as Markdown, for a comment of a pull request"
+    )
+
+
+def _variants(parser: Parser) -> None:
+    text = "compare only the plans with, or without, their sequence_parallel section; without the option, both"
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)

@@ -1,0 +1,54 @@
+"""What a rule or a field of a section says, as a plan would have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardplan.core.diagnostics import Location
+from shardplan.core.plan import Rule
+from shardplan.core.sections import Section, Sections
+
+_DEFAULTS = Rule("", "", Location("")).options
+
+
+def rule_text(rule: Rule) -> str:
+    """`colwise`, or `{style: colwise, output: gather}`: the options besides those that all rules have."""
+    said = {name: value for name, value in rule.options.items() if value != _DEFAULTS[name]}
+    if isinstance(rule.when, str):
+        said["when"] = rule.when
+    return f"{{style: {rule.style}, {_pairs(said)}}}" if said else rule.style
+
+
+def section_fields(sections: Sections) -> dict[str, str]:
+    """Each field of each section that there is -> its value. Sections inside sections have their own fields."""
+    return dict(_fields("", sections))
+
+
+def _fields(prefix: str, section: Section) -> Iterator[tuple[str, str]]:
+    for name, value in section.values.items():
+        if isinstance(value, Section):
+            yield from _fields(f"{prefix}{name}.", value)
+        elif value not in (None, ()):
+            yield f"{prefix}{name}", value_text(value)
+
+
+def value_text(value: Any) -> str:
+    """A value in YAML's flow style."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case Mapping():
+            return f"{{{_pairs(value)}}}"
+        case tuple() | list() if value and all(isinstance(one, tuple) and len(one) == 2 for one in value):
+            return f"{{{_pairs(dict(value))}}}"
+        case tuple() | list():
+            return f"[{', '.join(map(value_text, value))}]"
+        case _:
+            return str(value)
+
+
+def _pairs(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}: {value_text(value)}" for name, value in values.items())
