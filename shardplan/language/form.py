@@ -11,10 +11,12 @@ from pydantic import BaseModel, ValidationError
 from shardplan.core.diagnostics import Code
 from shardplan.core.plan import SECTIONS, section_at, section_path
 from shardplan.core.suggest import closest, did_you_mean
+from shardplan.styles import canonical_style
 
 from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
 from .nodes import MapNode, Node, Path, Scalar, node_at, to_data
 from .parse_findings import Findings, describe, quoted
+from .rule_options import takes
 
 UNKNOWN_FIELD = Code(
     code="SP104",
@@ -131,7 +133,7 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
         name = str(path[-1])
         where = f" in {_subject(path[:-1])}" if len(path) > 1 else ""
         message = f"there is no field {quoted(name)}{where}"
-        findings.add(UNKNOWN_FIELD, message, path, "key", help=_right_field(path))
+        findings.add(UNKNOWN_FIELD, message, path, "key", help=_right_field(path, root))
     elif kind == "missing":
         message = f"{_subject(path[:-1])} has no `{path[-1]}`"
         findings.add(WRONG_VALUE, message, path[:-1], "key", help=_MISSING)
@@ -171,7 +173,7 @@ def _dotted(path: Path) -> str:
     return quoted("".join(steps).removeprefix("."))
 
 
-def _right_field(path: Path) -> str | None:
+def _right_field(path: Path, root: Node) -> str | None:
     """Where an unknown field was meant to be, or what it was meant to be called."""
     name, known = str(path[-1]), _fields(path[:-1])
     if len(path) == 1:
@@ -181,7 +183,13 @@ def _right_field(path: Path) -> str | None:
         if "." in name or "*" in name:
             return "a rule stands under `tensor_parallel`, `sequence_parallel` or `expert_parallel`"
     near = closest(name, known)
-    return did_you_mean(name, near) if near else f"the fields are {_listed(known, 'and')}"
+    if near:
+        return did_you_mean(name, near)
+    style = node_at(root, (*path[:-1], "style"))
+    if "style" in known and isinstance(style, Scalar) and isinstance(style.value, str) and canonical_style(style.value):
+        known = tuple(field for field in known if takes(style.value, field))
+        return f"the fields of a rule with the style {quoted(style.value)} are {_listed(known, 'and')}"
+    return f"the fields are {_listed(known, 'and')}"
 
 
 def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from shardplan.core.suggest import closest, did_you_mean
 
 from .model_codes import NO_PATH, NOT_CACHED, NOT_JSON, OWN_CODE
 from .model_findings import refuse
 
+MAX_NEIGHBOURS = 1000  # names that a misspelt one is compared with
 MAX_BYTES = 16 * 2**20  # the largest configurations on the hub (long label tables) are about 2 MB
 IMPLEMENTATIONS = (
     "attn_implementation",
@@ -54,12 +58,22 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
         raise refuse(
             NO_PATH,
             f"{word} does not exist",
-            help="name a folder with a config.json, or the file itself",
+            help=_nearest(path) or "name a folder with a config.json, or the file itself",
         )
     shown = f"{word.rstrip('/')}/config.json"
     if not (path / "config.json").is_file():
         raise refuse(NO_PATH, f"the folder {word} has no config.json", help="name the folder of a checkpoint")
     return read(path / "config.json", shown, trust_remote_code=trust_remote_code)
+
+
+def _nearest(path: Path) -> str | None:
+    """A help line with the name beside a missing one that is most like it; None where none is near."""
+    try:
+        names = [entry.name for entry in islice(path.parent.iterdir(), MAX_NEIGHBOURS)]
+    except OSError:
+        return None
+    near = closest(path.name, names)
+    return did_you_mean(path.name, str(path.parent / near)) if near and near.isprintable() else None
 
 
 def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:
@@ -78,7 +92,9 @@ def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:
         raise refuse(
             NOT_CACHED,
             f"{repository} is not a folder here, and it is not in the local Hugging Face cache",
-            help=f"run `hf download {repository} config.json`, or name a folder",
+            help=_nearest(Path(repository))
+            or _nearest(Path(Path(repository).name))
+            or f"run `hf download {repository} config.json`, or name a folder",
         )
     return read(Path(cached), f"{repository}/config.json", trust_remote_code=trust_remote_code)
 

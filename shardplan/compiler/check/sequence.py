@@ -85,7 +85,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             message=f"sequence parallelism was requested, but `{resolved.plan.name}` has no "
             "`sequence_parallel` section",
             primary=Label(Location(resolved.plan.file)),
-            help="add the section, or leave sequence parallelism off",
+            help="leave sequence parallelism off, or add the section (to a built-in plan: in a plan of your own that "
+            f"says `extends: {resolved.plan.name}`)",
         )
         return
     if facts.seq_len is not None and facts.tp is not None and facts.seq_len % facts.tp:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from shardplan.torchlib.operators import FUNCTIONAL, UNSAFE_VIEW
 from shardplan.torchlib.private import private
 
-from .chunks import chunk_size, pad_chunk
+from .chunks import chunk_size, pad_chunk, uneven
 from .process_groups import Group
 
 _below_autograd = private("below_autograd")
@@ -49,11 +49,7 @@ def reduce_scatter(x: Tensor, mesh: Group, dim: int) -> Tensor:
     """
     size, ranks = x.shape[dim], mesh.size()
     if size % ranks:
-        padded = chunk_size(size, ranks) * ranks
-        raise ValueError(
-            f"dim {dim} has {size} elements, which tp={ranks} does not divide: pad it to {padded} "
-            "(sequence parallelism splits the sequence evenly)"
-        )
+        raise uneven(size, dim, ranks)
     if torch.compiler.is_compiling():
         return _traced["reduce_scatter"](x.contiguous(), "sum", dim, mesh)
     dim %= x.ndim

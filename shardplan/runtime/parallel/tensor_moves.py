@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardplan.core.layout import Layout
 from shardplan.core.moves import Operation, move_ops
 
-from .chunks import chunk_size, own_chunk
+from .chunks import own_chunk, uneven
 from .collectives import all_gather, all_reduce, reduce_scatter
 
 
@@ -89,10 +89,7 @@ def move(x: Tensor, mesh: DeviceMesh, src: Layout, dst: Layout, *, size: int | N
         dim = sharded.split_dim(x.ndim)
         whole = size if size is not None else x.shape[dim] * (mesh.size() if src.kind == "V" else 1)
         if dst.kind == "V" and size is None and x.shape[dim] % mesh.size() and dim != x.ndim - 1:
-            raise ValueError(
-                f"dim {dim} has {x.shape[dim]} elements, which tp={mesh.size()} does not divide: pad it to "
-                f"{chunk_size(x.shape[dim], mesh.size()) * mesh.size()} (sequence parallelism splits it evenly)"
-            )
+            raise uneven(x.shape[dim], dim, mesh.size())
     return _Move.apply(x, mesh, ops.forward, ops.backward, dim, whole)
 
 
