@@ -12,10 +12,10 @@ import yaml
 from small_models import small_config
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, LlavaConfig
 
 from shardplan import DDPConfig, FSDP2Config, MegatronFSDPConfig, compile_plan
-from shardplan.compat import DistributedConfig, to_dict
+from shardplan.compat import DistributedConfig, MultimodalDistributedConfig, to_dict
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.sections import DDP, MegatronFSDP, MixedPrecision, Prefetch
 
@@ -42,8 +42,12 @@ DEFAULTS = {
         "enable_fsdp2_prefetch": False,
         "fsdp2_backward_prefetch_depth": 2,
         "fsdp2_forward_prefetch_depth": 1,
+        "multimodal": MultimodalDistributedConfig(),
+        "backend": "nccl",
     },
     MegatronFSDPConfig: {
+        "sequence_parallel": False,
+        "tp_plan": None,
         "megatron_fsdp_unit_modules": None,
         "zero_dp_strategy": 3,
         "init_fsdp_with_meta_device": False,
@@ -60,6 +64,7 @@ DEFAULTS = {
         "nccl_ub": False,
         "fsdp_double_buffer": False,
         "activation_checkpointing": False,
+        "backend": "nccl",
     },
     DDPConfig: {
         "activation_checkpointing": False,
@@ -70,6 +75,7 @@ DEFAULTS = {
         "bucket_cap_mb": None,
         "gradient_as_bucket_view": False,
         "autocast_dtype": None,
+        "backend": "nccl",
     },
 }
 EVERYTHING = (
@@ -87,11 +93,26 @@ EVERYTHING = (
         enable_fsdp2_prefetch=True,
         fsdp2_backward_prefetch_depth=3,
         fsdp2_forward_prefetch_depth=0,
+        activation_checkpointing_scope=["language", "vision"],
+        multimodal=MultimodalDistributedConfig("replicate"),
+        backend="gloo",
     ),
     FSDP2Config(mp_policy=None, offload_policy=OffloadPolicy()),
     MegatronFSDPConfig(megatron_fsdp_unit_modules=["LlamaDecoderLayer"], zero_dp_strategy="optim", nccl_ub=True),
     DDPConfig(bucket_cap_mb=10, static_graph=True, autocast_dtype=torch.bfloat16),
 )
+
+
+def small_llava() -> LlavaConfig:
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    return LlavaConfig(text_config=small_config("llama"), vision_config={"model_type": "clip_vision_model", **vision})
 
 
 def meta_llama() -> nn.Module:
@@ -156,7 +177,45 @@ WRONG = {
         "mp_policy must be a MixedPrecisionPolicy or None",
     ),
     "a mode": (FSDP2Config, {"activation_checkpointing": "some"}, 'must be True, False, "full" or "selective"'),
-    "a scope": (FSDP2Config, {"activation_checkpointing_scope": "vision"}, "declared by names, in the plan"),
+    "a scope": (
+        FSDP2Config,
+        {"activation_checkpointing_scope": ["vision", "sound"]},
+        'must be "all", "language", "vision"',
+    ),
+    "no scope": (DDPConfig, {"activation_checkpointing_scope": []}, "switch activation_checkpointing off"),
+    "frames": (
+        FSDP2Config,
+        {"multimodal": {"vision": {"frame_sharding": {"enabled": True}}}},
+        "frame_sharding.enabled must be False: a vision tower runs on all its frames",
+    ),
+    "frozen towers": (
+        FSDP2Config,
+        {"multimodal": {"frozen_sharding": "none"}},
+        'must be "root", "per_layer" or "replicate"',
+    ),
+    "a field of multimodal": (FSDP2Config, {"multimodal": {"frozen": "root"}}, "multimodal has no 'frozen'"),
+    "a policy's class": (
+        FSDP2Config,
+        {"offload_policy": CPUOffloadPolicy},
+        "must be an instance of CPUOffloadPolicy, not the class: write CPUOffloadPolicy\\(\\)",
+    ),
+    "a dtype of a policy": (
+        FSDP2Config,
+        {"mp_policy": MixedPrecisionPolicy(torch.int8)},
+        "mp_policy: param_dtype must be torch.bfloat16, .* or None, not torch.int8",
+    ),
+    "a name as a dtype": (
+        FSDP2Config,
+        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, reduce_dtype="float32")},
+        "mp_policy: reduce_dtype must be .*, not 'float32'",
+    ),
+    "a backend": (FSDP2Config, {"backend": None}, "backend must be the process group's"),
+    "a plan with Megatron-FSDP": (
+        MegatronFSDPConfig,
+        {"tp_plan": {}},
+        "takes no tp_plan: give it to MegatronFSDPManager",
+    ),
+    "sequences with Megatron-FSDP": (MegatronFSDPConfig, {"sequence_parallel": True}, "does not work with sequence"),
     "a switch": (FSDP2Config, {"sequence_parallel": "false"}, "sequence_parallel must be True or False"),
     "a depth": (FSDP2Config, {"fsdp2_forward_prefetch_depth": -1}, "a whole number of units"),
     "resharding": (FSDP2Config, {"reshard_after_forward": 2}, "reshard_after_forward must be True, False or None"),
@@ -219,6 +278,34 @@ def test_what_is_not_set_stays_as_the_plan_says() -> None:
     assert asynchronous.arguments(meta_llama())["autocast_dtype"] is torch.bfloat16
     offload = FSDP2Config(offload_policy=CPUOffloadPolicy(pin_memory=False)).arguments(meta_llama())
     assert offload["data_parallel"]["cpu_offload"] is True
+
+
+def test_scopes_are_the_layers_of_the_parts_of_a_model() -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(small_llava())
+    config = FSDP2Config(activation_checkpointing=True, activation_checkpointing_scope="vision")
+    language, vision = "model.language_model.layers.*", "model.vision_tower.encoder.layers.*"
+    assert config.arguments(model)["activation_checkpointing"] == {"mode": "full", "modules": [vision]}
+    config.activation_checkpointing_scope = ["language", "vision"]
+    assert config.arguments(model)["activation_checkpointing"]["modules"] == [language, vision]
+    config.activation_checkpointing_scope = "language"
+    assert config.arguments(model)["activation_checkpointing"]["modules"] == [language]
+    assert config.arguments(meta_llama())["activation_checkpointing"]["modules"] == ["model.layers.*"]
+    config.activation_checkpointing_scope = ["all"]
+    assert config.arguments(model)["activation_checkpointing"] == {"mode": "full"}
+    config.activation_checkpointing_scope = "audio"
+    with pytest.raises(ValueError, match="no part 'audio', only vision, language"):
+        config.arguments(model)
+    ddp = DDPConfig(activation_checkpointing="selective", activation_checkpointing_scope="vision")
+    assert ddp.arguments(model)["activation_checkpointing"] == {"mode": "selective", "modules": [vision]}
+
+
+def test_frozen_towers_may_be_stored_whole() -> None:
+    given = FSDP2Config.from_dict({"multimodal": {"frozen_sharding": "replicate"}}).arguments(meta_llama())
+    assert given["data_parallel"]["frozen"] == "replicated"
+    for word in ("root", "per_layer"):  # as the plan says
+        config = FSDP2Config(multimodal=MultimodalDistributedConfig(word))
+        assert "frozen" not in config.arguments(meta_llama())["data_parallel"]
 
 
 def test_ddp_comes_to_sections_of_the_plan() -> None:

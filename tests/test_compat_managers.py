@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_models import small_model
+from test_compat_configs import small_llava
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForImageTextToText
 
 from shardplan import PlanError, applied, compat
 from shardplan.compat import (
@@ -29,7 +31,6 @@ from shardplan.compat import (
     get_logprobs_from_vocab_parallel_logits,
     managers,
     megatron_fsdp_strategy_parallelize,
-    nvfsdp_strategy_parallelize,
     parallelize_model,
     unshard_fsdp2_model,
 )
@@ -179,6 +180,7 @@ def test_the_older_managers_of_other_backends(world: None, calls: list[SimpleNam
     assert shape(DDPManager(dp_size=8, backend="gloo").device_mesh) == {"dp_replicate": 8, "dp_shard": 1, "tp": 1}
     manager = FSDP2Manager(use_hf_tp_plan=True, backend="gloo")
     manager.parallelize(llama())
+    assert shape(manager.device_mesh) == {"dp_shard": 8, "tp": 1} and calls[1].logits == "as_stored"
     assert calls[1].plan["tensor_parallel"]["model.layers.*.mlp.down_proj"] == "rowwise"
     assert calls[1].plan["data_parallel"]["units"] == ["model.layers.*"]
 
@@ -224,7 +226,8 @@ def test_a_process_group_is_destroyed_by_who_made_it(world: None, monkeypatch: p
         port = free.getsockname()[1]
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
-    assert shape(FSDP2Manager(backend="gloo").device_mesh) == {"dp_shard": 1, "tp": 1}
+    one = {"data_parallel": 1, "context_parallel": 1, "tensor_parallel": 1}
+    assert shape(FSDP2Manager(backend="gloo").device_mesh) == one
     (destroy,) = at_exit
     destroy()
     assert not dist.is_initialized()
@@ -275,13 +278,9 @@ def test_fsdp2_strategy_parallelize(world: None, calls: list[SimpleNamespace]) -
     assert calls[1].data_parallel == {"backend": "fsdp2", "frozen": "replicated"} and calls[1].plan == "auto"
     flattened = mesh_of(pp=1, dp_replicate=1, dp_shard=2, cp=2, tp=2)
     flattened["dp_shard", "cp"]._flatten("dp_shard_cp")
-    fsdp2_strategy_parallelize(model, flattened, param_dtype=torch.float16, cpu_offload=True)
+    fsdp2_strategy_parallelize(model, flattened, cpu_offload=True)
     assert calls[2].axes == {"dp_replicate": "dp_replicate", "tp": "tp"}
-    dtypes = calls[2].data_parallel["mixed_precision"]
-    assert (dtypes["param"], dtypes["reduce"], dtypes["output"]) == ("float16", "float32", "float32")
-    assert calls[2].data_parallel["cpu_offload"] is True
-    with pytest.raises(ValueError, match="param_dtype and mp_policy were given"):
-        fsdp2_strategy_parallelize(model, mesh, policy, param_dtype=torch.float16)
+    assert calls[2].data_parallel["cpu_offload"] is True and "mixed_precision" not in calls[2].data_parallel
     with pytest.raises(ValueError, match="cpu_offload and offload_policy were given"):
         fsdp2_strategy_parallelize(model, mesh, None, CPUOffloadPolicy(), cpu_offload=True)
     with pytest.raises(ValueError, match="frozen_multimodal_sharding must be"):
@@ -334,7 +333,7 @@ def test_megatron_fsdp_strategy_parallelize(world: None, calls: list[SimpleNames
         "model.layers.0"
     ]
     older = {
-        "nvfsdp_unit_modules": ["LlamaDecoderLayer"],
+        "fsdp_unit_modules": ["LlamaDecoderLayer"],
         "data_parallel_sharding_strategy": "optim_grads",
         "init_nvfsdp_with_meta_device": True,
         "keep_fp8_transpose_cache_when_using_custom_fsdp": True,
@@ -342,7 +341,7 @@ def test_megatron_fsdp_strategy_parallelize(world: None, calls: list[SimpleNames
         "cp_mesh_name": "cp",
         "tp_mesh_name": "tp",
     }
-    nvfsdp_strategy_parallelize(model, mesh, **older)
+    megatron_fsdp_strategy_parallelize(model, mesh, **older)
     options = calls[1].data_parallel["megatron_fsdp"]
     assert calls[1].data_parallel["units"] == ["model.layers.0"] and options["zero_dp_strategy"] == "optim_grads"
     assert options["init_model_with_meta_device"] and options["keep_fp8_transpose_cache"]
@@ -366,9 +365,17 @@ def test_arguments_have_their_names_and_defaults() -> None:
     ]
     fields = inspect.signature(MegatronFSDPConfig).parameters
     given = inspect.signature(megatron_fsdp_strategy_parallelize).parameters
+    elsewhere = ("activation_checkpointing", "sequence_parallel", "tp_plan", "backend")
     assert {n: p.default for n, p in given.items() if n in fields} == {
-        n: p.default for n, p in fields.items() if n != "activation_checkpointing"
+        n: p.default for n, p in fields.items() if n not in elsewhere
     }
+    assert list(inspect.signature(get_logprobs_from_vocab_parallel_logits).parameters)[:5] == [
+        "vocab_parallel_logits",
+        "input_ids",
+        "seq_index",
+        "chunk_size",
+        "sampling_params",
+    ]
     assert list(inspect.signature(parallelize_model).parameters) == [
         "model",
         "dp_mesh",
@@ -378,26 +385,58 @@ def test_arguments_have_their_names_and_defaults() -> None:
         "activation_checkpointing",
         "cpu_offload",
         "custom_parallel_plan",
+        "logits",
     ]
 
 
-def test_units_of_lists_and_their_unsharding(world: None) -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(
-                [nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Sequential(nn.Linear(8, 8))]
-            )
-            self.head = nn.Linear(8, 8)
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), nn.Sequential(nn.Linear(8, 8))])
+        self.named = nn.ModuleDict({"one": nn.Linear(8, 8), "more": nn.ModuleList([nn.Linear(8, 8)])})
+        self.head = nn.Linear(8, 8)
 
+
+def units_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+def test_units_of_lists_and_their_unsharding(world: None) -> None:
     model, mesh = Nested(), mesh_of(dp=8)
     apply_fsdp_sharding_recursively(model, mesh, MixedPrecisionPolicy(torch.bfloat16), reshard_after_forward=None)
-    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    assert units == ["blocks.0.0", "blocks.0.1", "blocks.1"]
+    assert units_of(model) == ["blocks.0.0", "blocks.0.1", "blocks.1", "named.one", "named.more.0"]
     whole = model.blocks[0][0].weight
     with unshard_fsdp2_model(model) as nothing:
         assert nothing is None and model.blocks[0][0].weight.shape == (8, 8) and model.blocks[0][0].weight is not whole
     assert model.blocks[0][0].weight is whole
+
+
+def test_units_by_another_function_and_without_some_parameters(world: None) -> None:
+    model, seen = Nested(), []
+    left = {model.blocks[1][0].weight}
+
+    def shard(unit: nn.Module, **options: Any) -> nn.Module:
+        seen.append((unit, options["ignored_params"], options["reshard_after_forward"]))
+        return fully_shard(unit, **options)
+
+    apply_fsdp_sharding_recursively(model, mesh_of(dp=8), None, fully_shard_fn=shard, ignored_multimodal_params=left)
+    assert {unit for unit, _, _ in seen} == {model.get_submodule(name) for name in units_of(model)}
+    assert all(ignored == left for _, ignored, _ in seen) and len(seen) == 5
+    assert not isinstance(model.blocks[1][0].weight, DTensor) and isinstance(model.blocks[1][0].bias, DTensor)
+    with pytest.raises(ValueError, match='must be "root", "per_layer" or "replicate"'):
+        apply_fsdp_sharding_recursively(Nested(), mesh_of(dp=8), None, frozen_multimodal_sharding="own")
+
+
+@pytest.mark.parametrize(("word", "units"), [("root", 2), ("per_layer", 4), ("replicate", 2)])
+def test_units_of_frozen_towers(world: None, word: str, units: int) -> None:
+    model = AutoModelForImageTextToText.from_config(small_llava())
+    tower = model.model.vision_tower.requires_grad_(False)
+    apply_fsdp_sharding_recursively(model, mesh_of(dp=8), None, frozen_multimodal_sharding=word)
+    assert len(units_of(model)) == units
+    kept = {parameter for parameter in tower.encoder.parameters() if not isinstance(parameter, DTensor)}
+    assert len(kept) == (0 if word == "per_layer" else len(list(tower.encoder.parameters())))
+    fully_shard(model, mesh=mesh_of(dp=8), ignored_params=kept if word == "replicate" else None)
+    assert all(isinstance(parameter, DTensor) for parameter in tower.encoder.parameters()) == (word != "replicate")
 
 
 # Norms and log-probabilities

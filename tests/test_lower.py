@@ -92,6 +92,8 @@ def test_logits():
         V(-1), I, reduced_model("llama", 2).config.vocab_size
     )
     assert program("llama", logits="sharded").sharded_logits and not program("llama").sharded_logits
+    assert program("llama", logits="as_stored").sharded_logits
+    assert [name for name, one in program("bitnet", logits="sharded").modules.items() if one.logits] == ["lm_head"]
 
 
 def test_both_variants_are_compiled():

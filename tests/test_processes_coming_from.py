@@ -11,8 +11,8 @@ from processes import on_ranks
 from small_models import batch, small_model, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardplan import DDPConfig, FSDP2Config, build_mesh
 from shardplan.compat import (
@@ -36,7 +36,7 @@ def by_manager() -> tuple[nn.Module, nn.Module]:
         sequence_parallel=True, mp_policy=None, activation_checkpointing="selective", enable_fsdp2_prefetch=True
     )
     manager = FSDP2Manager(config, build_mesh(tp=2))
-    assert manager.parallelize(model) is model
+    assert manager.parallelize(model, logits="replicated") is model
     manager.maybe_compile(model)
     return model, model
 
@@ -53,6 +53,33 @@ def by_two_meshes() -> tuple[nn.Module, nn.Module]:
     model = small_model("qwen3")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     return model, parallelize_model(model, mesh["dp"], mesh["tp"], torch.float32, True, True)
+
+
+def by_first_manager() -> tuple[nn.Module, nn.Module]:
+    """The first release's dataclass, positional, with split logits by default."""
+    model = small_model("qwen3")
+    policy = MixedPrecisionPolicy(torch.float32, torch.float32, torch.float32)
+    manager = FSDP2Manager(None, 2, 1, True, policy, None, "gloo")
+    assert manager.parallelize(model) is model and manager.device_mesh["data_parallel"].size() == manager.dp_size == 2
+    assert_split(model)
+    return model, model
+
+
+def by_older_function() -> tuple[nn.Module, nn.Module]:
+    model = small_model("llama")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_parallel", "tensor_parallel"))
+    fsdp2_strategy_parallelize(model, mesh, torch.float32, None, None, False, True)
+    assert_split(model)
+    return model, model
+
+
+def assert_split(model: nn.Module) -> None:
+    """The logits are the unsharded model's, split over the vocabulary."""
+    with torch.no_grad():
+        logits = model(input_ids=batch(7), use_cache=False).logits
+        expected = small_model(model.config.model_type)(input_ids=batch(7), use_cache=False).logits
+    assert isinstance(logits, DTensor) and logits.placements == (Shard(2),)
+    assert relative_error(logits.full_tensor(), expected) <= LIMIT
 
 
 def by_ddp() -> tuple[nn.Module, nn.Module]:
@@ -99,6 +126,8 @@ def run(build: Callable[[], tuple[nn.Module, nn.Module]], name: str, tp: int) ->
     [
         (by_manager, "qwen3", 2),
         (by_function, "llama", 2),
+        (by_first_manager, "qwen3", 2),
+        pytest.param(by_older_function, "llama", 2, marks=pytest.mark.slow),
         pytest.param(by_two_meshes, "qwen3", 2, marks=pytest.mark.slow),
         pytest.param(by_ddp, "llama", 1, marks=pytest.mark.slow),
         pytest.param(by_lists, "llama", 1, marks=pytest.mark.slow),

@@ -52,7 +52,8 @@ def compile_plan(
         model, plan: as for `validate`.
         mesh: a DeviceMesh with axis names, or the sizes alone, `{"tp": 8}`.
         sequence_parallel: lay the plan's overlay over it; with tp 1 there is nothing to split.
-        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits.
+        logits: "plan", or the output head with whole ("replicated") or vocabulary-split ("sharded") logits; "as_stored": split where
+            the plan splits the head over the vocabulary, else whole.
         data_parallel, activation_checkpointing, compile: a mapping overrides fields of the plan's section, False
             leaves the section out, True takes its defaults (on the plan's data-parallel units, wrapped or not), None is as
             the plan says.

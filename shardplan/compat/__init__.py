@@ -1,6 +1,7 @@
 """The names that scripts of NeMo Automodel and NeMo-RL use, each a few lines over shardplan. docs/coming-from.md says
 where they differ."""
 
+from shardplan.model.packed import patch_is_packed_sequence as _patch_is_packed_sequence_for_training
 from shardplan.runtime.training import to_local_if_dtensor
 
 from .configs import DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig, to_dict
@@ -8,6 +9,7 @@ from .gradient_norms import clip_grad_by_total_norm_, get_grad_norm
 from .imports import import_class_from_path, import_classes_from_paths
 from .logprobs import TrainingSamplingParams, apply_temperature_scaling, get_logprobs_from_vocab_parallel_logits
 from .managers import DDPManager, FSDP2Manager, MegatronFSDPManager
+from .multimodal import CpVisionFrameShardingConfig, MultimodalDistributedConfig, MultimodalVisionConfig
 from .strategies import (
     _parallelize_model,
     apply_fsdp2_sharding_recursively,
@@ -22,6 +24,7 @@ from .torch_plans import get_hf_tp_shard_plan, translate_to_torch_parallel_style
 from .trainers import adopt
 
 __all__ = [
+    "CpVisionFrameShardingConfig",
     "DDPConfig",
     "DDPManager",
     "DistributedConfig",
@@ -29,8 +32,11 @@ __all__ = [
     "FSDP2Manager",
     "MegatronFSDPConfig",
     "MegatronFSDPManager",
+    "MultimodalDistributedConfig",
+    "MultimodalVisionConfig",
     "TrainingSamplingParams",
     "_parallelize_model",
+    "_patch_is_packed_sequence_for_training",
     "adopt",
     "apply_fsdp2_sharding_recursively",
     "apply_fsdp_sharding_recursively",

@@ -17,6 +17,7 @@ from shardplan.core.suggest import closest
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.autocast import ALLOWED as AUTOCAST
 
+from .multimodal import MultimodalDistributedConfig, check_scope, layers_of, read_multimodal
 from .policies import check_names, name_of, plain, read_dtype, read_policy
 
 Checkpointing = bool | Literal["full", "selective"]
@@ -35,7 +36,7 @@ def default_policy() -> MixedPrecisionPolicy:
 class Config:
     """What the configs have in common. They can be changed, and are checked whenever they are used."""
 
-    backend: ClassVar[str]
+    strategy: ClassVar[str]  # the backend of `data_parallel`; the field `backend` is the process group's
 
     def __post_init__(self) -> None:
         self.check()
@@ -75,26 +76,29 @@ class Config:
         raise NotImplementedError
 
     def _check_flags(self) -> None:
-        """The fields whose default is a bool hold one, unless they are words too."""
+        """The fields whose default is a bool hold one, unless they are words too; `backend` is a text."""
+        backend = getattr(self, "backend", None)
+        if not isinstance(backend, str):
+            raise TypeError(f'backend must be the process group\'s, such as "nccl", not {backend!r}')
         for one in fields(self):
             value = getattr(self, one.name)
             if isinstance(one.default, bool) and one.name != "activation_checkpointing" and not isinstance(value, bool):
                 raise TypeError(f"{one.name} must be True or False, not {value!r}")
 
 
-def _checkpointing(mode: Checkpointing) -> dict[str, Any] | None:
+def _checkpointing(mode: Checkpointing, model: nn.Module, scope: Any = "all") -> dict[str, Any] | None:
     """The section; None leaves it to the plan."""
-    return {"mode": "selective" if mode == "selective" else "full"} if mode else None
+    if not mode:
+        return None
+    layers = layers_of(model, check_scope(scope))
+    section: dict[str, Any] = {"mode": "selective" if mode == "selective" else "full"}
+    return section if layers is None else {**section, "modules": layers}
 
 
 def _check_checkpointing(mode: Any, scope: Any) -> None:
     if not (isinstance(mode, bool) or mode in ("full", "selective")):
         raise ValueError(f'activation_checkpointing must be True, False, "full" or "selective", not {mode!r}')
-    if scope not in ("all", ["all"], ("all",), None):
-        raise ValueError(
-            f"activation_checkpointing_scope must be 'all', not {scope!r}: which modules are a model's language, vision "
-            "or audio part is declared by names, in the plan: `activation_checkpointing: {modules: [...]}`"
-        )
+    check_scope(scope)
 
 
 def _check_depth(value: Any, name: str) -> None:
@@ -114,15 +118,18 @@ class FSDP2Config(Config):
         mp_policy: FSDP2's dtypes; None keeps what the plan says, else the model's dtypes.
         offload_policy: None is as the plan says.
         activation_checkpointing: of the data-parallel units; False is as the plan says.
-        activation_checkpointing_scope: "all".
+        activation_checkpointing_scope: "all" is the data-parallel units; "language", "vision", "audio" or a list of them are the layers
+            of these parts, which transformers' `get_encoder` and `get_decoder` tell apart.
+        multimodal: policies for frozen towers.
         defer_fsdp_grad_sync: `FSDP2Manager.micro_batches` reduces gradients at the last micro-batch alone.
         reshard_after_forward: None is as the plan says, which is all but the last unit by default.
         enable_async_tensor_parallel: needs sequence_parallel; compiles too.
         enable_compile: compile each data-parallel unit.
         enable_fsdp2_prefetch: gather as many units ahead as the two depths say; False leaves it to the plan.
+        backend: of the process group.
     """
 
-    backend: ClassVar[str] = "fsdp2"
+    strategy: ClassVar[str] = "fsdp2"
 
     sequence_parallel: bool = False
     tp_plan: Any = None
@@ -131,7 +138,7 @@ class FSDP2Config(Config):
     offload_policy: OffloadPolicy | None = None
     autocast_dtype: torch.dtype | None = None
     activation_checkpointing: Checkpointing = False
-    activation_checkpointing_scope: str | list[str] | tuple[str, ...] = "all"
+    activation_checkpointing_scope: str | list[str] | tuple[str, ...] | None = "all"
     defer_fsdp_grad_sync: bool = True
     reshard_after_forward: bool | None = None
     enable_async_tensor_parallel: bool = False
@@ -139,12 +146,15 @@ class FSDP2Config(Config):
     enable_fsdp2_prefetch: bool = False
     fsdp2_backward_prefetch_depth: int = 2
     fsdp2_forward_prefetch_depth: int = 1
+    multimodal: MultimodalDistributedConfig = field(default_factory=MultimodalDistributedConfig)
+    backend: str = "nccl"
 
     def check(self) -> None:
         self._check_flags()
         self.mp_policy = read_policy(self.mp_policy, (MixedPrecisionPolicy,), "mp_policy")
         self.offload_policy = read_policy(self.offload_policy, (OffloadPolicy,), "offload_policy")
         self.autocast_dtype = read_dtype(self.autocast_dtype, "autocast_dtype", AUTOCAST)
+        self.multimodal = read_multimodal(self.multimodal)
         _check_checkpointing(self.activation_checkpointing, self.activation_checkpointing_scope)
         for name in ("fsdp2_backward_prefetch_depth", "fsdp2_forward_prefetch_depth"):
             _check_depth(getattr(self, name), name)
@@ -158,8 +168,10 @@ class FSDP2Config(Config):
         asynchronous = {"async_tensor_parallel": True} if self.enable_async_tensor_parallel else {}
         return {
             "sequence_parallel": self.sequence_parallel,
-            "data_parallel": {"backend": self.backend, **self._wrapping()},
-            "activation_checkpointing": _checkpointing(self.activation_checkpointing),
+            "data_parallel": {"backend": self.strategy, **self._wrapping()},
+            "activation_checkpointing": _checkpointing(
+                self.activation_checkpointing, model, self.activation_checkpointing_scope
+            ),
             "compile": asynchronous if asynchronous or self.enable_compile else None,
             "autocast_dtype": self.autocast_dtype,
             "patch_is_packed_sequence": self.patch_is_packed_sequence,
@@ -180,6 +192,8 @@ class FSDP2Config(Config):
         if self.enable_fsdp2_prefetch:
             depths = {"forward": self.fsdp2_forward_prefetch_depth, "backward": self.fsdp2_backward_prefetch_depth}
             section["prefetch"] = depths
+        if self.multimodal.frozen_sharding == "replicate":
+            section["frozen"] = "replicated"
         return section
 
 
@@ -188,6 +202,7 @@ class MegatronFSDPConfig(Config):
     """Megatron-FSDP (the package megatron-fsdp).
 
     Args:
+        sequence_parallel, tp_plan: must be False and None.
         megatron_fsdp_unit_modules: the classes of units, by import path or name; None is the units of the plan. Nothing
             is imported: they are looked for among the modules.
         zero_dp_strategy: 0 to 3, or the package's words for them.
@@ -195,12 +210,15 @@ class MegatronFSDPConfig(Config):
         check_for_nan_in_grad: without effect, as in the package, which no longer has such a check:
             report_nan_in_param_grad checks.
         activation_checkpointing: of the data-parallel units; False is as the plan says.
+        backend: of the process group.
 
     The other fields are those of the plan's `data_parallel.megatron_fsdp`.
     """
 
-    backend: ClassVar[str] = "megatron_fsdp"
+    strategy: ClassVar[str] = "megatron_fsdp"
 
+    sequence_parallel: bool = False
+    tp_plan: Any = None
     megatron_fsdp_unit_modules: list[str] | None = None
     zero_dp_strategy: int | str = 3
     init_fsdp_with_meta_device: bool = False
@@ -217,9 +235,18 @@ class MegatronFSDPConfig(Config):
     nccl_ub: bool = False
     fsdp_double_buffer: bool = False
     activation_checkpointing: bool = False
+    backend: str = "nccl"
 
     def check(self) -> None:
         self._check_flags()
+        if self.sequence_parallel:
+            raise ValueError(
+                f"the backend {self.strategy} does not work with sequence parallelism: set sequence_parallel=False"
+            )
+        if self.tp_plan is not None:
+            raise ValueError(
+                "MegatronFSDPConfig takes no tp_plan: give it to MegatronFSDPManager as custom_tp_plan, or use FSDP2Config"
+            )
         if isinstance(self.zero_dp_strategy, bool) or self.zero_dp_strategy not in (*range(4), *ZERO):
             words = ", ".join(f"{i} ({word})" for i, word in enumerate(ZERO))
             raise ValueError(f"zero_dp_strategy must be one of {words}, not {self.zero_dp_strategy!r}")
@@ -234,12 +261,12 @@ class MegatronFSDPConfig(Config):
         values["check_for_nan_in_grad"] = self.report_nan_in_param_grad
         if self.init_fsdp_with_meta_device:
             values["init_model_with_meta_device"] = True
-        section = {"backend": self.backend, "megatron_fsdp": values}
+        section = {"backend": self.strategy, "megatron_fsdp": values}
         if self.megatron_fsdp_unit_modules is not None:
             section["units"] = units_of_classes(model, self.megatron_fsdp_unit_modules)
         return {
             "data_parallel": section,
-            "activation_checkpointing": _checkpointing(self.activation_checkpointing),
+            "activation_checkpointing": _checkpointing(self.activation_checkpointing, model),
         }
 
 
@@ -272,23 +299,25 @@ class DDPConfig(Config):
 
     Args:
         activation_checkpointing: of the plan's data-parallel units; False is as the plan says.
-        activation_checkpointing_scope: "all".
+        activation_checkpointing_scope: as for FSDP2Config.
         autocast_dtype: an argument of `apply_plan`.
         bucket_cap_mb: whole MiB; None is torch's own.
+        backend: of the process group.
 
     The other fields are those of the plan's `data_parallel.ddp`.
     """
 
-    backend: ClassVar[str] = "ddp"
+    strategy: ClassVar[str] = "ddp"
 
     activation_checkpointing: Checkpointing = False
-    activation_checkpointing_scope: str | list[str] | tuple[str, ...] = "all"
+    activation_checkpointing_scope: str | list[str] | tuple[str, ...] | None = "all"
     broadcast_buffers: bool = False
     find_unused_parameters: bool = False
     static_graph: bool = False
     bucket_cap_mb: float | None = None
     gradient_as_bucket_view: bool = False
     autocast_dtype: torch.dtype | None = None
+    backend: str = "nccl"
 
     def check(self) -> None:
         self._check_flags()
@@ -304,8 +333,10 @@ class DDPConfig(Config):
         if self.bucket_cap_mb is not None:
             values["bucket_cap_mb"] = int(self.bucket_cap_mb)
         return {
-            "data_parallel": {"backend": self.backend, "ddp": values},
-            "activation_checkpointing": _checkpointing(self.activation_checkpointing),
+            "data_parallel": {"backend": self.strategy, "ddp": values},
+            "activation_checkpointing": _checkpointing(
+                self.activation_checkpointing, model, self.activation_checkpointing_scope
+            ),
             "autocast_dtype": self.autocast_dtype,
         }
 

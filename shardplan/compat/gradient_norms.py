@@ -16,11 +16,13 @@ def get_grad_norm(
     tp_group: ProcessGroup | None = None,
     norm_type: float = 2,
     dtype: torch.dtype = torch.float32,
+    *,
+    dp_group: ProcessGroup | None = None,
 ) -> float:
     """`shardplan.get_grad_norm` as a number.
 
     Args:
-        dp_cp_group, tp_group: not needed: the parameters' placements tell what is where, and each element counts once.
+        dp_group, dp_cp_group, tp_group: not needed: the parameters' placements tell what is where, and each element counts once.
         dtype: float32, in which it is computed; gradients in float64 stay so.
 
     Raises:

@@ -10,11 +10,15 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import Optimizer
 
+from shardplan.compiler.overrides import Logits
+from shardplan.core.mesh import Axis
 from shardplan.runtime.apply import applied, build_mesh, micro_batches
+from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.parallel.process_groups import flatten
 from shardplan.styles.backends import BACKENDS
 
 from .configs import SIZES, DDPConfig, DistributedConfig, FSDP2Config, MegatronFSDPConfig
@@ -29,7 +33,8 @@ class Manager:
 
     `Manager(config, device_mesh)` takes what there is; `Manager(dp_size=..., tp_size=..., backend=..., ...)` builds the
     mesh from sizes, of which dp_size may be None (or 0, or below), and takes the fields of the config as well. Without
-    a process group, which torchrun's processes then have to make, it makes one, and destroys that at exit.
+    a process group, which torchrun's processes then have to make, it makes one, and destroys that at exit. The fields of
+    the config are attributes of the manager, and the sizes where it was made from them.
 
     Args:
         config: None is its defaults.
@@ -56,7 +61,7 @@ class Manager:
         moe_mesh: DeviceMesh | None = None,
         **older: Any,
     ):
-        backend = BACKENDS[self.config_type.backend]
+        backend = BACKENDS[self.config_type.strategy]
         if moe_mesh is not None and not backend.experts:
             raise ValueError(f"moe_mesh must be None: the backend {backend.name} has no expert parallelism")
         self.tp_plan: Any = None
@@ -64,20 +69,26 @@ class Manager:
             raise TypeError(f"give a config and a mesh, or sizes and flags, not both: {', '.join(older)}")
         if config is None and device_mesh is None:
             config, device_mesh = self._from_sizes(**older)
+            self._note_sizes(device_mesh)
         config = self.config_type() if config is None else config
         if not isinstance(config, self.config_type):
             raise TypeError(f"{type(self).__name__} takes a {self.config_type.__name__}, not {config!r}")
         self.config, self.moe_mesh = config, moe_mesh
         self.device_mesh = self._without_mesh() if device_mesh is None else device_mesh
-        self.tp_plan = getattr(config, "tp_plan", self.tp_plan)
+        self.tp_plan = config.tp_plan if isinstance(config, FSDP2Config) else self.tp_plan
 
-    def parallelize(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module, *, logits: Logits | None = None) -> nn.Module:
         """The model with its plan applied, compiled layers among it. Make the optimizer afterwards.
+
+        Args:
+            logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are split
+                over the vocabulary, where the plan splits its head.
 
         Raises:
             PlanError, ValueError, RuntimeError: as `apply_plan`.
         """
-        return parallelize(model, self.device_mesh, self.config, self.tp_plan, moe_mesh=self.moe_mesh)
+        mesh, moe_mesh = self.device_mesh, self.moe_mesh
+        return parallelize(model, mesh, self.config, self.tp_plan, moe_mesh=moe_mesh, logits=logits)
 
     def maybe_compile(self, model: nn.Module) -> None:
         """Nothing is left to do: `parallelize` compiles, with names as they were.
@@ -92,37 +103,74 @@ class Manager:
         one reduces its gradients."""
         return micro_batches(model, batches) if getattr(self.config, "defer_fsdp_grad_sync", True) else iter(batches)
 
+    def __getattr__(self, name: str) -> Any:
+        """The fields of the config are attributes too."""
+        if name.startswith("__") or name == "config" or name not in {one.name for one in fields(self.config_type)}:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.config, name)
+
+    def _note_sizes(self, mesh: DeviceMesh) -> None:
+        """The sizes are attributes where the manager was made from them, all known by now."""
+        sizes = read_mesh(mesh).sizes
+        self.world_size, self.tp_size, self.cp_size = dist.get_world_size(), sizes.of(Axis.TP), sizes.cp
+        self.dp_size = sizes.dp_replicate * sizes.dp_shard
+
     def _without_mesh(self) -> DeviceMesh:
         raise TypeError(f"{type(self).__name__} needs a device_mesh: shardplan.build_mesh makes one")
 
     def _from_sizes(
         self, *, backend: str = "nccl", world_size: int | None = None, use_hf_tp_plan: bool = False, **given: Any
     ) -> tuple[DistributedConfig, DeviceMesh]:
-        plans = ["custom_tp_plan"] if "tp" in BACKENDS[self.config_type.backend].splits else []
+        plans = ["custom_tp_plan"] if "tp" in BACKENDS[self.config_type.strategy].splits else []
         names = [one.name for one in fields(self.config_type)]
         ignored = ["sequence_parallel"] if "sequence_parallel" not in names else []
         for size in SIZES:
             if size in given and size not in self.sizes and (given[size] or 1) > 1:
-                raise ValueError(f"{size} is {given[size]}: the backend {self.config_type.backend} has no such axis")
+                raise ValueError(f"{size} is {given[size]}: the backend {self.config_type.strategy} has no such axis")
         check_names(given, [*SIZES, *plans, *names, *ignored], type(self).__name__)
         sizes = {name: given.pop(name) for name in SIZES if name in given}
         if ignored and given.pop("sequence_parallel", False):
-            raise ValueError(f"the backend {self.config_type.backend} does not work with sequence parallelism")
+            raise ValueError(f"the backend {self.config_type.strategy} does not work with sequence parallelism")
         plan = given.pop("custom_tp_plan", None)
         if use_hf_tp_plan and (plan is not None or given.get("tp_plan") is not None):
             raise ValueError("use_hf_tp_plan and a plan were given: give one of them")
         self.tp_plan = plan = "hf" if use_hf_tp_plan else plan
-        config = self.config_type.from_dict({**self.older_defaults, **given})
-        if plan is not None and hasattr(config, "tp_plan"):
+        given = {name: value for name, value in given.items() if name != "mp_policy" or value is not None}
+        config = self.config_type.from_dict({**self.older_defaults, **given, "backend": backend})
+        if plan is not None and isinstance(config, FSDP2Config):
             config.tp_plan = plan
         own_process_group(backend)
         if world_size is not None and world_size != dist.get_world_size():
             raise ValueError(f"world_size is {world_size}, but the process group has {dist.get_world_size()} ranks")
         device = "cuda" if backend == "nccl" else "cpu"
-        return config, self._mesh(device, **sizes)
+        return config, self._mesh(device, first=not {*given, *sizes}.difference(FIRST) and plan is None, **sizes)
 
-    def _mesh(self, device: str, **sizes: int | None) -> DeviceMesh:
-        return mesh_of_sizes(device, **sizes)
+    def _mesh(self, device: str, first: bool, **sizes: int | None) -> DeviceMesh:
+        return first_mesh(device, **sizes) if first else mesh_of_sizes(device, **sizes)
+
+
+# The fields of the first release's dataclass, in their order; a manager of these alone has that release's mesh.
+FIRST = ("dp_size", "tp_size", "cp_size", "sequence_parallel", "mp_policy", "offload_policy", "backend", "world_size")
+
+
+def first_mesh(device: str, dp_size: int | None = None, tp_size: int | None = 1, cp_size: int | None = 1) -> DeviceMesh:
+    """The mesh of NeMo Automodel's first release: data_parallel, context_parallel, tensor_parallel, all of them always, and dp_cp
+    flattened where there is more than one context-parallel rank.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of ranks.
+    """
+    tp, cp = (size if size is not None and size > 0 else 1 for size in (tp_size, cp_size))
+    ranks = dist.get_world_size()
+    dp = dp_size if dp_size is not None and dp_size > 0 else ranks // (tp * cp)
+    if dp * tp * cp != ranks:
+        raise ValueError(f"dp_size {dp} x cp_size {cp} x tp_size {tp} is {dp * cp * tp}, but there are {ranks} ranks")
+    mesh = init_device_mesh(
+        device, (dp, cp, tp), mesh_dim_names=("data_parallel", "context_parallel", "tensor_parallel")
+    )
+    if cp > 1:
+        flatten(mesh, ("data_parallel", "context_parallel"), "dp_cp")
+    return mesh
 
 
 def mesh_of_sizes(
@@ -172,6 +220,32 @@ class FSDP2Manager(Manager):
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, torch.bfloat16, cast_forward_inputs=True)
     }
 
+    def __init__(self, *places: Any, **named: Any):
+        if (
+            any(isinstance(place, int) for place in places[:2]) or len(places) > 3
+        ):  # the first release's fields, in their order
+            if len(places) > len(FIRST):
+                raise TypeError(f"FSDP2Manager has {len(FIRST)} fields: {', '.join(FIRST)}; give others by keyword")
+            twice = [name for name in FIRST[: len(places)] if name in named]
+            if twice:
+                raise TypeError(f"{twice[0]} was given twice")
+            places, named = (), {**dict(zip(FIRST, places, strict=False)), **named}
+        super().__init__(*places, **named)
+
+    def parallelize(self, model: nn.Module, use_hf_tp_plan: bool = False, *, logits: Logits | None = None) -> nn.Module:
+        """The model with its plan applied, as for all managers.
+
+        Args:
+            use_hf_tp_plan: take the plan that transformers has for the model.
+
+        Raises:
+            ValueError: beside a plan of the manager's own. PlanError, ValueError, RuntimeError: as `apply_plan`.
+        """
+        if use_hf_tp_plan and self.tp_plan not in (None, "hf"):
+            raise ValueError("use_hf_tp_plan and a plan were given: give one of them")
+        self.tp_plan = "hf" if use_hf_tp_plan else self.tp_plan
+        return super().parallelize(model, logits=logits)
+
 
 class MegatronFSDPManager(Manager):
     """Megatron-FSDP, with tensor parallelism. It needs CUDA."""
@@ -179,17 +253,23 @@ class MegatronFSDPManager(Manager):
     config_type = MegatronFSDPConfig
     sizes = ("dp_size", "tp_size", "cp_size")
 
-    def parallelize(self, model: nn.Module, optimizer: Optimizer | None = None) -> nn.Module:
+    def _mesh(self, device: str, first: bool, **sizes: int | None) -> DeviceMesh:
+        return mesh_of_sizes(device, **sizes)
+
+    def parallelize(
+        self, model: nn.Module, optimizer: Optimizer | None = None, *, logits: Logits | None = None
+    ) -> nn.Module:
         """The wrapped model, also where NeMo Automodel returns a pair.
 
         Args:
             optimizer: must be None.
+            logits: as for the other managers.
 
         Raises:
             ValueError: an optimizer, which would be of parameters that are replaced.
         """
         refuse_optimizer(optimizer)
-        return super().parallelize(model)
+        return super().parallelize(model, logits=logits)
 
 
 class DDPManager(Manager):
@@ -201,7 +281,7 @@ class DDPManager(Manager):
     def _without_mesh(self) -> DeviceMesh:
         return build_mesh(dp_shard=1, dp_replicate=None)
 
-    def _mesh(self, device: str, **sizes: int | None) -> DeviceMesh:
+    def _mesh(self, device: str, first: bool, **sizes: int | None) -> DeviceMesh:
         return build_mesh(dp_shard=1, dp_replicate=sizes.get("dp_size"), device_type=device)
 
 

@@ -9,10 +9,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.api import apply_plan, convert_plan
+from shardplan.compiler.overrides import Logits
 from shardplan.compiler.user_inputs import AnyPlan
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import canonical_axis
 from shardplan.core.plan import Plan
+from shardplan.model.adapters import unwrapped
 from shardplan.report import text
 
 from .configs import DistributedConfig
@@ -56,6 +58,7 @@ def parallelize(
     plan: AnyPlan | None = None,
     axes: Mapping[str, str] | None = None,
     moe_mesh: DeviceMesh | None = None,
+    logits: Logits | None = None,
     **data_parallel: Any,
 ) -> nn.Module:
     """Apply a plan with what a config says.
@@ -63,11 +66,22 @@ def parallelize(
     Args:
         plan: as for `plan_for`.
         axes, moe_mesh: as for `apply_plan`.
+        logits: as for `apply_plan`; None: `logits_for`.
         data_parallel: more fields of that section.
     """
     arguments = config.arguments(model)
     arguments["data_parallel"] |= data_parallel
-    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, moe_mesh=moe_mesh, **arguments)
+    logits = logits_for(model, plan) if logits is None else logits
+    return apply_plan(model, mesh, plan_for(model, plan), axes=axes, moe_mesh=moe_mesh, logits=logits, **arguments)
+
+
+def logits_for(model: nn.Module, plan: AnyPlan | None) -> Logits:
+    """Which logits a model returns where nothing is said: split over the vocabulary, for a causal language model whose plan is not the
+    caller's own; the loss of others does not take them."""
+    own = plan is not None and plan != "hf"
+    encoded = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    causal = getattr(unwrapped(model), "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration") and not encoded
+    return "as_stored" if causal and not own else "plan"
 
 
 def axes_of(mesh: DeviceMesh, **names: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -53,10 +53,25 @@ def read_policy(value: Any, kinds: tuple[type, ...], what: str) -> Any:
     """
     if isinstance(value, Mapping):
         value = _from_mapping(value, what)
+    if isinstance(value, type) and issubclass(value, kinds):
+        raise TypeError(f"{what} must be an instance of {value.__name__}, not the class: write {value.__name__}()")
+    if isinstance(value, MixedPrecisionPolicy):
+        _check_dtypes(value, what)
     if value is not None and not isinstance(value, kinds):
         names = " or ".join(kind.__name__ for kind in kinds)
         raise TypeError(f"{what} must be a {names} or None, not {value!r}")
     return value
+
+
+def _check_dtypes(policy: MixedPrecisionPolicy, what: str) -> None:
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        value = getattr(policy, name)
+        if not (value is None or (isinstance(value, torch.dtype) and name_of(value) in DTYPES)):
+            raise ValueError(
+                f"{what}: {name} must be {', '.join(f'torch.{dtype}' for dtype in DTYPES)} or None, not {value!r}"
+            )
+    if not isinstance(policy.cast_forward_inputs, bool):
+        raise ValueError(f"{what}: cast_forward_inputs must be True or False, not {policy.cast_forward_inputs!r}")
 
 
 def _from_mapping(value: Mapping[str, Any], what: str) -> Any:
@@ -79,6 +94,8 @@ def plain(value: Any) -> Any:
     if type(value) in TARGETS.values():
         target = next(name for name, policy in TARGETS.items() if policy is type(value))
         return {"_target_": target} | {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
         return list(value)
     return value

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
+from shardplan.compiler.overrides import Logits
 from shardplan.compiler.user_inputs import AnyPlan
 from shardplan.language import parse_plan
 from shardplan.runtime.apply.fsdp2 import shard_units
@@ -21,26 +22,12 @@ from shardplan.runtime.training import unshard
 
 from .configs import Checkpointing, FSDP2Config, MegatronFSDPConfig
 from .managers import refuse_optimizer
+from .multimodal import FrozenSharding, MultimodalDistributedConfig, check_frozen, frozen_towers
+from .older_forms import with_older_form
 from .parallelize import axes_of, parallelize
 
 
-def _policies(
-    mp_policy: MixedPrecisionPolicy | None,
-    offload_policy: OffloadPolicy | None,
-    param_dtype: torch.dtype | None,
-    cpu_offload: bool,
-) -> tuple[MixedPrecisionPolicy | None, OffloadPolicy | None]:
-    if param_dtype is not None:
-        if mp_policy is not None:
-            raise ValueError("param_dtype and mp_policy were given: give one of them")
-        mp_policy = MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
-    if cpu_offload:
-        if offload_policy is not None:
-            raise ValueError("cpu_offload and offload_policy were given: give one of them")
-        offload_policy = CPUOffloadPolicy(pin_memory=False)
-    return mp_policy, offload_policy
-
-
+@with_older_form
 def fsdp2_strategy_parallelize(
     model: nn.Module,
     device_mesh: DeviceMesh,
@@ -58,14 +45,16 @@ def fsdp2_strategy_parallelize(
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
     reshard_after_forward: bool | None = None,
-    activation_checkpointing_scope: str = "all",
-    frozen_multimodal_sharding: Literal["root", "per_layer", "replicate"] = "root",
+    activation_checkpointing_scope: str | list[str] | tuple[str, ...] | None = "all",
+    frozen_multimodal_sharding: FrozenSharding = "root",
     *,
-    param_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     moe_mesh: DeviceMesh | None = None,
+    logits: Logits | None = None,
 ) -> nn.Module:
     """Apply a plan with FSDP2.
+
+    The older form, (model, device_mesh, param_dtype, mp_policy, offload_policy, ...), is taken too: `older_forms`.
 
     Args:
         device_mesh: as for `apply_plan`, or with the axis names that are given. What was flattened is read off its axes.
@@ -73,20 +62,20 @@ def fsdp2_strategy_parallelize(
         tp_shard_plan: None: the built-in plan for the model. Else a plan of ours, or a dictionary to styles, the import
             path of one or of a function that returns one, "hf".
         frozen_multimodal_sharding: "replicate" holds frozen parameters whole on every rank; else as the plan says.
-        param_dtype: short for a policy that computes in it, and reduces and returns float32.
         cpu_offload: short for a CPUOffloadPolicy without pinned memory.
         moe_mesh: the axes (ep_shard, ep) over the mesh's ranks, as for `apply_plan`; None: no expert parallelism.
+        logits: as for `apply_plan`; None: a causal language model whose plan is not the caller's own returns logits that are
+            split over the vocabulary, where the plan splits its head.
 
     The other arguments are fields of `FSDP2Config`.
 
     Raises:
         ValueError, TypeError: a wrong argument. PlanError, RuntimeError: as `apply_plan`.
     """
-    if frozen_multimodal_sharding not in ("root", "per_layer", "replicate"):
-        raise ValueError(
-            f'frozen_multimodal_sharding must be "root", "per_layer" or "replicate", not {frozen_multimodal_sharding!r}'
-        )
-    mp_policy, offload_policy = _policies(mp_policy, offload_policy, param_dtype, cpu_offload)
+    check_frozen(frozen_multimodal_sharding, "frozen_multimodal_sharding")
+    if cpu_offload and offload_policy is not None:
+        raise ValueError("cpu_offload and offload_policy were given: give one of them")
+    offload_policy = CPUOffloadPolicy(pin_memory=False) if cpu_offload else offload_policy
     config = FSDP2Config(
         sequence_parallel=sequence_parallel,
         mp_policy=mp_policy,
@@ -99,10 +88,11 @@ def fsdp2_strategy_parallelize(
         enable_fsdp2_prefetch=enable_fsdp2_prefetch,
         fsdp2_backward_prefetch_depth=fsdp2_backward_prefetch_depth,
         fsdp2_forward_prefetch_depth=fsdp2_forward_prefetch_depth,
+        multimodal=MultimodalDistributedConfig(frozen_multimodal_sharding),
     )
     names = {"dp_replicate": dp_replicate_mesh_name, "dp_shard": dp_shard_cp_mesh_name, "tp": tp_mesh_name}
-    frozen = {"frozen": "replicated"} if frozen_multimodal_sharding == "replicate" else {}
-    return parallelize(model, device_mesh, config, tp_shard_plan, axes_of(device_mesh, **names), moe_mesh, **frozen)
+    axes = axes_of(device_mesh, **names)
+    return parallelize(model, device_mesh, config, tp_shard_plan, axes, moe_mesh, logits)
 
 
 def parallelize_model(
@@ -114,13 +104,15 @@ def parallelize_model(
     activation_checkpointing: bool = False,
     cpu_offload: bool = False,
     custom_parallel_plan: AnyPlan | None = None,
+    *,
+    logits: Logits | None = None,
 ) -> nn.Module:
     """Apply a plan with FSDP2, from a data-parallel and a tensor-parallel mesh, as NeMo-RL's `_parallelize_model` does.
 
     Args:
         dp_mesh, tp_mesh: slices of one mesh, which they make up together; dp_mesh may be of several axes, or flat.
         param_dtype: layers compute in it; gradients are reduced, and results returned, in float32.
-        custom_parallel_plan: as `tp_shard_plan` of `fsdp2_strategy_parallelize`.
+        custom_parallel_plan, logits: as `tp_shard_plan` and `logits` of `fsdp2_strategy_parallelize`.
 
     Raises:
         ValueError: meshes that are not slices of one, or leave ranks out.
@@ -135,12 +127,13 @@ def parallelize_model(
     return fsdp2_strategy_parallelize(
         model,
         mesh,
+        logits=logits,
         sequence_parallel=sequence_parallel,
         activation_checkpointing=activation_checkpointing,
         tp_shard_plan=custom_parallel_plan,
         tp_mesh_name=tp_mesh.mesh_dim_names[0],
         enable_fsdp2_prefetch=False,
-        param_dtype=param_dtype,
+        mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.float32, output_dtype=torch.float32),
         cpu_offload=cpu_offload,
         dp_shard_cp_mesh_name=dp_mesh.mesh_dim_names[0] if dp_mesh.ndim == 1 else "dp_shard_cp",
     )
@@ -182,13 +175,15 @@ def megatron_fsdp_strategy_parallelize(
     fsdp_double_buffer: bool = False,
     dp_shard_dim: str = "dp",
     tp_dim: str = "tp",
+    *,
+    logits: Logits | None = None,
     **older: Any,
 ) -> nn.Module:
     """Apply a plan with Megatron-FSDP. Returns the model, never a pair.
 
     Args:
         optimizer: must be None: `applied(model).wrap_optimizer` wraps one that is made afterwards.
-        tp_shard_plan: as for `fsdp2_strategy_parallelize`.
+        tp_shard_plan, logits: as for `fsdp2_strategy_parallelize`.
         dp_shard_dim, tp_dim: names of the mesh's axes.
         older: the same arguments under older names (`OLDER`), and `cp_mesh_name`.
 
@@ -202,14 +197,57 @@ def megatron_fsdp_strategy_parallelize(
         if name != "cp_mesh_name" and name not in OLDER:
             raise TypeError(f"megatron_fsdp_strategy_parallelize() has no argument {name!r}")
     given |= {OLDER[name]: value for name, value in older.items() if name in OLDER}
+    given.pop("logits")
     refuse_optimizer(given.pop("optimizer"))
     plan = given.pop("tp_shard_plan")
     names = {"dp_shard": given.pop("dp_shard_dim"), "tp": given.pop("tp_dim")}
     names |= {"cp": older["cp_mesh_name"]} if "cp_mesh_name" in older else {}
-    return parallelize(model, device_mesh, MegatronFSDPConfig(**given), plan, axes_of(device_mesh, **names))
+    config, axes = MegatronFSDPConfig(**given), axes_of(device_mesh, **names)
+    return parallelize(model, device_mesh, config, plan, axes, logits=logits)
 
 
-nvfsdp_strategy_parallelize = megatron_fsdp_strategy_parallelize
+def nvfsdp_strategy_parallelize(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    optimizer: Optimizer | None = None,
+    nvfsdp_unit_modules: list[str] | None = None,
+    tp_shard_plan: AnyPlan | None = None,
+    data_parallel_sharding_strategy: str = "optim_grads_params",
+    init_nvfsdp_with_meta_device: bool = False,
+    grad_reduce_in_fp32: bool = False,
+    preserve_fp32_weights: bool = False,
+    overlap_grad_reduce: bool = True,
+    overlap_param_gather: bool = True,
+    check_for_nan_in_grad: bool = True,
+    average_in_collective: bool = False,
+    disable_bucketing: bool = False,
+    calculate_per_token_loss: bool = False,
+    keep_fp8_transpose_cache_when_using_custom_fsdp: bool = False,
+    nccl_ub: bool = False,
+    fsdp_double_buffer: bool = False,
+    dp_mesh_name: str = "dp",
+    cp_mesh_name: str = "cp",
+    tp_mesh_name: str = "tp",
+    *,
+    logits: Logits | None = None,
+) -> nn.Module:
+    """`megatron_fsdp_strategy_parallelize` under the name and with the arguments of older releases.
+
+    Args:
+        data_parallel_sharding_strategy: "optim_grads_params", or one of the backend's other words. "params" and "grads_params"
+            are the same as "optim_grads_params": the backend shards parameters together with gradients and optimizer state.
+        dp_mesh_name, cp_mesh_name, tp_mesh_name: names of the mesh's axes.
+
+    Raises:
+        ValueError, TypeError: a wrong argument. PlanError, RuntimeError: as `apply_plan`.
+    """
+    given = dict(locals())
+    strategy = given["data_parallel_sharding_strategy"]
+    given["data_parallel_sharding_strategy"] = PARAMETERS.get(strategy, strategy)
+    return megatron_fsdp_strategy_parallelize(**given)
+
+
+PARAMETERS = {"params": "optim_grads_params", "grads_params": "optim_grads_params"}
 
 
 def apply_fsdp2_sharding_recursively(
@@ -221,13 +259,30 @@ def apply_fsdp2_sharding_recursively(
     fsdp2_backward_prefetch_depth: int = 2,
     fsdp2_forward_prefetch_depth: int = 1,
     reshard_after_forward: bool | None = None,
+    fully_shard_fn: Callable[..., Any] | None = None,
+    frozen_multimodal_sharding: FrozenSharding = "root",
+    ignored_multimodal_params: set[nn.Parameter] | None = None,
 ) -> None:
-    """Make FSDP2 units of the elements of all outermost lists of modules; the root is left to the caller.
+    """Make FSDP2 units of the elements of all lists and dictionaries of modules (of the innermost ones); the root is left to the
+    caller.
 
     Args:
         mesh: the data-parallel mesh alone: one axis, or replicas and shards.
         reshard_after_forward: None: all but the last.
+        fully_shard_fn: what to call in place of torch's `fully_shard`.
+        frozen_multimodal_sharding: of layers of vision and audio towers that are wholly frozen. "root": they are no units, so that the
+            caller's root has them; "per_layer": they are units like all others; "replicate": their parameters are ignored, which the
+            caller's root has to be told too (`ignored_params`).
+        ignored_multimodal_params: parameters that FSDP2 does not manage; the caller's root has to be told too.
     """
+    check_frozen(frozen_multimodal_sharding, "frozen_multimodal_sharding")
+    units = list(_elements(module))
+    frozen = frozen_towers(module, units) if frozen_multimodal_sharding != "per_layer" else []
+    ignored = {id(parameter) for parameter in ignored_multimodal_params or ()}
+    if frozen_multimodal_sharding == "replicate":
+        ignored |= {id(parameter) for name in frozen for parameter in module.get_submodule(name).parameters()}
+    names = tuple(name for name, parameter in module.named_parameters() if id(parameter) in ignored)
+    wrapped = Wrapped(tuple(name for name in units if name not in frozen), ignored=names)
     config = FSDP2Config(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
@@ -239,16 +294,19 @@ def apply_fsdp2_sharding_recursively(
     document = {"version": "1", "data_parallel": config.arguments(module)["data_parallel"]}
     plan = parse_plan(document, name="arguments").plan
     assert plan is not None and plan.data_parallel is not None, document
-    shard_units(module, mesh, plan.data_parallel, Wrapped(tuple(_elements(module))))
+    shard_units(module, mesh, plan.data_parallel, wrapped, fully_shard_fn or fully_shard)
 
 
 apply_fsdp_sharding_recursively = apply_fsdp2_sharding_recursively  # its name in older releases
 
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+
 def _elements(module: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in module.named_children():
         full = f"{prefix}{name}"
-        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList):
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
             yield full
         else:
             yield from _elements(child, f"{full}.")

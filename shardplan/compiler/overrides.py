@@ -11,7 +11,7 @@ from shardplan.core.sections import ActivationCheckpointing, Compile
 from shardplan.styles import STYLES
 
 Override = Mapping[str, Any] | bool | None
-Logits = Literal["plan", "replicated", "sharded"]
+Logits = Literal["plan", "replicated", "sharded", "as_stored"]
 
 HEADS = {"replicated": "colwise_gather_output", "sharded": "colwise_vocab"}
 
@@ -92,20 +92,23 @@ def with_regather(resolved: ResolvedPlan, regather: bool | None) -> ResolvedPlan
 
 
 def with_logits(resolved: ResolvedPlan, logits: Logits) -> ResolvedPlan:
-    """Exchange the style of the output head.
+    """Exchange the style of the output head, which stands outside of repeated blocks. "as_stored" is "sharded" where the plan
+    has a head to exchange, and nothing elsewhere.
 
     Raises:
         ValueError: an unknown word, or a plan that has no head to exchange.
     """
     if logits == "plan":
         return resolved
-    if logits not in HEADS:
-        raise ValueError(f'logits must be "plan", "replicated" or "sharded", not {logits!r}')
-    heads = [a for a in resolved.assignments.values() if a.rule.style in HEADS.values()]
+    if logits not in (*HEADS, "as_stored"):
+        raise ValueError(f'logits must be "plan", "replicated", "sharded" or "as_stored", not {logits!r}')
+    found = [a for a in resolved.assignments.values() if a.rule.style in HEADS.values()]
+    heads = [a for a in found if not any(part.isdigit() for part in a.name.split("."))]
     if not heads and logits == "sharded" and (resolved.sizes.tp or 1) > 1:
         raise ValueError(
             f'logits="sharded": no module of the model has the style {HEADS["replicated"]} or {HEADS["sharded"]} '
             f"in plan {resolved.plan.name!r}"
         )
-    changed: dict[str, Assignment] = {a.name: replace(a, rule=replace(a.rule, style=HEADS[logits])) for a in heads}
+    style = HEADS.get(logits, HEADS["sharded"])
+    changed: dict[str, Assignment] = {a.name: replace(a, rule=replace(a.rule, style=style)) for a in heads}
     return replace(resolved, assignments={**resolved.assignments, **changed})

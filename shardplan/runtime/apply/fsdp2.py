@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -41,25 +41,37 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
     return model
 
 
-def shard_units(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> None:
+def shard_units(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    section: DataParallel,
+    wrapped: Wrapped,
+    shard: Callable[..., Any] = fully_shard,
+) -> None:
     """Shard the units, inner ones first, and leave the root to the caller.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
+        shard: called in place of `fully_shard`.
     """
     assert not wrapped.experts, wrapped
-    _shard_units(model, _options(model, mesh, section, wrapped), section, wrapped)
+    _shard_units(model, _options(model, mesh, section, wrapped), section, wrapped, shard)
     _prefetch(model, wrapped, section.prefetch)
 
 
-def _shard_units(model: nn.Module, options: dict[str, Any], section: DataParallel, wrapped: Wrapped) -> None:
+def _shard_units(
+    model: nn.Module,
+    options: dict[str, Any],
+    section: DataParallel,
+    wrapped: Wrapped,
+    shard: Callable[..., Any] = fully_shard,
+) -> None:
     names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
             kept = _reshard(section, _last(wrapped, name))
-            fully_shard(
-                model.get_submodule(name), **options, mp_policy=_unit_policy(section), reshard_after_forward=kept
-            )
+            unit = model.get_submodule(name)
+            shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
 
 
 def _last(wrapped: Wrapped, name: str) -> bool:

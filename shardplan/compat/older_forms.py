@@ -1,0 +1,104 @@
+"""The form that `fsdp2_strategy_parallelize` had in NeMo Automodel's first releases, in which scripts were published."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+# Its arguments behind the mesh, in their order, with their defaults. The names of axes are those that the mesh has.
+OLDER: dict[str, Any] = {
+    "param_dtype": torch.bfloat16,
+    "mp_policy": None,
+    "offload_policy": None,
+    "sequence_parallel": False,
+    "activation_checkpointing": False,
+    "cpu_offload": False,
+    "tp_shard_plan": None,
+    "dp_mesh_name": None,
+    "tp_mesh_name": None,
+    "dp_cp_mesh_name": None,
+}
+ITS_OWN = ("param_dtype", "dp_mesh_name", "dp_cp_mesh_name")
+ITS_AXES = {"data_parallel", "tensor_parallel", "context_parallel", "dp_cp"}
+
+
+def with_older_form(today: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """Let a function take the older form as well. The form is read off what is given: a dtype in the third place, where today's has
+    a policy, or an argument that one of them alone has, or a mesh with the older names of axes.
+
+    Raises (the function):
+        ValueError: what is given belongs to both forms.
+        TypeError: an argument that the form does not have.
+    """
+    names = [name for name in inspect.signature(today).parameters if name not in ("model", "device_mesh")]
+    new = [name for name in names if name not in OLDER]
+
+    @functools.wraps(today)
+    def either(model: nn.Module, device_mesh: Any, *places: Any, **named: Any) -> nn.Module:
+        older = [f"{name}=" for name in ITS_OWN if name in named]
+        newer = [f"{name}=" for name in named if name in new and name not in ("moe_mesh", "logits")]
+        axes = set(device_mesh.mesh_dim_names or ()) & ITS_AXES
+        third = places[0] if places else None
+        if isinstance(third, torch.dtype):
+            older.append(f"{third} in the third place")
+        elif isinstance(third, MixedPrecisionPolicy):
+            newer.append("a policy in the third place")
+        fourth = places[1] if len(places) > 1 else None
+        if isinstance(fourth, MixedPrecisionPolicy):
+            older.append("mp_policy in the fourth place")
+        elif isinstance(fourth, OffloadPolicy):
+            newer.append("offload_policy in the fourth place")
+        fifth = places[2] if len(places) > 2 else None
+        if isinstance(fifth, bool):
+            newer.append("sequence_parallel in the fifth place")
+        elif isinstance(fifth, OffloadPolicy):
+            older.append("offload_policy in the fifth place")
+        if older and newer:
+            raise ValueError(
+                f"{' and '.join(older)} belong to the older form, (model, device_mesh, param_dtype, mp_policy, offload_policy, ...), "
+                f"{' and '.join(newer)} to (model, device_mesh, mp_policy, offload_policy, ...): use one of them, by keywords"
+            )
+        if places and not older and not newer and len(places) > 1:
+            raise ValueError(
+                "the third place is param_dtype in the older form and mp_policy today, and None in it does not say which: give what "
+                "follows by keywords"
+            )
+        if older or (axes and not newer and not places):
+            return today(model, device_mesh, **_today(places, named, set(device_mesh.mesh_dim_names or ())))
+        return today(model, device_mesh, *places, **named)
+
+    return either
+
+
+def _today(places: tuple[Any, ...], named: dict[str, Any], axes: set[str]) -> dict[str, Any]:
+    """The arguments of today's form."""
+    if len(places) > len(OLDER):
+        raise TypeError(f"the older form has {len(OLDER)} arguments behind the mesh, not {len(places)}")
+    given = dict(zip(OLDER, places, strict=False))
+    for name in named:
+        if name in given:
+            raise TypeError(f"{name} was given twice")
+        if name not in (*OLDER, "moe_mesh", "logits"):
+            raise TypeError(f"the older form of fsdp2_strategy_parallelize has no argument {name!r}")
+    values = {**OLDER, **given, **named}
+    flat, shards = values.pop("dp_cp_mesh_name"), values.pop("dp_mesh_name")
+    tp = values.pop("tp_mesh_name")
+    dtype = values.pop("param_dtype")
+    if not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise TypeError(f"param_dtype must be a dtype, not {dtype!r}")
+    if values["mp_policy"] is None:  # a policy that is given wins
+        values["mp_policy"] = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    if values["offload_policy"] is not None:
+        values["cpu_offload"] = False  # a policy that is given wins here too
+    names = {"dp_shard_cp_mesh_name": shards if shards is not None else flat, "tp_mesh_name": tp}
+    return {
+        **values,
+        **{name: axis for name, axis in names.items() if axis is not None},
+        "enable_fsdp2_prefetch": False,
+    }
