@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardplan.core.mesh import APPLIED, UNSUPPORTED, Axis, MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 
 from .expert_mesh import note_ep
 
@@ -25,16 +25,16 @@ def build_mesh(
     pp: int | None = 1,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """A mesh over all ranks, with the axes that plans are applied on: dp_replicate, dp_shard, cp, tp, in this order.
+    """A mesh over all ranks, with the axes that plans are applied on: pp, dp_replicate, dp_shard, cp, tp, in this order.
 
     The axes dp_shard and tp are always there, the others where they are larger than one. The axis ep is none of them: it is a
     view of dp_shard x cp x tp, the innermost ranks of them. The mesh carries its size to `apply_plan`; slices of the mesh do not.
 
     Args:
-        dp_shard, tp, dp_replicate, cp: the sizes. At most one may be None (or 0, or below): what the others leave of the
+        dp_shard, tp, dp_replicate, cp, pp: the sizes; pp is the number of ranks that a pipeline's stages are on
+            (`apply_pipeline`). At most one may be None (or 0, or below): what the others leave of the
             world size.
         ep: over how many ranks experts are distributed. It divides dp_shard x cp x tp, and it divides tp or tp divides it.
-        pp: must be 1: pipeline parallelism is not supported.
         device_type: "cuda" or "cpu"; None follows the process group's backend.
 
     Raises:
@@ -45,14 +45,13 @@ def build_mesh(
         raise ValueError(
             "there is no process group: call torch.distributed.init_process_group() first, in processes that torchrun starts"
         )
-    if pp is not None and pp > 1:
-        raise ValueError(f"pp is {pp}: {UNSUPPORTED[Axis.PP]} is not supported yet")
-    given: dict[Axis, int | None] = dict(zip(APPLIED, (dp_replicate, dp_shard, cp, tp), strict=True))
+    stages = {Axis.PP: 1 if pp is None else pp}  # never what the others leave: a number of stages is a choice
+    given: dict[Axis, int | None] = {**stages, **dict(zip(APPLIED, (dp_replicate, dp_shard, cp, tp), strict=True))}
     sizes = _inferred(given, dist.get_world_size())
     _check_type(Axis.EP, ep)
     experts = max(ep or 1, 1)
     MeshSizes(**sizes, ep=experts).check_ep()
-    axes = [axis for axis in APPLIED if axis in ALWAYS or sizes[axis] > 1]
+    axes = [axis for axis in (Axis.PP, *APPLIED) if axis in ALWAYS or sizes[axis] > 1]
     device = device_type or ("cuda" if "nccl" in dist.get_backend() and torch.cuda.is_available() else "cpu")
     mesh = init_device_mesh(
         device, tuple(sizes[axis] for axis in axes), mesh_dim_names=tuple(axis.value for axis in axes)

@@ -55,6 +55,28 @@ class PlanMesh:
         return self.names.get(Axis.TP)
 
     @property
+    def pp(self) -> DeviceMesh | None:
+        """The one-dimensional pp mesh; None where the mesh has no such axis."""
+        return self.mesh[self.names[Axis.PP]] if Axis.PP in self.names else None
+
+    @property
+    def within_stage(self) -> PlanMesh:
+        """The same mesh without its axis pp: the ranks that have the same stages as this one.
+
+        Raises:
+            ValueError: pp is its only axis.
+        """
+        if Axis.PP not in self.names:
+            return self
+        others = {axis: name for axis, name in self.names.items() if axis is not Axis.PP}
+        inner = tuple(name for name in self.mesh.mesh_dim_names or () if name in others.values())
+        if not inner:
+            raise ValueError(
+                f"the mesh has no axis but {self.names[Axis.PP]!r}: make it with build_mesh, or with a tp axis of size 1"
+            )
+        return PlanMesh(self.mesh[inner], others, self.ep_size)
+
+    @property
     def cp(self) -> DeviceMesh | None:
         """The one-dimensional cp mesh; None where the mesh has no such axis."""
         return self.mesh[self.names[Axis.CP]] if Axis.CP in self.names else None
@@ -166,7 +188,7 @@ def read_mesh(
     """Read a mesh's axes.
 
     Args:
-        mesh: a DeviceMesh with dim names; `tp` and any of dp_replicate, dp_shard, cp, or their other spellings.
+        mesh: a DeviceMesh with dim names; any of pp, dp_replicate, dp_shard, cp and tp, or their other spellings.
         axes: our axis name -> the mesh's, for names that are not among the known spellings.
         ep: over how many ranks experts are distributed; None: as the moe_mesh or `build_mesh` says, else 1.
         moe_mesh: a mesh of experts with the axes (ep_shard, ep), as NeMo Automodel makes it. It is compared, not used.
@@ -214,8 +236,8 @@ def read_mesh(
 def _check_order(canonical: Mapping[str, Axis]) -> None:
     """FSDP2 puts its axes before tp in every parameter's mesh; where the mesh itself has another order, torch (2.13)
     fails as soon as such a parameter is reduced over both, as clip_grad_norm_ does."""
-    given = {axis: name for name, axis in canonical.items() if axis in APPLIED}
-    expected = [given[axis] for axis in APPLIED if axis in given]
+    given = {axis: name for name, axis in canonical.items() if axis is not Axis.EP}
+    expected = [given[axis] for axis in (Axis.PP, *APPLIED) if axis in given]
     if list(given.values()) != expected:
         raise ValueError(
             f"the mesh's axes are in the order {tuple(given.values())}, but must be in the order {tuple(expected)}: "
