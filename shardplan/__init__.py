@@ -9,6 +9,7 @@ from .core.version import __version__
 if TYPE_CHECKING:
     from .api import (
         applied,
+        apply_pipeline,
         apply_plan,
         compile_plan,
         convert_plan,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .core.report import Report
     from .runtime.apply import build_mesh, without_sequence_parallel
     from .runtime.apply.micro_batches import micro_batches
+    from .runtime.pipeline import Pipeline
     from .runtime.training import (
         causal_lm_loss,
         clip_grad_by_total_norm_,
@@ -68,6 +70,7 @@ _EXPORTS = {
     "validate": "shardplan.api.check",
     "compile_plan": "shardplan.api.apply",
     "apply_plan": "shardplan.api.apply",
+    "apply_pipeline": "shardplan.api.pipeline",
     "verify": "shardplan.api.check",
     "estimate": "shardplan.api.cost",
     "sweep": "shardplan.api.cost",
@@ -75,6 +78,7 @@ _EXPORTS = {
     "build_mesh": "shardplan.runtime.apply",
     "without_sequence_parallel": "shardplan.runtime.apply",
     "micro_batches": "shardplan.runtime.apply",
+    "Pipeline": "shardplan.runtime.pipeline",
     "materialize": "shardplan.weights",
     "load_checkpoint": "shardplan.weights",
     "save_checkpoint": "shardplan.weights",

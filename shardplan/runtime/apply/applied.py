@@ -158,9 +158,10 @@ def remember(record: Applied, model: nn.Module) -> None:
     record.model.__dict__[_KEY] = record
 
 
-def mark_unusable(model: nn.Module, step: str) -> None:
-    """Record that a step failed half-way."""
-    unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = step
+def mark_unusable(model: nn.Module, step: str, why: str | None = None) -> None:
+    """Record that a step failed half-way, or why else the model cannot be used any more."""
+    text = why or f"applying a plan failed in the step {step!r}; build it again"
+    unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = text
 
 
 def applied(model: nn.Module) -> Applied:
@@ -171,7 +172,7 @@ def applied(model: nn.Module) -> Applied:
     """
     record = model.__dict__.get(_KEY)
     if isinstance(record, str):
-        raise ValueError(f"this model is unusable: applying a plan failed in the step {record!r}; build it again")
+        raise ValueError(f"this model is unusable: {record}")
     if record is None:
         raise ValueError("no plan was applied to this model")
     return record

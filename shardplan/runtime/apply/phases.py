@@ -207,6 +207,7 @@ def apply_program(
     proof: str = "not proven",
     derived: DerivedPlan | None = None,
     ranks: Ranks = ALONE,
+    place: tuple[int, ...] = (),
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
@@ -217,6 +218,7 @@ def apply_program(
         proof: how the program is known to be right, in words.
         derived: the plan, where `auto` derived it.
         ranks: those that do it together, and learn from each other where one of them fails.
+        place: of this model among others with the same seed, which draw other numbers.
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
@@ -226,7 +228,7 @@ def apply_program(
             its forward raises.
     """
     draws = draws_of(program)
-    streams = streams_of(mesh, seed) if seed is not None and draws else None
+    streams = streams_of(mesh, seed, place) if seed is not None and draws else None
     work = Work(
         model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast, draws=draws, streams=streams
     )

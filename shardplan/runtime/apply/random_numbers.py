@@ -38,11 +38,15 @@ def shared_seed(mesh: PlanMesh) -> int:
     return int(seed.item())
 
 
-def streams_of(mesh: PlanMesh, seed: int) -> Streams:
-    """This rank's streams."""
+def streams_of(mesh: PlanMesh, seed: int, place: tuple[int, ...] = ()) -> Streams:
+    """This rank's streams.
+
+    Args:
+        place: of the model among others with the same seed.
+    """
     assert mesh.tp is not None  # without it no module's numbers are managed
     others = tuple(mesh.mesh[name].get_local_rank() for name in mesh.names.values() if name != mesh.tp_name)
-    return Streams(seed, others, mesh.tp.get_local_rank(), mesh.mesh.device_type)
+    return Streams(seed, (*place, *others), mesh.tp.get_local_rank(), mesh.mesh.device_type)
 
 
 def use_own_streams(model: nn.Module, draws: ByVariant, streams: Streams, regime: Regime) -> None:

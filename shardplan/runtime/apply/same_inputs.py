@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.core.mesh import Axis
 from shardplan.torchlib.private import private
 
 EVERY = 1_000
+_PARALLEL = {Axis.TP: "tensor", Axis.PP: "pipeline"}
 SLOTS = 32  # of the numbers that are compared: one for all names, shapes and dtypes, the others for contents
 
 _FakeTensor = private("FakeTensor")
@@ -22,17 +24,17 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64), (31, 1))
 
 
-def compare_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Compare the tensor arguments of the model's training forwards over the tp axis, at some of them: `is_compared`.
+def compare_inputs(model: nn.Module, mesh: DeviceMesh, axis: Axis = Axis.TP) -> None:
+    """Compare the tensor arguments of the model's training forwards over an axis, at some of them: `is_compared`.
 
     Compared are the names, shapes, dtypes and contents of the tensors among the arguments; of DTensors, other subclasses and
     sparse tensors, the contents are not looked at. The first comparison is waited for. The later ones run beside the model,
     and their result is looked at by the next forward.
 
-    The hook raises RuntimeError, naming the arguments and the tp ranks that were fed another batch than tp rank 0.
+    The hook raises RuntimeError, naming the arguments and the ranks that were fed another batch than rank 0.
 
     Args:
-        mesh: the one-dimensional tp mesh.
+        mesh: the one-dimensional mesh of the axis.
     """
     count = 0
     running: _Comparison | None = None
@@ -50,7 +52,7 @@ def compare_inputs(model: nn.Module, mesh: DeviceMesh) -> None:
         # Whether ranks compare depends on this number alone: what a rank sees in its batch may differ.
         count += 1
         if is_compared(count):
-            running = _begin(inputs, mesh, count)
+            running = _begin(inputs, mesh, count, axis)
         if count == 1 and running is not None:
             earlier, running = running, None
             earlier.finish()
@@ -89,9 +91,10 @@ class _Comparison:
     Args:
         names: the arguments, in their order.
         shown: their names, dtypes and shapes on this rank.
-        table: the numbers of all ranks, [tp, SLOTS] int64 on the CPU, once `done` returned.
+        table: the numbers of all ranks, [ranks, SLOTS] int64 on the CPU, once `done` returned.
         done: waits for them.
         count: the number of the training forward, from 1.
+        axis: whose ranks are compared.
     """
 
     names: tuple[str, ...]
@@ -99,9 +102,10 @@ class _Comparison:
     table: Tensor
     done: Callable[[], object]
     count: int
+    axis: Axis
 
     def finish(self) -> None:
-        """Raise RuntimeError where a rank has other numbers than tp rank 0."""
+        """Raise RuntimeError where a rank has other numbers than rank 0 of the axis."""
         self.done()
         rows = self.table.tolist()
         wrong = {
@@ -111,12 +115,12 @@ class _Comparison:
         }
         if not wrong:
             return
-        listed = [f"{self._named(slot)} on tp ranks {ranks}" for slot, ranks in wrong.items()]
+        listed = [f"{self._named(slot)} on {self.axis} ranks {ranks}" for slot, ranks in wrong.items()]
         if 0 in wrong:  # numbers of contents stand in other slots there
-            listed = [f"the names, shapes or dtypes of the inputs on tp ranks {wrong[0]} (this rank has {self.shown})"]
+            listed = [f"the names, shapes or dtypes of the inputs on {self.axis} ranks {wrong[0]} (this rank has {self.shown})"]
         raise RuntimeError(
-            f"tensor-parallel ranks need the same batch, but in training forward {self.count} these inputs differ from tp rank "
-            f"0: {'; '.join(listed)}. Pass the sampler the data-parallel rank and size, not those of the world"
+            f"{_PARALLEL[self.axis]}-parallel ranks need the same batch, but in training forward {self.count} these inputs "
+            f"differ from {self.axis} rank 0: {'; '.join(listed)}. Pass the sampler the data-parallel rank and size, not those of the world"
         )
 
     def _named(self, slot: int) -> str:
@@ -127,7 +131,7 @@ def _slot(argument: int) -> int:
     return 1 + argument % (SLOTS - 1)
 
 
-def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int) -> _Comparison:
+def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int, axis: Axis) -> _Comparison:
     """Send this rank's numbers. The device is not waited for."""
     shown = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in inputs.items())
     mine = torch.zeros(SLOTS, dtype=torch.int64, device=mesh.device_type)
@@ -139,13 +143,13 @@ def _begin(inputs: dict[str, Tensor], mesh: DeviceMesh, count: int) -> _Comparis
     work = dist.all_gather(list(table.unbind()), mine, group=mesh.get_group(), async_op=True)
     assert work is not None  # this rank is in the group
     if table.device.type == "cpu":
-        return _Comparison(tuple(inputs), shown, table, work.wait, count)
+        return _Comparison(tuple(inputs), shown, table, work.wait, count, axis)
     work.wait()  # what follows on the device's stream waits; this process does not
     host = torch.empty_like(table, device="cpu", pin_memory=True)
     host.copy_(table, non_blocking=True)
     copied = torch.get_device_module(table.device).Event()
     copied.record()
-    return _Comparison(tuple(inputs), shown, host, copied.synchronize, count)
+    return _Comparison(tuple(inputs), shown, host, copied.synchronize, count, axis)
 
 
 def _has_contents(x: Tensor) -> bool:

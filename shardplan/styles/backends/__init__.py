@@ -32,6 +32,7 @@ MEGATRON_FSDP = Backend(
     module="megatron_fsdp",
     package="megatron-fsdp",
     sequence_parallel=False,
+    stages=False,
     partial_gradients=False,
     portable_states=False,
 )

@@ -29,6 +29,7 @@ class Backend:
         device: the type of device that it needs; None is any.
         module, package: what must be installed, as Python and as pip call it; empty where it is torch's own.
         sequence_parallel: whether it can be combined with sequence parallelism.
+        stages: whether it can wrap the stages of a pipeline.
         partial_gradients: whether parameters may be summed over tp where they are read. Not where the backend reads
             them as plain tensors.
         portable_states: whether training states (`save_training_state`) were seen to be read with other backends, and theirs
@@ -52,6 +53,7 @@ class Backend:
     module: str = ""
     package: str = ""
     sequence_parallel: bool = True
+    stages: bool = True
     partial_gradients: bool = True
     portable_states: bool = True
 

@@ -1,0 +1,76 @@
+"""All phases of applying a plan, for each stage of this rank."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+
+from shardplan.compiler.lower.program import Program
+from shardplan.model.adapters import unwrapped
+from shardplan.runtime.apply.applied import applied, mark_unusable
+from shardplan.runtime.apply.before_weights import refuse_before_weights
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.apply.same_weights import compare_weights
+
+from .cut_model import cut_model, empty
+from .pipeline import Layout, Pipeline
+from .stage_forward import Call, set_stage_forward
+from .stage_programs import program_of_stage
+from .stage_ranks import StageRanks
+from .step_loss import LossFunction
+
+CUT = "it was cut into pipeline stages: use the Pipeline that apply_pipeline returned"
+
+
+def apply_stages(
+    model: nn.Module,
+    layout: Layout,
+    program: Program,
+    micro_batches: int,
+    loss_function: LossFunction | None,
+    *,
+    compare: bool,
+    **options: Any,
+) -> Pipeline:
+    """Cut a model, and run the phases for each stage of this rank. The model has nothing left in it afterwards.
+
+    Args:
+        compare: compare the inputs of pp and tp ranks, and the weights of replicas.
+        options: of `apply_program`.
+
+    Raises:
+        as `apply_program`; then the model and all parts are unusable.
+    """
+    stage_mesh = layout.mesh.within_stage
+    ranks = StageRanks(stage_mesh.mesh, layout.mesh.mesh)
+    call = Call()
+    with ranks.step():
+        made = cut_model(model, layout.cut, layout.own)
+        mark_unusable(model, "the cut into stages", CUT)
+        empty(model)
+        model.__dict__["forward"] = _refused
+    parts: dict[int, nn.Module] = {}
+    for index, (part, stage) in zip(layout.own, made, strict=True):
+        # Inside of all that later phases put around the model's forward.
+        set_stage_forward(part, stage, call, without_cache=_has_cache(unwrapped(part)))
+        own = program_of_stage(program, layout.cut, index)
+        result = apply_program(part, stage_mesh, own, ranks=ranks, place=(index,), **options)
+        stage.watch()
+        if compare:
+            compare_weights(result, stage_mesh.mesh)
+        refuse_before_weights(result)
+        parts[index] = result
+    return Pipeline(parts, layout, micro_batches, call, loss_function, compare=compare)
+
+
+def _refused(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(f"this model is unusable: {CUT}")
+
+
+def _has_cache(model: nn.Module) -> bool:
+    return "use_cache" in inspect.signature(type(model).forward).parameters or "use_cache" in inspect.signature(model.forward).parameters
+
+
+__all__ = ["applied", "apply_stages"]

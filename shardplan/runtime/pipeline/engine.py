@@ -1,0 +1,71 @@
+"""torch.distributed.pipelining runs the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from shardplan.core.schedules import Schedule
+
+from .hand_over import Handed, Handing
+from .micro_batch_inputs import Inputs
+
+
+class Engine:
+    """A schedule for steps with certain shapes of hand-overs.
+
+    Args:
+        parts: stage -> what is called, for the stages of this rank.
+        stages: their number.
+        handing: what each stage but the last sends.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: Mapping[int, nn.Module],
+        stages: int,
+        micro_batches: int,
+        handing: Handing,
+        group: ProcessGroup,
+        device: torch.device,
+    ):
+        self.micro_batches, self.has_last = micro_batches, stages - 1 in parts
+        loss = Handed((), torch.float32, True)
+        made = [
+            PipelineStage(
+                part,
+                stage,
+                stages,
+                device,
+                input_args=tuple(one.example() for one in handing[stage - 1]) if stage else (),
+                output_args=tuple(one.example() for one in (handing[stage] if stage < stages - 1 else (loss,))),
+                group=group,
+            )
+            for stage, part in parts.items()
+        ]
+        cls: Any = get_schedule_class(schedule.torch_class)
+        self.schedule = cls(
+            made if schedule.multiple else made[0],
+            n_microbatches=micro_batches,
+            loss_fn=lambda output, target: output,  # the last stage computes it
+            scale_grads=False,
+        )
+
+    def run(self, inputs: Inputs, *, train: bool) -> list[Tensor]:
+        """Forward, and with `train` backward, of all micro-batches. Returns the losses where the last stage is."""
+        losses: list[Tensor] = []
+        # torch asks for a target of each micro-batch wherever the last stage is.
+        target = torch.zeros(self.micro_batches) if self.has_last else None
+        own: dict[str, Any] = {"target": target, "losses": losses} if self.has_last else {}
+        if train:
+            self.schedule.step(**inputs.tensors, **own, return_outputs=False)
+        else:
+            self.schedule.eval(**inputs.tensors, **own)
+        return losses

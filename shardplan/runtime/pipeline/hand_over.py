@@ -1,0 +1,154 @@
+"""The shapes of what stages hand on. They follow from the shapes of a step's arguments, which all ranks have.
+
+New shapes are measured: each stage runs a micro-batch in turn, and the others learn what it sends. Where two measured steps
+differ in the sequence length alone, those of any other length follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .micro_batch_inputs import Inputs
+
+Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # of a step's arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A tensor that a stage sends.
+
+    Args:
+        requires_grad: whether a gradient comes back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def example(self) -> Tensor:
+        """A tensor like it, without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=self.requires_grad)
+
+
+Handing = tuple[tuple[Handed, ...], ...]  # of each stage but the last
+
+
+@dataclass
+class HandOvers:
+    """What is known of the shapes.
+
+    Args:
+        stages: their number.
+        owners: stage -> its rank on the pp axis.
+        parts: stage -> the module, for the stages of this rank.
+        group: of the pp axis.
+        device: where a stage computes.
+    """
+
+    stages: int
+    owners: Mapping[int, int]
+    parts: Mapping[int, nn.Module]
+    group: ProcessGroup
+    device: torch.device
+    known: dict[Shapes, Handing] = field(default_factory=dict)
+
+    def of(self, inputs: Inputs, micro_batches: int) -> Handing:
+        """What the stages send in a step with these arguments. A collective over pp where the shapes are new."""
+        key = inputs.shapes
+        if key not in self.known:
+            found = next((found for one in self.known if (found := self._predicted(key, one)) is not None), None)
+            self.known[key] = found if found is not None else self._measured(inputs.first(micro_batches))
+        return self.known[key]
+
+    def _predicted(self, key: Shapes, one: Shapes) -> Handing | None:
+        """From a known step and another, both of which differ from this one in the length alone."""
+        length, first = _length(key, one)
+        if length is None:
+            return None
+        for other in self.known:
+            again, second = _length(key, other)
+            if again is None or second == first:
+                continue
+            rows = zip(self.known[one], self.known[other], strict=True)
+            made = [
+                [_between(a, b, first, second, length) for a, b in zip(sent, also, strict=True)] for sent, also in rows
+            ]
+            if all(value is not None for sent in made for value in sent):
+                return tuple(tuple(value for value in sent if value is not None) for sent in made)
+        return None
+
+    def _measured(self, inputs: Mapping[str, Any]) -> Handing:
+        found: list[tuple[Handed, ...]] = []
+        for stage in range(self.stages - 1):
+            box: list[Any] = [None]
+            if stage in self.parts:
+                received = [_zeros(one, self.device) for one in (found[-1] if stage else ())]
+                try:
+                    with _without_traces(self.parts[stage]):
+                        sent = self.parts[stage](*received, **inputs)
+                    box = [tuple(Handed(tuple(x.shape), x.dtype, x.requires_grad) for x in sent)]
+                except Exception as error:
+                    box = [f"{type(error).__name__}: {error}"]
+                    failure: Exception | None = error
+                else:
+                    failure = None
+            owner = dist.get_global_rank(self.group, self.owners[stage])
+            dist.broadcast_object_list(box, src=owner, group=self.group)
+            if isinstance(box[0], str):
+                if stage in self.parts and failure is not None:
+                    raise failure
+                raise RuntimeError(f"pipeline stage {stage} failed on rank {owner}: {box[0]}")
+            found.append(box[0])
+        return tuple(found)
+
+
+def _zeros(one: Handed, device: torch.device) -> Tensor:
+    return torch.zeros(one.shape, dtype=one.dtype, device=device, requires_grad=one.requires_grad)
+
+
+@contextmanager
+def _without_traces(part: nn.Module) -> Any:
+    """Run a module so that nothing of it is left: no random number is drawn, no running mean changes, nothing is compiled."""
+    training = [module for module in part.modules() if module.training]
+    part.eval()
+    try:
+        with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _length(key: Shapes, other: Shapes) -> tuple[int | None, int]:
+    """The lengths of two steps whose arguments differ in one number alone, wherever it stands; (None, 0) for others."""
+    if len(key) != len(other):
+        return None, 0
+    pairs: set[tuple[int, int]] = set()
+    for (name, shape, dtype), (same, another, also) in zip(key, other, strict=True):
+        if (name, dtype, len(shape)) != (same, also, len(another)):
+            return None, 0
+        pairs |= {(a, b) for a, b in zip(shape, another, strict=True) if a != b}
+        if shape[:1] != another[:1]:  # the rows
+            return None, 0
+    if len(pairs) != 1:
+        return None, 0
+    return next(iter(pairs))
+
+
+def _between(a: Handed, b: Handed, first: int, second: int, length: int) -> Handed | None:
+    """What is sent at a length, on the line through two measured ones."""
+    if (a.dtype, a.requires_grad, len(a.shape)) != (b.dtype, b.requires_grad, len(b.shape)):
+        return None
+    shape = [Fraction(x) + Fraction(y - x, second - first) * (length - first) for x, y in zip(a.shape, b.shape, strict=True)]
+    if any(one.denominator != 1 or one < 1 for one in shape):
+        return None
+    return Handed(tuple(int(one) for one in shape), a.dtype, a.requires_grad)

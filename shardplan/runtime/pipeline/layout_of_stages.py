@@ -1,0 +1,80 @@
+"""How many stages there are, what each has, and on which rank it is."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from shardplan.compiler.pipeline_cut import pipeline_cut
+from shardplan.core.mesh import Axis
+from shardplan.core.plan import ResolvedPlan
+from shardplan.core.schedules import Schedule, schedule_of
+from shardplan.runtime.apply.plan_mesh import PlanMesh
+
+from .pipeline import Layout
+
+# (bound plan, schedule, number of stages) -> how many blocks each stage has.
+Balance = Callable[[ResolvedPlan, Schedule, int], tuple[int, ...]]
+
+
+def read_call(mesh: PlanMesh, schedule: str, micro_batches: int) -> Schedule:
+    """The schedule, if the mesh has stages for it.
+
+    Raises:
+        TypeError: the schedule is no name, micro_batches no whole number.
+        ValueError: no such schedule; a mesh without an axis pp, or with context parallelism; fewer than one micro-batch.
+    """
+    record = schedule_of(schedule)
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+        raise TypeError(f"micro_batches must be a whole number, not {micro_batches!r}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
+    if mesh.pp is None or mesh.pp.size() == 1:
+        raise ValueError("the mesh has no axis pp of several ranks, which stages are laid on: call apply_plan")
+    if mesh.sizes.of(Axis.CP) > 1:
+        raise ValueError("the mesh has the axis cp: pipeline stages do not work with context parallelism yet")
+    mesh.within_stage  # noqa: B018  # raises where pp is the only axis
+    return record
+
+
+def lay_out(
+    mesh: PlanMesh,
+    resolved: ResolvedPlan,
+    schedule: Schedule,
+    stages_per_rank: int | None,
+    micro_batches: int,
+    balance: Balance,
+) -> Layout:
+    """The cut of a compiled plan, and the stages of this rank.
+
+    Args:
+        balance: used where the section has no `sizes`.
+
+    Raises:
+        ValueError: the schedule wants another number of stages or of micro-batches; there are fewer blocks than stages;
+            `sizes` are those of another number of stages.
+    """
+    assert mesh.pp is not None  # `read_call` refused it
+    pp, section = mesh.pp.size(), resolved.pipeline_parallel
+    sizes = section.sizes if section is not None else None
+    if stages_per_rank is None and sizes is not None and len(sizes) % pp == 0:
+        stages_per_rank = len(sizes) // pp
+    count = pp * (stages_per_rank or schedule.stages_per_rank)
+    if (why := schedule.misfit(pp, micro_batches, stages_per_rank)) is not None:
+        raise ValueError(why)
+    if sizes is not None and len(sizes) != count:
+        raise ValueError(
+            f"pipeline_parallel has sizes for {len(sizes)} stages, but the schedule {schedule.name} has {count} on pp {pp}"
+        )
+    blocks = len(resolved.pp_blocks)
+    if blocks < count:
+        raise ValueError(f"the model has {blocks} blocks, too few for {count} stages (pp {pp}, schedule {schedule.name})")
+    if micro_batches < count:
+        warnings.warn(
+            f"{micro_batches} micro-batches for {count} stages: some stages wait all the time; use at least {count}",
+            stacklevel=3,
+        )
+    cut = pipeline_cut(resolved, sizes or balance(resolved, schedule, count))
+    owners = {stage: schedule.rank_of(stage, pp) for stage in range(count)}
+    rank = mesh.pp.get_local_rank()
+    return Layout(mesh, cut, schedule, owners, tuple(stage for stage, owner in owners.items() if owner == rank))

@@ -1,0 +1,89 @@
+"""The arguments of a step, as the micro-batches get them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+REFUSED = {
+    "use_cache": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
+    "past_key_values": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
+    "cache_params": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
+    "output_hidden_states": "the hidden states of other stages are on other ranks",
+    "output_attentions": "the attention maps of other stages are on other ranks",
+    "return_dict": "step returns the loss",
+    "inputs_embeds": "only the first stage would read them: pass input_ids",
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a step is called with.
+
+    Args:
+        tensors: by argument name, the first dim of each the batch.
+        constants: the other arguments, the same for each micro-batch.
+        rows: of the batch.
+    """
+
+    tensors: Mapping[str, Any]
+    constants: Mapping[str, Any]
+    rows: int
+
+    @property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """What the shapes of hand-overs follow from."""
+        found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+        for name, value in self.tensors.items():
+            tree_map_only(Tensor, lambda x, name=name: found.append((name, tuple(x.shape), x.dtype)), value)
+        return tuple(found)
+
+    def first(self, micro_batches: int) -> dict[str, Any]:
+        """The first micro-batch."""
+        rows = self.rows // micro_batches
+        return {name: tree_map_only(Tensor, lambda x: x[:rows], value) for name, value in self.tensors.items()}
+
+
+def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
+    """Sort the arguments of a step.
+
+    A tensor whose first dim is 1 is the same for all rows.
+
+    Raises:
+        ValueError: no tensors; a batch that the micro-batches do not divide; a tensor with another first dim; arguments that
+            have no meaning for a stage.
+    """
+    for name, why in REFUSED.items():
+        value = arguments.get(name)
+        if value is not None and value is not False:
+            raise ValueError(f"{name} in a pipeline step: {why}")
+    given = {name: value for name, value in arguments.items() if name not in REFUSED and value is not None}
+    shown: dict[str, Tensor] = {}
+    for name, value in given.items():
+        tree_map_only(Tensor, lambda x, name=name: shown.setdefault(name, x), value)
+    if not shown:
+        raise ValueError("a pipeline step needs the batch by keywords: input_ids=..., labels=...")
+    leading = next((name for name in ("input_ids", "labels") if name in shown), next(iter(shown)))
+    rows = shown[leading].shape[0] if shown[leading].ndim else 0
+    if rows == 0 or rows % micro_batches:
+        raise ValueError(
+            f"{leading} has {rows} rows, which {micro_batches} micro-batches do not divide: pad the batch, or choose another "
+            "micro_batches"
+        )
+
+    def whole(name: str, x: Tensor) -> Tensor:
+        if x.ndim and x.shape[0] == rows:
+            return x
+        if x.ndim and x.shape[0] == 1:
+            return x.expand(rows, *x.shape[1:])
+        raise ValueError(f"{name} has the shape {tuple(x.shape)}: its first dim must be the batch of {rows} rows, or 1")
+
+    tensors = {
+        name: tree_map_only(Tensor, lambda x, name=name: whole(name, x), given[name]) for name in given if name in shown
+    }
+    return Inputs(tensors, {name: value for name, value in given.items() if name not in shown}, rows)

@@ -1,0 +1,242 @@
+"""A model in pipeline stages, and its step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardplan.core.mesh import DATA_PARALLEL, Axis
+from shardplan.core.schedules import Schedule
+from shardplan.core.stages import PipelineCut
+from shardplan.model.adapters import unwrapped
+from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.parts import Parted
+from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan.runtime.apply.same_inputs import compare_inputs
+
+from .engine import Engine
+from .hand_over import HandOvers, Handing
+from .micro_batch_inputs import read_inputs
+from .stage_forward import Call
+from .step_loss import LossFunction, StepLoss, count_by_step, tokens_of, zero_like_loss
+from .tied_copies import copies_of
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the stages are.
+
+    Args:
+        mesh: of all ranks, with an axis pp.
+        owners: stage -> its rank on that axis.
+        own: the stages of this rank, in order.
+    """
+
+    mesh: PlanMesh
+    cut: PipelineCut
+    schedule: Schedule
+    owners: Mapping[int, int]
+    own: tuple[int, ...]
+
+
+class Pipeline(Parted):
+    """A model that `apply_pipeline` cut into stages. It holds those of this rank, and runs all of them in `step`.
+
+    Attributes:
+        parts: the stages of this rank, in the order in which a batch runs through them. Each is a model with the names of the
+            whole one, without what other stages have.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        layout: Layout,
+        micro_batches: int,
+        call: Call,
+        loss_function: LossFunction | None,
+        *,
+        compare: bool,
+    ):
+        self.layout, self.micro_batches, self.loss_function = layout, micro_batches, loss_function
+        self._called = dict(parts)  # with the wrapper of a data-parallel backend
+        self.parts = list(self._called.values())
+        self._call = call
+        mesh = layout.mesh
+        assert mesh.pp is not None
+        self._group, self._rank = mesh.pp.get_group(), mesh.pp.get_local_rank()
+        device = mesh.mesh.device_type
+        self._device = torch.device(device, torch.get_device_module(device).current_device()) if device != "cpu" else torch.device("cpu")
+        self._hand_overs = HandOvers(layout.cut.stages, layout.owners, self._called, self._group, self._device)
+        self._engine: tuple[Any, Engine] | None = None
+        self._more_to_come = False
+        inner = {stage: unwrapped(self.module_of(part)) for stage, part in self._called.items()}
+        stages = {name: stage for tie in layout.cut.ties for name in tie if (stage := layout.cut.stage_of(name)) is not None}
+        self.copies = copies_of(layout.cut.ties, stages, layout.owners, inner)
+        self._shifted = _next_token(next(iter(inner.values())))
+        if (last := inner.get(layout.cut.stages - 1)) is not None and loss_function is None and hasattr(last, "loss_function"):
+            count_by_step(last, lambda: self._call.loss)
+        self._entrance = _Entrance()
+        if compare:
+            for axis, one in ((Axis.PP, mesh.pp), (Axis.TP, mesh.tp)):
+                if one is not None and one.size() > 1:
+                    compare_inputs(self._entrance, one, axis)
+
+    @staticmethod
+    def module_of(part: nn.Module) -> nn.Module:
+        """The model inside of a data-parallel wrapper."""
+        return part.module if isinstance(part, nn.parallel.DistributedDataParallel) else part
+
+    # As of a model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages, under their names in the whole model."""
+        for part in self.parts:
+            yield from self.module_of(part).named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """For an optimizer: the parameters of this rank's stages, each once."""
+        yield from dict.fromkeys(parameter for _, parameter in self.named_parameters())
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put all parts in training mode, or in evaluation mode."""
+        self._entrance.train(mode)
+        for part in self.parts:
+            part.train(mode)
+        return self
+
+    def eval(self) -> Pipeline:
+        """Put all parts in evaluation mode."""
+        return self.train(False)
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+        self._more_to_come = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a pipeline has no forward: call step(input_ids=..., labels=...), under torch.no_grad() to evaluate")
+
+    # The step
+
+    def step(
+        self, *, accumulate: bool = False, tokens: Tensor | int | None = None, calls: int = 1, **inputs: Any
+    ) -> Tensor:
+        """Forward and backward of a batch through all stages. To be called on all ranks, with the same arguments on the ranks of
+        pp and tp, and a batch of its own on each data-parallel rank.
+
+        Args:
+            inputs: of the model's forward, by name: input_ids, attention_mask, labels, ... The first dim of each tensor is
+                the batch, which `micro_batches` divides; or 1.
+            accumulate: more calls follow before the optimizer steps. The last call is one without it; it adds the gradients
+                of tied parameters.
+            tokens: what the sum over tokens is divided by, over all data-parallel ranks and all calls of the optimizer step.
+                None: the labels of this call that are not -100, without the first of each row for a loss of next tokens.
+            calls: how many calls make the optimizer step. What a model adds to its loss besides the sum over tokens is
+                averaged over them.
+
+        Returns:
+            The loss, a scalar in float32 on all ranks: of all tokens of this call on all data-parallel ranks, divided by
+            `tokens`. Under `torch.no_grad()` nothing but the loss is computed.
+
+        Raises:
+            ValueError: gradients of an earlier step are there; no labels; a batch that the micro-batches do not divide; caches
+                or hidden states are asked for; with several calls, no `tokens`.
+            RuntimeError: a stage failed, here or on another rank.
+        """
+        train = torch.is_grad_enabled()
+        if train:
+            self._check_gradients(accumulate, tokens, calls)
+        given = read_inputs(inputs, self.micro_batches)
+        replicas = self.layout.mesh.data_parallel_ranks
+        if tokens is None:
+            tokens = self._tokens(given.tensors.get("labels"))
+        self._entrance(**inputs)
+        self._call.constants = given.constants
+        self._call.loss = StepLoss(tokens, self.micro_batches * calls, replicas, self.loss_function)
+        try:
+            handing = self._hand_overs.of(given, self.micro_batches)
+            losses = self._engine_for(handing).run(given, train=train)
+        finally:
+            self._call.loss, self._call.constants = None, {}
+        if train:
+            self._more_to_come = accumulate
+            if not accumulate:
+                for copies in self.copies:
+                    copies.add_gradients(self._group, self._rank)
+        return self._mean(losses, replicas)
+
+    def _check_gradients(self, accumulate: bool, tokens: Any, calls: int) -> None:
+        if (accumulate or self._more_to_come) and (tokens is None or calls < 2):
+            raise ValueError(
+                "several calls for one optimizer step need `tokens`, those of all calls together, and `calls`, their number, "
+                "in each call"
+            )
+        if self._more_to_come:
+            return
+        name = next((name for name, parameter in self.named_parameters() if parameter.grad is not None), None)
+        if name is not None:
+            raise ValueError(
+                f"{name} has a gradient of an earlier step: call zero_grad() before step, or pass accumulate=True to all "
+                "calls but the last of an optimizer step"
+            )
+
+    def _tokens(self, labels: Tensor | None) -> Tensor:
+        if labels is None:
+            raise ValueError("a pipeline step needs labels, or tokens for a loss_fn that needs none")
+        if self.loss_function is None and self._shifted is None:
+            raise ValueError("the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by")
+        count = tokens_of(labels, shifted=self.loss_function is None and bool(self._shifted)).to(self._device)
+        for group in self._data_parallel:
+            dist.all_reduce(count, group=group)
+        return count
+
+    @property
+    def _data_parallel(self) -> list[Any]:
+        mesh = self.layout.mesh
+        meshes = [mesh.mesh[mesh.names[axis]] for axis in DATA_PARALLEL if axis in mesh.names]
+        return [one.get_group() for one in meshes if one.size() > 1]
+
+    def _engine_for(self, handing: Handing) -> Engine:
+        if self._engine is None or self._engine[0] != handing:
+            layout = self.layout
+            engine = Engine(
+                layout.schedule,
+                self._called,
+                layout.cut.stages,
+                self.micro_batches,
+                handing,
+                self._group,
+                self._device,
+            )
+            self._engine = handing, engine
+        return self._engine[1]
+
+    def _mean(self, losses: list[Tensor], replicas: int) -> Tensor:
+        """The sum of the micro-batches' shares, on all ranks."""
+        total = zero_like_loss(self._device)
+        for loss in losses:
+            total = total + loss.detach().float()
+        for group in (self._group, *self._data_parallel):
+            dist.all_reduce(total, group=group)
+        return total / replicas
+
+
+class _Entrance(nn.Module):
+    """Sees the arguments of each step, once for all stages."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _next_token(model: nn.Module) -> bool | None:
+    """Whether a transformers model's own loss predicts the next token; None: it does not, or nobody knows."""
+    return True if getattr(model, "loss_type", None) == "ForCausalLM" else None
+
+
+__all__ = ["Layout", "Pipeline", "applied"]

@@ -1,0 +1,37 @@
+"""The program of one stage: that of the whole model, restricted to what the stage has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from shardplan.compiler.lower.program import Program
+from shardplan.core.stages import PipelineCut
+
+
+def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
+    """The program of a stage. Modules that run in every stage are in all of them."""
+    absent = cut.absent_from(stage)
+    roots = frozenset(absent)
+
+    def has(name: str) -> bool:
+        return name not in roots and not any(name.startswith(f"{root}.") for root in absent)
+
+    def own(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(name for name in names if has(name))
+
+    whole = program.resolved
+    resolved = replace(
+        whole,
+        dp_units=own(whole.dp_units),
+        dp_parts=own(whole.dp_parts),
+        dp_experts=own(whole.dp_experts),
+        dp_ignored=frozenset(own(whole.dp_ignored)),
+        ac_modules=own(whole.ac_modules),
+        compile_modules=own(whole.compile_modules),
+    )
+    variants = {
+        overlays: {name: module for name, module in modules.items() if has(name)}
+        for overlays, modules in program.variants.items()
+    }
+    return Program(resolved, variants)

@@ -1,0 +1,96 @@
+"""Parameters that stand in several stages: a copy in each, and their gradients are added."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Copies:
+    """The copies of one tied parameter.
+
+    Args:
+        names: stage -> its name there, in the order of stages.
+        owners: stage -> its rank on the pp axis.
+        own: stage -> the parameter, for the stages of this rank.
+    """
+
+    names: Mapping[int, str]
+    owners: Mapping[int, int]
+    own: Mapping[int, nn.Parameter]
+
+    def add_gradients(self, group: ProcessGroup, rank: int) -> None:
+        """Make the gradient of each copy the sum over all of them, in the order of stages, so that all have the same numbers.
+
+        Args:
+            group: of the pp axis.
+            rank: of this process on it.
+        """
+        if not self.own or not any(parameter.requires_grad for parameter in self.own.values()):
+            return
+        mine = {stage: _gradient(parameter) for stage, parameter in self.own.items()}
+        if len({id(parameter) for parameter in self.own.values()}) < len(self.own):
+            first = next(iter(self.own))  # one parameter, which has the sum of this rank's stages
+            mine = {stage: (x if stage == first else torch.zeros_like(x)) for stage, x in mine.items()}
+        values = {stage: mine[stage] if stage in mine else torch.empty_like(_any(mine)) for stage in self.names}
+        others = {self.owners[stage] for stage in self.names} - {rank}
+        operations = []
+        for stage in self.names:  # in one order on all ranks
+            if stage in mine:
+                operations += [_operation(dist.isend, mine[stage], group, other) for other in sorted(others)]
+            else:
+                operations.append(_operation(dist.irecv, values[stage], group, self.owners[stage]))
+        for work in dist.batch_isend_irecv(operations) if operations else ():
+            work.wait()
+        total = values[next(iter(self.names))].clone()
+        for stage in list(self.names)[1:]:
+            total += values[stage]
+        for parameter in self.own.values():
+            _local(parameter.grad).copy_(total)
+
+
+def _operation(kind: object, tensor: Tensor, group: ProcessGroup, peer: int) -> dist.P2POp:
+    return dist.P2POp(kind, tensor, group=group, group_peer=peer)  # type: ignore[arg-type]
+
+
+def _any(values: Mapping[int, Tensor]) -> Tensor:
+    return next(iter(values.values()))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a gradient, contiguous; zeros where there is none."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return _local(parameter.grad).contiguous()
+
+
+def _local(x: Tensor | None) -> Tensor:
+    assert x is not None
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def copies_of(
+    ties: Sequence[Sequence[str]], stage_of: Mapping[str, int], owners: Mapping[int, int], parts: Mapping[int, nn.Module]
+) -> tuple[Copies, ...]:
+    """The tied parameters of a cut.
+
+    Args:
+        stage_of: name -> its stage, of each name in `ties`.
+        parts: stage -> the model that the names are of, for the stages of this rank.
+    """
+    found = []
+    for tie in ties:
+        names: dict[int, str] = {}
+        for name in tie:
+            names.setdefault(stage_of[name], name)
+        names = dict(sorted(names.items()))
+        own = {stage: parts[stage].get_parameter(name) for stage, name in names.items() if stage in parts}
+        found.append(Copies(names, {stage: owners[stage] for stage in names}, own))
+    return tuple(found)
