@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo docs browser gates quick test test-all exhaustive ep soundness adversaries zoo variants bench bench-gpu generated clean
+.PHONY: demo docs browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -40,6 +40,9 @@ exhaustive: $(VENV)/.installed  ## what test-all has a sample of
 ep: $(VENV)/.installed  ## expert parallelism: every plan that distributes experts, and on real processes
 	$(PYTEST) -m exhaustive tests/test_expert_plans.py
 	$(PYTEST) -m slow $(wildcard tests/test_processes_expert*.py tests/test_expert*.py)
+
+pp: $(VENV)/.installed  ## pipeline parallelism: every schedule, mesh and family, on real processes
+	$(PYTEST) -m "slow or exhaustive" $(wildcard tests/test_processes_pipeline*.py)
 
 soundness: $(VENV)/.installed  ## every edit of every plan, judged by validate and by the numeric proof; hours
 	$(BIN)/python -m tests.soundness --tp 2 4 --table docs/soundness.md

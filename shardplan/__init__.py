@@ -70,7 +70,7 @@ _EXPORTS = {
     "validate": "shardplan.api.check",
     "compile_plan": "shardplan.api.apply",
     "apply_plan": "shardplan.api.apply",
-    "apply_pipeline": "shardplan.api.pipeline",
+    "apply_pipeline": "shardplan.api.pipeline_stages",
     "verify": "shardplan.api.check",
     "estimate": "shardplan.api.cost",
     "sweep": "shardplan.api.cost",

@@ -25,6 +25,7 @@ GOOD = {
     "another one is open": ({"dp_shard": 3, "tp": None}, {"dp_shard": 3, "tp": 8}),
     "open as zero": ({"dp_shard": 6, "tp": 4, "cp": 0}, {"dp_shard": 6, "tp": 4}),
     "open as below zero": ({"dp_shard": 6, "dp_replicate": -1}, {"dp_replicate": 4, "dp_shard": 6, "tp": 1}),
+    "stages": ({"pp": 3, "tp": 2}, {"pp": 3, "dp_shard": 4, "tp": 2}),
     "all said": ({"dp_shard": 12, "tp": 2, "ep": 4, "pp": None}, {"dp_shard": 12, "tp": 2}),
 }
 
@@ -41,11 +42,11 @@ def test_sizes_are_inferred(world, name):
 BAD = {
     "no divisor": (
         {"tp": 5},
-        "dp_shard cannot be inferred: dp_replicate 1 x cp 1 x tp 5 = 5 does not divide the world size 24",
+        "dp_shard cannot be inferred: pp 1 x dp_replicate 1 x cp 1 x tp 5 = 5 does not divide the world size 24",
     ),
     "another product": ({"dp_shard": 2, "tp": 4}, "= 8, but the world size is 24"),
     "two are open": ({"tp": None}, "the sizes of dp_shard and tp are not given"),
-    "stages": ({"pp": 2}, "pp is 2: pipeline parallelism is not supported yet"),
+    "stages": ({"pp": 5}, "pp 5 x dp_replicate 1 x cp 1 x tp 1 = 5 does not divide the world size 24"),
 }
 
 

@@ -29,7 +29,6 @@ ELSEWHERE: dict[str, str] = {
     "SP556": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
     "SP557": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
     "SP560": "tests/test_estimate.py::test_a_model_that_looks_at_values_is_refused",
-    "SP550": "tests/test_check_sections.py::test_axes_that_are_not_supported_are_refused",
 }
 
 

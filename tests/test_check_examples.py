@@ -9,7 +9,7 @@ from shardplan.core.diagnostics import Code
 from tests.examples import findings
 
 CODES = (*bind.CODES, *check.CODES)
-WITHOUT_EXAMPLE = {"SP525", "SP550", "SP555", "SP556", "SP557"}  # what no command line says; a package that is optional
+WITHOUT_EXAMPLE = {"SP525", "SP555", "SP556", "SP557"}  # what no command line says; a package that is optional
 
 
 def with_examples() -> list[Code]:

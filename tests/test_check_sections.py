@@ -256,16 +256,3 @@ def test_compiled_modules_may_be_nested():
 )
 def test_attributes_count_as_dropout_by_name_and_value(attribute: str, value: float, counts: bool):
     assert probabilities("other", {attribute: value}) == ({attribute: value} if counts else {})
-
-
-# Mesh axes
-
-
-@pytest.mark.parametrize(("axis", "name"), [("pp", "pipeline parallelism")])
-def test_axes_that_are_not_supported_are_refused(axis: str, name: str):
-    (finding,) = checked("", **{axis: 2})
-    assert (finding.code, finding.message) == (
-        "SP550",
-        f"the mesh axis {axis} has size 2, but {name} is not supported yet",
-    )
-    assert checked("", **{axis: 1}) == ()

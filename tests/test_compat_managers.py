@@ -118,7 +118,7 @@ def test_without_tensor_parallelism_no_plan_is_needed(world: None) -> None:
 
 
 def test_axes_for_stages_and_experts_are_refused(world: None) -> None:
-    with pytest.raises(PlanError, match="pipeline parallelism is not supported"):
+    with pytest.raises(ValueError, match="apply_pipeline cuts a model into stages"):
         FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(pp=2, dp_shard=2, tp=2)).parallelize(llama())
     with pytest.raises(ValueError, match="ep is no axis of its own"):
         FSDP2Manager(FSDP2Config(mp_policy=None), mesh_of(ep=2, dp_shard=2, tp=2)).parallelize(llama())
@@ -199,7 +199,6 @@ WRONG = {
         "does not work with sequence parallel",
     ),
     "experts": (FSDP2Manager, {"ep_size": 3}, "ep 3 does not divide dp_shard x cp x tp = 8"),
-    "stages": (FSDP2Manager, {"pp_size": 2}, "pp is 2: pipeline parallelism is not supported"),
     "no multiple": (FSDP2Manager, {"dp_size": 8, "dp_replicate_size": 3}, "dp_size 8 is not a multiple"),
     "another world": (FSDP2Manager, {"world_size": 4}, "world_size is 4, but the process group has 8 ranks"),
     "a misspelt name": (FSDP2Manager, {"tp_sise": 2}, "FSDP2Manager has no 'tp_sise': did you mean 'tp_size'?"),

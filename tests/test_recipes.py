@@ -180,7 +180,7 @@ CHECK = Recipe(
     {
         "shardplan/compiler/check/nothing.py": {"": NOTHING},
         "shardplan/compiler/check/__init__.py": {
-            "    mesh_axes,\n    parameter_hooks,\n    sequence": "    mesh_axes,\n    nothing,\n    parameter_hooks,\n    sequence",
+            "    kinds,\n    parameter_hooks,\n    sequence": "    kinds,\n    nothing,\n    parameter_hooks,\n    sequence",
             "    parameter_hooks,\n)\n\nCHECKS": "    parameter_hooks,\n    nothing,\n)\n\nCHECKS",
         },
         "tests/cases/err/SP399-nothing.case": {"": CASE},

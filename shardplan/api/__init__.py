@@ -5,7 +5,7 @@
 | plans | load_plan, init_plan, convert_plan |
 | check | validate, verify, coverage |
 | apply | compile_plan, apply_plan, applied |
-| pipeline | apply_pipeline |
+| pipeline_stages | apply_pipeline |
 | cost | estimate, sweep |
 | comparing | diff_plans |
 """
@@ -14,7 +14,7 @@ from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate, sweep
-from .pipeline import apply_pipeline
+from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
 
 __all__ = [

@@ -156,6 +156,11 @@ def apply_plan(
     of_model, of_plan, changes = split_options("apply_plan", options, LiveModelOptions, PlanOptions, Changes)
     refuse_used(refuse_unfit(model))
     plan_mesh, named = read_mesh(mesh, axes, ep, moe_mesh), Model(model, **of_model)
+    if plan_mesh.sizes.pp > 1:
+        raise ValueError(
+            f"the mesh has {plan_mesh.sizes.pp} ranks on its axis pp, and apply_plan shards whole models: apply_pipeline cuts a "
+            "model into stages"
+        )
     refuse_source(src_data_rank, plan_mesh.tp_size)
     with same_on_all_ranks(mesh) as agreement:
         compiled = compile_variant(

@@ -24,8 +24,6 @@ DATA_PARALLEL = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)  # whose ranks have 
 APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
 COSTED = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)  # that estimates know
 VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # whose ranks the ep axis is taken from
-# Refused where they are larger than one.
-UNSUPPORTED = {Axis.PP: "pipeline parallelism"}
 
 # Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.
 AXIS_ALIASES: dict[str, Axis] = {

@@ -20,7 +20,6 @@ from . import (
     fsdp,
     half_covered,
     kinds,
-    mesh_axes,
     parameter_hooks,
     sequence,
     summed_outputs,
@@ -45,7 +44,6 @@ _RULES = (
     backend,
     checkpointed_modules,
     async_tp_needs,
-    mesh_axes,
     expert_parallel,
     parameter_hooks,
 )

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from .model_parts import Parted, parts_of
 
 SHOWN = 3
 
@@ -19,7 +22,7 @@ class Originals:
     def __init__(self, model: nn.Module):
         self.names = WeakTensorKeyDictionary({parameter: name for name, parameter in model.named_parameters()})
 
-    def refuse_optimizers(self, model: nn.Module) -> None:
+    def refuse_optimizers(self, model: nn.Module | Parted) -> None:
         """Make the first step of an optimizer that holds a replaced parameter raise ValueError, before it changes anything.
 
         torch calls the hook for the optimizers of all models; those that hold no parameter of this one pass. The hook goes
@@ -28,7 +31,7 @@ class Originals:
         Args:
             model: the same one, after the plan was applied.
         """
-        for parameter in model.parameters():
+        for parameter in _parameters(model):
             self.names.pop(parameter, None)  # no weak reference may stay on it: torch moves such a tensor nowhere
         if not self.names:
             return
@@ -45,9 +48,13 @@ class Originals:
         handle = register_optimizer_step_pre_hook(check)
 
 
-def _trains(held: list[Tensor], model: nn.Module | None) -> bool:
+def _parameters(model: nn.Module | Parted) -> Iterator[nn.Parameter]:
+    return (parameter for part in parts_of(model) for parameter in part.parameters())
+
+
+def _trains(held: list[Tensor], model: nn.Module | Parted | None) -> bool:
     """Whether any of these tensors is a parameter of the model."""
-    parameters = {id(p) for p in model.parameters()} if model is not None else set()
+    parameters = {id(p) for p in _parameters(model)} if model is not None else set()
     return any(id(p) in parameters for p in held)
 
 

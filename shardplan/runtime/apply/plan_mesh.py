@@ -68,7 +68,7 @@ class PlanMesh:
         """
         if Axis.PP not in self.names:
             return self
-        others = {axis: name for axis, name in self.names.items() if axis is not Axis.PP}
+        others: dict[Axis, str] = {axis: name for axis, name in self.names.items() if axis is not Axis.PP}
         inner = tuple(name for name in self.mesh.mesh_dim_names or () if name in others.values())
         if not inner:
             raise ValueError(

@@ -117,7 +117,9 @@ class _Comparison:
             return
         listed = [f"{self._named(slot)} on {self.axis} ranks {ranks}" for slot, ranks in wrong.items()]
         if 0 in wrong:  # numbers of contents stand in other slots there
-            listed = [f"the names, shapes or dtypes of the inputs on {self.axis} ranks {wrong[0]} (this rank has {self.shown})"]
+            listed = [
+                f"the names, shapes or dtypes of the inputs on {self.axis} ranks {wrong[0]} (this rank has {self.shown})"
+            ]
         raise RuntimeError(
             f"{_PARALLEL[self.axis]}-parallel ranks need the same batch, but in training forward {self.count} these inputs "
             f"differ from {self.axis} rank 0: {'; '.join(listed)}. Pass the sampler the data-parallel rank and size, not those of the world"

@@ -1,5 +1,5 @@
 """Pipeline stages that run: a model is cut, each part is sharded as any model is, and torch.distributed.pipelining runs them."""
 
-from .pipeline import Pipeline
+from .pipelined_model import Pipeline
 
 __all__ = ["Pipeline"]

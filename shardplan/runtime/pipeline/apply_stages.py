@@ -15,7 +15,7 @@ from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.same_weights import compare_weights
 
 from .cut_model import cut_model, empty
-from .pipeline import Layout, Pipeline
+from .pipelined_model import Layout, Pipeline
 from .stage_forward import Call, set_stage_forward
 from .stage_programs import program_of_stage
 from .stage_ranks import StageRanks
@@ -70,7 +70,10 @@ def _refused(*args: Any, **kwargs: Any) -> Any:
 
 
 def _has_cache(model: nn.Module) -> bool:
-    return "use_cache" in inspect.signature(type(model).forward).parameters or "use_cache" in inspect.signature(model.forward).parameters
+    return (
+        "use_cache" in inspect.signature(type(model).forward).parameters
+        or "use_cache" in inspect.signature(model.forward).parameters
+    )
 
 
 __all__ = ["applied", "apply_stages"]

@@ -148,7 +148,9 @@ def _between(a: Handed, b: Handed, first: int, second: int, length: int) -> Hand
     """What is sent at a length, on the line through two measured ones."""
     if (a.dtype, a.requires_grad, len(a.shape)) != (b.dtype, b.requires_grad, len(b.shape)):
         return None
-    shape = [Fraction(x) + Fraction(y - x, second - first) * (length - first) for x, y in zip(a.shape, b.shape, strict=True)]
+    shape = [
+        Fraction(x) + Fraction(y - x, second - first) * (length - first) for x, y in zip(a.shape, b.shape, strict=True)
+    ]
     if any(one.denominator != 1 or one < 1 for one in shape):
         return None
     return Handed(tuple(int(one) for one in shape), a.dtype, a.requires_grad)

@@ -11,7 +11,7 @@ from shardplan.core.plan import ResolvedPlan
 from shardplan.core.schedules import Schedule, schedule_of
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
-from .pipeline import Layout
+from .pipelined_model import Layout
 
 # (bound plan, schedule, number of stages) -> how many blocks each stage has.
 Balance = Callable[[ResolvedPlan, Schedule, int], tuple[int, ...]]
@@ -68,7 +68,9 @@ def lay_out(
         )
     blocks = len(resolved.pp_blocks)
     if blocks < count:
-        raise ValueError(f"the model has {blocks} blocks, too few for {count} stages (pp {pp}, schedule {schedule.name})")
+        raise ValueError(
+            f"the model has {blocks} blocks, too few for {count} stages (pp {pp}, schedule {schedule.name})"
+        )
     if micro_batches < count:
         warnings.warn(
             f"{micro_batches} micro-batches for {count} stages: some stages wait all the time; use at least {count}",

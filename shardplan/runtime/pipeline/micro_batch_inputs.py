@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 REFUSED = {
     "use_cache": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
@@ -38,15 +39,21 @@ class Inputs:
     @property
     def shapes(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         """What the shapes of hand-overs follow from."""
-        found: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-        for name, value in self.tensors.items():
-            tree_map_only(Tensor, lambda x, name=name: found.append((name, tuple(x.shape), x.dtype)), value)
-        return tuple(found)
+        return tuple((name, tuple(x.shape), x.dtype) for name, value in self.tensors.items() for x in _tensors(value))
 
     def first(self, micro_batches: int) -> dict[str, Any]:
         """The first micro-batch."""
         rows = self.rows // micro_batches
-        return {name: tree_map_only(Tensor, lambda x: x[:rows], value) for name, value in self.tensors.items()}
+        return {name: _mapped(value, lambda x: x[:rows]) for name, value in self.tensors.items()}
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in a value, which may be one, or a dict of masks."""
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    return tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
 
 
 def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
@@ -63,9 +70,7 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
         if value is not None and value is not False:
             raise ValueError(f"{name} in a pipeline step: {why}")
     given = {name: value for name, value in arguments.items() if name not in REFUSED and value is not None}
-    shown: dict[str, Tensor] = {}
-    for name, value in given.items():
-        tree_map_only(Tensor, lambda x, name=name: shown.setdefault(name, x), value)
+    shown = {name: found[0] for name, value in given.items() if (found := _tensors(value))}
     if not shown:
         raise ValueError("a pipeline step needs the batch by keywords: input_ids=..., labels=...")
     leading = next((name for name in ("input_ids", "labels") if name in shown), next(iter(shown)))
@@ -83,7 +88,5 @@ def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
             return x.expand(rows, *x.shape[1:])
         raise ValueError(f"{name} has the shape {tuple(x.shape)}: its first dim must be the batch of {rows} rows, or 1")
 
-    tensors = {
-        name: tree_map_only(Tensor, lambda x, name=name: whole(name, x), given[name]) for name in given if name in shown
-    }
+    tensors = {name: _mapped(given[name], partial(whole, name)) for name in shown}
     return Inputs(tensors, {name: value for name, value in given.items() if name not in shown}, rows)

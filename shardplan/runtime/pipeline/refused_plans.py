@@ -9,6 +9,8 @@ from shardplan.core.schedules import Schedule
 from shardplan.core.sections import DataParallel
 from shardplan.styles.backends import BACKENDS
 
+ARGUMENTS = "<arguments>"  # the file of what a call's arguments say
+
 
 def for_stages(program: Program, schedule: Schedule, *, wrapped: bool) -> Program:
     """The program, with gathered parameters kept between micro-batches where the plan leaves it open.
@@ -35,10 +37,17 @@ def for_stages(program: Program, schedule: Schedule, *, wrapped: bool) -> Progra
     if section is None or not wrapped:
         return program
     _check_backend(section, schedule)
-    if section.backend != "fsdp2" or "reshard_after_forward" in section.given:
+    if section.backend != "fsdp2" or _chosen(section):
         return program
     kept = replace(section, reshard_after_forward=False)
     return Program(replace(resolved, data_parallel=kept), program.variants)
+
+
+def _chosen(section: DataParallel) -> bool:
+    """Whether somebody chose when FSDP2 reshards: with an argument, or by another value than plans for any mesh have."""
+    place = section.given.get("reshard_after_forward")
+    default = DataParallel().reshard_after_forward
+    return place is not None and (place.file == ARGUMENTS or section.reshard_after_forward != default)
 
 
 def _check_backend(section: DataParallel, schedule: Schedule) -> None:
@@ -52,7 +61,7 @@ def _check_backend(section: DataParallel, schedule: Schedule) -> None:
             f"the schedule {schedule.name} computes gradients without autograd's hooks, so that {backend.name} would not "
             "reduce them (https://github.com/pytorch/pytorch/issues/144530): use `backend: fsdp2`, or 1f1b or interleaved"
         )
-    if "reshard_after_forward" in section.given and section.reshard_after_forward is not False:
+    if _chosen(section) and section.reshard_after_forward is not False:
         raise ValueError(
             f"the schedule {schedule.name} computes wrong gradients, without an error, where FSDP2 reshards after forward "
             f"(torch 2.13): data_parallel.reshard_after_forward is {section.reshard_after_forward!r}, and must be false"

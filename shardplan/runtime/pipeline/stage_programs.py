@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from shardplan.compiler.lower.program import Program
+from shardplan.core.module_program import ModuleProgram
 from shardplan.core.stages import PipelineCut
 
 
@@ -31,7 +32,14 @@ def program_of_stage(program: Program, cut: PipelineCut, stage: int) -> Program:
         compile_modules=own(whole.compile_modules),
     )
     variants = {
-        overlays: {name: module for name, module in modules.items() if has(name)}
+        overlays: _linked({name: module for name, module in modules.items() if has(name)})
         for overlays, modules in program.variants.items()
     }
     return Program(resolved, variants)
+
+
+def _linked(modules: dict[str, ModuleProgram]) -> dict[str, ModuleProgram]:
+    """Without the scope of an embedding whose partial sum ends in another stage."""
+    if any(module.link == "block_input" for module in modules.values()):
+        return modules
+    return {name: replace(module, link=None) if module.link == "scope" else module for name, module in modules.items()}

@@ -43,7 +43,9 @@ class StepLoss:
             logits = output.logits if hasattr(output, "logits") else output
             total = self.function(logits, labels)
             if total.ndim:
-                raise ValueError(f"loss_fn must return a scalar, the sum over tokens, not a tensor {tuple(total.shape)}")
+                raise ValueError(
+                    f"loss_fn must return a scalar, the sum over tokens, not a tensor {tuple(total.shape)}"
+                )
             return total * self.replicas / self.tokens
         self.counted = False
         output = run(inputs)
@@ -67,7 +69,7 @@ def count_by_step(model: nn.Module, current: Callable[[], StepLoss | None]) -> N
     Args:
         current: the loss of the step that runs.
     """
-    own = model.loss_function
+    own: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
 
     def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         step = current()

@@ -19,12 +19,24 @@ class Copies:
     Args:
         names: stage -> its name there, in the order of stages.
         owners: stage -> its rank on the pp axis.
-        own: stage -> the parameter, for the stages of this rank.
+        parts: stage -> the model that it is in, for the stages of this rank.
     """
 
     names: Mapping[int, str]
     owners: Mapping[int, int]
-    own: Mapping[int, nn.Parameter]
+    parts: Mapping[int, nn.Module]
+
+    @property
+    def own(self) -> dict[int, nn.Parameter]:
+        """Stage -> the parameter, for the stages of this rank. FSDP2 and materialising put others in its place."""
+        return {stage: part.get_parameter(self.names[stage]) for stage, part in self.parts.items()}
+
+    @property
+    def later(self) -> tuple[nn.Parameter, ...]:
+        """Those of this rank whose values an earlier stage has too."""
+        first = next(iter(self.names))
+        own = self.own
+        return tuple(one for stage, one in own.items() if stage != first and one is not own.get(first))
 
     def add_gradients(self, group: ProcessGroup, rank: int) -> None:
         """Make the gradient of each copy the sum over all of them, in the order of stages, so that all have the same numbers.
@@ -33,11 +45,12 @@ class Copies:
             group: of the pp axis.
             rank: of this process on it.
         """
-        if not self.own or not any(parameter.requires_grad for parameter in self.own.values()):
+        own = self.own
+        if not own or not any(parameter.requires_grad for parameter in own.values()):
             return
-        mine = {stage: _gradient(parameter) for stage, parameter in self.own.items()}
-        if len({id(parameter) for parameter in self.own.values()}) < len(self.own):
-            first = next(iter(self.own))  # one parameter, which has the sum of this rank's stages
+        mine = {stage: _gradient(parameter) for stage, parameter in own.items()}
+        if len({id(parameter) for parameter in own.values()}) < len(own):
+            first = next(iter(own))  # one parameter, which has the sum of this rank's stages
             mine = {stage: (x if stage == first else torch.zeros_like(x)) for stage, x in mine.items()}
         values = {stage: mine[stage] if stage in mine else torch.empty_like(_any(mine)) for stage in self.names}
         others = {self.owners[stage] for stage in self.names} - {rank}
@@ -52,7 +65,7 @@ class Copies:
         total = values[next(iter(self.names))].clone()
         for stage in list(self.names)[1:]:
             total += values[stage]
-        for parameter in self.own.values():
+        for parameter in own.values():
             _local(parameter.grad).copy_(total)
 
 
@@ -77,7 +90,10 @@ def _local(x: Tensor | None) -> Tensor:
 
 
 def copies_of(
-    ties: Sequence[Sequence[str]], stage_of: Mapping[str, int], owners: Mapping[int, int], parts: Mapping[int, nn.Module]
+    ties: Sequence[Sequence[str]],
+    stage_of: Mapping[str, int],
+    owners: Mapping[int, int],
+    parts: Mapping[int, nn.Module],
 ) -> tuple[Copies, ...]:
     """The tied parameters of a cut.
 
@@ -91,6 +107,6 @@ def copies_of(
         for name in tie:
             names.setdefault(stage_of[name], name)
         names = dict(sorted(names.items()))
-        own = {stage: parts[stage].get_parameter(name) for stage, name in names.items() if stage in parts}
+        own = {stage: parts[stage] for stage in names if stage in parts}
         found.append(Copies(names, {stage: owners[stage] for stage in names}, own))
     return tuple(found)

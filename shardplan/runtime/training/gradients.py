@@ -14,13 +14,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from shardplan.runtime.apply.model_parts import Parted, refuse_parts
 from shardplan.torchlib.gathering import full_tensor
 from shardplan.torchlib.private import private
 
 _foreach_norm = private("foreach_norm")
 _foreach_mul_ = private("foreach_mul_")
 
-Parameters = nn.Module | Tensor | Iterable[Tensor]
+Parameters = nn.Module | Parted | Tensor | Iterable[Tensor]
 _Ranks = tuple[str, tuple[int, ...]]  # an axis: the type of its devices, and its ranks
 EPSILON = 1e-6  # added to the norm that is divided by, as torch.nn.utils does
 
@@ -72,8 +73,11 @@ class _Axes:
         return dim is not None and dim in gradient.sums
 
 
-def _parameters(parameters: Parameters) -> list[Tensor]:
+def _parameters(parameters: Parameters, function: str) -> list[Tensor]:
     """Each parameter once: tied ones have several names."""
+    if isinstance(parameters, Parted):
+        parameters.check_finished()
+        return list(parameters.parameters())
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     if isinstance(parameters, Tensor):
@@ -82,6 +86,7 @@ def _parameters(parameters: Parameters) -> list[Tensor]:
     for parameter in found:
         if not isinstance(parameter, Tensor):
             raise TypeError(f"parameters must be a model or tensors, not {type(parameter).__name__}")
+    refuse_parts(found, function)
     return found
 
 
@@ -167,6 +172,19 @@ def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
     return groups.values()
 
 
+def _counted(parameters: Parameters) -> list[Tensor]:
+    """Those that the norm is of: a tied parameter of several pipeline stages counts in the first."""
+    found = _parameters(parameters, "get_grad_norm")
+    if not isinstance(parameters, Parted):
+        return found
+    doubled = {id(parameter) for parameter in parameters.doubled}
+    return [parameter for parameter in found if id(parameter) not in doubled]
+
+
+def _device(parameters: Parameters) -> torch.device:
+    return parameters.device if isinstance(parameters, Parted) else torch.device("cpu")
+
+
 @torch.no_grad()
 def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
     """The norm of all gradients together, as if they were one vector of the unsharded model.
@@ -177,8 +195,8 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
     few numbers for each axis, and one of the partial sums, in float32, where there are any.
 
     Args:
-        parameters: a model, a parameter, or several. Those without a gradient add nothing, but define the axes: pass
-            the same on all ranks.
+        parameters: a model, a Pipeline, a parameter, or several. Those without a gradient add nothing, but define the axes:
+            pass the same on all ranks.
         norm_type: above 0, `inf` or `-inf` (the smallest element).
         error_if_nonfinite: raise if the norm is NaN or infinite; on all ranks.
 
@@ -188,18 +206,19 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
 
     Raises:
         TypeError: no parameters.
-        ValueError: another `norm_type`; a parameter on a mesh that this rank is not part of.
+        ValueError: another `norm_type`; a parameter on a mesh that this rank is not part of; parameters of pipeline stages
+            without their Pipeline, or between the calls of its step.
         RuntimeError: the norm is not finite, and `error_if_nonfinite`.
     """
     norm = _Norm(float(norm_type))
     if not (norm.order > 0 or norm.order == -math.inf):
         raise ValueError(f"norm_type must be above 0, inf or -inf, not {norm_type}")
-    found = _parameters(parameters)
+    found = _counted(parameters)
     present = [parameter.grad for parameter in found if parameter.grad is not None]
     axes = _Axes(tensor.device_mesh for tensor in (*found, *present) if isinstance(tensor, DTensor))
     gradients = [_read(gradient) for gradient in present]
     wide = torch.float64 if any(g.local.dtype == torch.float64 for g in gradients) else torch.float32
-    device = gradients[0].local.device if gradients else torch.device("cpu")
+    device = gradients[0].local.device if gradients else _device(parameters)
     _finish_sums(gradients, axes)
 
     totals = {
@@ -212,8 +231,13 @@ def get_grad_norm(parameters: Parameters, *, norm_type: float = 2.0, error_if_no
         dist.all_reduce(stacked, norm.reduction, group=group)
         totals |= zip(members, stacked, strict=True)
     plain = norm.of([g.local for g in gradients if g.mesh is None], device)
-    total = norm.root(norm.add(torch.stack([plain, *(part.to(device) for part in totals.values())])))
-    total = total.to(wide) if gradients else torch.zeros((), device=device)
+    added = norm.add(torch.stack([plain, *(part.to(device) for part in totals.values())]))
+    if isinstance(parameters, Parted):
+        dist.all_reduce(added, norm.reduction, group=parameters.group)
+    total = norm.root(added)
+    if not gradients and not isinstance(parameters, Parted):
+        total = torch.zeros((), device=device)
+    total = total.to(wide)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"the total norm of the gradients is {total.item()}, so they cannot be clipped; "
@@ -251,7 +275,8 @@ def clip_grad_by_total_norm_(parameters: Parameters, max_norm: float, total_norm
         return
     coefficient = float(max_norm) / (norm + EPSILON)
     if coefficient < 1.0:
-        gradients = [parameter.grad for parameter in _parameters(parameters) if parameter.grad is not None]
+        found = _parameters(parameters, "clip_grad_by_total_norm_")
+        gradients = [parameter.grad for parameter in found if parameter.grad is not None]
         for group in _alike(g.to_local() if isinstance(g, DTensor) else g for g in gradients):
             _foreach_mul_(group, coefficient)
 
@@ -264,7 +289,7 @@ def clip_grad_norm_(
     Returns:
         The total norm before clipping, as `get_grad_norm` gives it.
     """
-    found = _parameters(parameters)
+    found = parameters if isinstance(parameters, Parted) else _parameters(parameters, "clip_grad_norm_")
     total = get_grad_norm(found, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite)
     clip_grad_by_total_norm_(found, max_norm, total)
     return total

@@ -9,18 +9,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from shardplan.core.mesh import DATA_PARALLEL, Axis
 from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import applied
-from shardplan.runtime.apply.parts import Parted
+from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.same_inputs import compare_inputs
 
 from .engine import Engine
-from .hand_over import HandOvers, Handing
+from .hand_over import Handing, HandOvers
 from .micro_batch_inputs import read_inputs
 from .stage_forward import Call
 from .step_loss import LossFunction, StepLoss, count_by_step, tokens_of, zero_like_loss
@@ -62,23 +64,34 @@ class Pipeline(Parted):
         *,
         compare: bool,
     ):
+        super().__init__()
         self.layout, self.micro_batches, self.loss_function = layout, micro_batches, loss_function
         self._called = dict(parts)  # with the wrapper of a data-parallel backend
         self.parts = list(self._called.values())
         self._call = call
         mesh = layout.mesh
         assert mesh.pp is not None
-        self._group, self._rank = mesh.pp.get_group(), mesh.pp.get_local_rank()
+        self.group, self._rank = mesh.pp.get_group(), mesh.pp.get_local_rank()
         device = mesh.mesh.device_type
-        self._device = torch.device(device, torch.get_device_module(device).current_device()) if device != "cpu" else torch.device("cpu")
-        self._hand_overs = HandOvers(layout.cut.stages, layout.owners, self._called, self._group, self._device)
+        self.device = (
+            torch.device(device, torch.get_device_module(device).current_device())
+            if device != "cpu"
+            else torch.device("cpu")
+        )
+        self._hand_overs = HandOvers(layout.cut.stages, layout.owners, self._called, self.group, self.device)
         self._engine: tuple[Any, Engine] | None = None
         self._more_to_come = False
         inner = {stage: unwrapped(self.module_of(part)) for stage, part in self._called.items()}
-        stages = {name: stage for tie in layout.cut.ties for name in tie if (stage := layout.cut.stage_of(name)) is not None}
+        stages = {
+            name: stage for tie in layout.cut.ties for name in tie if (stage := layout.cut.stage_of(name)) is not None
+        }
         self.copies = copies_of(layout.cut.ties, stages, layout.owners, inner)
         self._shifted = _next_token(next(iter(inner.values())))
-        if (last := inner.get(layout.cut.stages - 1)) is not None and loss_function is None and hasattr(last, "loss_function"):
+        if (
+            (last := inner.get(layout.cut.stages - 1)) is not None
+            and loss_function is None
+            and hasattr(last, "loss_function")
+        ):
             count_by_step(last, lambda: self._call.loss)
         self._entrance = _Entrance()
         if compare:
@@ -98,10 +111,6 @@ class Pipeline(Parted):
         for part in self.parts:
             yield from self.module_of(part).named_parameters()
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """For an optimizer: the parameters of this rank's stages, each once."""
-        yield from dict.fromkeys(parameter for _, parameter in self.named_parameters())
-
     def train(self, mode: bool = True) -> Pipeline:
         """Put all parts in training mode, or in evaluation mode."""
         self._entrance.train(mode)
@@ -120,7 +129,9 @@ class Pipeline(Parted):
         self._more_to_come = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError("a pipeline has no forward: call step(input_ids=..., labels=...), under torch.no_grad() to evaluate")
+        raise TypeError(
+            "a pipeline has no forward: call step(input_ids=..., labels=...), under torch.no_grad() to evaluate"
+        )
 
     # The step
 
@@ -168,8 +179,20 @@ class Pipeline(Parted):
             self._more_to_come = accumulate
             if not accumulate:
                 for copies in self.copies:
-                    copies.add_gradients(self._group, self._rank)
+                    copies.add_gradients(self.group, self._rank)
         return self._mean(losses, replicas)
+
+    @property
+    def doubled(self) -> tuple[nn.Parameter, ...]:  # type: ignore[override]  # FSDP2 exchanges parameters
+        """The copies of tied parameters of which an earlier stage has one."""
+        return tuple(one for copies in self.copies for one in copies.later)
+
+    def check_finished(self) -> None:
+        """Raise ValueError between the calls of an optimizer step: gradients of tied parameters are not added yet."""
+        if self._more_to_come:
+            raise ValueError(
+                "the last call of step had accumulate=True: call it once more without, which ends the step"
+            )
 
     def _check_gradients(self, accumulate: bool, tokens: Any, calls: int) -> None:
         if (accumulate or self._more_to_come) and (tokens is None or calls < 2):
@@ -189,9 +212,11 @@ class Pipeline(Parted):
     def _tokens(self, labels: Tensor | None) -> Tensor:
         if labels is None:
             raise ValueError("a pipeline step needs labels, or tokens for a loss_fn that needs none")
-        if self.loss_function is None and self._shifted is None:
-            raise ValueError("the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by")
-        count = tokens_of(labels, shifted=self.loss_function is None and bool(self._shifted)).to(self._device)
+        if self.loss_function is None and not self._shifted:
+            raise ValueError(
+                "the model's loss is none of next tokens: pass `tokens`, the number that the sum is divided by"
+            )
+        count = tokens_of(labels, shifted=self.loss_function is None).to(self.device)
         for group in self._data_parallel:
             dist.all_reduce(count, group=group)
         return count
@@ -211,18 +236,18 @@ class Pipeline(Parted):
                 layout.cut.stages,
                 self.micro_batches,
                 handing,
-                self._group,
-                self._device,
+                self.group,
+                self.device,
             )
             self._engine = handing, engine
         return self._engine[1]
 
     def _mean(self, losses: list[Tensor], replicas: int) -> Tensor:
         """The sum of the micro-batches' shares, on all ranks."""
-        total = zero_like_loss(self._device)
+        total = zero_like_loss(self.device)
         for loss in losses:
             total = total + loss.detach().float()
-        for group in (self._group, *self._data_parallel):
+        for group in (self.group, *self._data_parallel):
             dist.all_reduce(total, group=group)
         return total / replicas
 
@@ -234,9 +259,11 @@ class _Entrance(nn.Module):
         return None
 
 
-def _next_token(model: nn.Module) -> bool | None:
-    """Whether a transformers model's own loss predicts the next token; None: it does not, or nobody knows."""
-    return True if getattr(model, "loss_type", None) == "ForCausalLM" else None
+def _next_token(model: nn.Module) -> bool:
+    """Whether a transformers model's own loss predicts the next token."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss  # as its `loss_function` is chosen
 
 
 __all__ = ["Layout", "Pipeline", "applied"]

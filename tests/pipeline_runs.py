@@ -1,0 +1,230 @@
+"""Training steps of a pipeline in real processes, and of the unsharded model beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from small_models import LENGTH, VOCABULARY, small_model, whole
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from training_runs import ADAMW, MAX_NORM
+
+import shardplan
+from shardplan.proof.compare import TOLERANCE, relative_error
+
+STEPS = 3
+# What the tests need of the section, by kind of model.
+LLAMA = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": ["model.norm", "lm_head"]}
+GPT2 = {
+    "layers": "transformer.h.*",
+    "first": ["transformer.wte", "transformer.wpe"],
+    "last": ["transformer.ln_f", "lm_head"],
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One run.
+
+    Args:
+        sizes: of the mesh, as `build_mesh` gets them.
+        options: of `apply_pipeline`.
+        settings: of the model's configuration.
+        change: done to the unsharded model first, in both runs.
+        auxiliary: (output of the model) -> what its loss has besides the mean over tokens.
+        rows: of the batch, on each data-parallel rank.
+        names: name in the pipeline -> name in the unsharded model.
+    """
+
+    model: str
+    sizes: Mapping[str, int]
+    schedule: str = "1f1b"
+    sequence_parallel: bool = False
+    tied: bool = False
+    section: Mapping[str, Any] = field(default_factory=lambda: LLAMA)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    change: Callable[[nn.Module], nn.Module | None] | None = None
+    auxiliary: Callable[[Any], Tensor] | None = None
+    micro_batches: int = 4
+    rows: int = 8
+    lengths: tuple[int, ...] = (LENGTH,) * STEPS
+    plan: Any = "auto"
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def replicas(self) -> int:
+        return self.sizes.get("dp_shard", 1) * self.sizes.get("dp_replicate", 1)
+
+    @property
+    def ranks(self) -> int:
+        count = self.replicas
+        for axis in ("pp", "tp"):
+            count *= self.sizes.get(axis, 1)
+        return count
+
+    def build(self) -> nn.Module:
+        model = small_model(self.model, tied=self.tied, dtype=self.dtype, **{"num_hidden_layers": 4, **self.settings})
+        return (self.change(model) if self.change is not None else None) or model
+
+
+def batch(recipe: Recipe, step: int, replica: int) -> dict[str, Tensor]:
+    """A batch whose micro-batches have other numbers of tokens, with padding in one row."""
+    generator = torch.Generator().manual_seed(100 * step + replica)
+    shape = (recipe.rows, recipe.lengths[step])
+    ids = torch.randint(10, VOCABULARY, shape, generator=generator)
+    labels = ids.masked_fill(torch.rand(shape, generator=generator) < 0.2 * (1 + replica), -100)
+    mask = torch.ones(shape, dtype=torch.long)
+    mask[1, -5:], labels[1, -5:] = 0, -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@dataclass
+class Step:
+    """What one step gave: the loss, the norm before clipping, gradients before it and parameters after it."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor | None]
+    parameters: dict[str, Tensor]
+
+
+def pipeline_of(recipe: Recipe) -> shardplan.Pipeline:
+    """The pipeline of a recipe, on the ranks of this process group."""
+    mesh = shardplan.build_mesh(**recipe.sizes)
+    options = {"prove": False, "sequence_parallel": recipe.sequence_parallel, **recipe.options}
+    return shardplan.apply_pipeline(
+        recipe.build(),
+        mesh,
+        recipe.plan,
+        schedule=recipe.schedule,
+        micro_batches=recipe.micro_batches,
+        pipeline_parallel=dict(recipe.section),
+        **options,
+    )
+
+
+def replica_of(pipeline: shardplan.Pipeline) -> int:
+    """Which data-parallel share is this rank's."""
+    mesh, index = pipeline.layout.mesh.mesh, 0
+    for axis in ("dp_replicate", "dp_shard"):
+        if axis in mesh.mesh_dim_names:
+            index = index * mesh[axis].size() + mesh.get_local_rank(axis)
+    return index
+
+
+def staged(recipe: Recipe) -> list[Step]:
+    pipeline = pipeline_of(recipe)
+    replica, steps = replica_of(pipeline), []
+    optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], **ADAMW)
+    for step in range(STEPS):
+        loss = pipeline.step(**batch(recipe, step, replica))
+        gradients = {name: None if p.grad is None else whole(p.grad).clone() for name, p in in_order(pipeline)}
+        norm = shardplan.clip_grad_norm_(pipeline, MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(Step(loss.item(), norm.item(), gradients, parameters_of(pipeline)))
+    return steps
+
+
+def in_order(pipeline: shardplan.Pipeline) -> Iterator[tuple[str, nn.Parameter]]:
+    return pipeline.named_parameters()
+
+
+def parameters_of(pipeline: shardplan.Pipeline) -> dict[str, Tensor]:
+    states = [pipeline.module_of(part).state_dict() for part in pipeline.parts]
+    return {name: whole(value).detach().clone() for state in states for name, value in state.items()}
+
+
+def unsharded(recipe: Recipe) -> list[Step]:
+    """All shares of the batch in one model."""
+    model = recipe.build()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], **ADAMW)
+    steps = []
+    for step in range(STEPS):
+        shares = [batch(recipe, step, replica) for replica in range(recipe.replicas)]
+        if recipe.auxiliary is None:
+            together = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+            loss = model(**together, use_cache=False).loss
+        else:
+            loss = mixed(recipe, model, shares, recipe.auxiliary)
+        loss.backward()
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in named(model)}
+        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append(Step(loss.item(), norm.item(), gradients, {n: v.clone() for n, v in model.state_dict().items()}))
+    return steps
+
+
+def mixed(
+    recipe: Recipe, model: nn.Module, shares: list[dict[str, Tensor]], auxiliary: Callable[[Any], Tensor]
+) -> Tensor:
+    """The sum over all tokens divided by their number, and the mean of the rest over micro-batches."""
+    tokens = sum(int((share["labels"][:, 1:] != -100).sum()) for share in shares)
+    total = torch.zeros((), dtype=recipe.dtype)
+    for share in shares:
+        for rows in torch.arange(recipe.rows).chunk(recipe.micro_batches):
+            labels = share["labels"][rows]
+            output = model(
+                input_ids=share["input_ids"][rows], attention_mask=share["attention_mask"][rows], use_cache=False
+            )
+            flat = nn.functional.cross_entropy(
+                output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+            )
+            total = total + flat / tokens + auxiliary(output) / (recipe.micro_batches * len(shares))
+    return total
+
+
+def named(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    return model.named_parameters(remove_duplicate=False)
+
+
+def compare(recipe: Recipe, seconds: float = 300.0) -> None:
+    """Run both; everything must be equal on every rank, and every parameter is on some rank."""
+    runs = on_ranks(recipe.ranks, staged, recipe, seconds=seconds)
+    expected = unsharded(recipe)
+    assert min(step.norm for step in expected) > 1.2 * MAX_NORM, "clipping must bite"
+    check(recipe, runs, expected)
+
+
+def check(recipe: Recipe, runs: list[list[Step]], expected: list[Step]) -> None:
+    limit = TOLERANCE[recipe.dtype]
+    for step, right in enumerate(expected):
+        seen: set[str] = set()
+        for rank, run in enumerate(runs):
+            got = run[step]
+            assert got.loss == pytest.approx(right.loss, rel=1e-6), (step, rank)
+            assert got.norm == pytest.approx(right.norm, rel=limit), (step, rank)
+            assert got.parameters.keys() <= right.parameters.keys()
+            assert got.gradients.keys() <= right.gradients.keys(), got.gradients.keys() - right.gradients.keys()
+            seen |= got.gradients.keys()
+            for name, value in got.gradients.items():
+                wanted = right.gradients[name]
+                assert (value is None) == (wanted is None), (step, rank, name)
+                if value is not None and wanted is not None:
+                    assert relative_error(_unpacked(recipe, value, wanted), wanted) <= limit, (step, rank, name)
+            for name, value in got.parameters.items():
+                assert relative_error(value, right.parameters[name]) <= limit, (step, rank, name)
+        assert seen == right.gradients.keys(), right.gradients.keys() - seen
+
+
+def _unpacked(recipe: Recipe, value: Tensor, wanted: Tensor) -> Tensor:
+    """A packed gradient has its rows in the stored order; the parameters after the step are compared in the original one."""
+    tp = recipe.sizes.get("tp", 1)
+    if tp == 1 or relative_error(value, wanted) <= TOLERANCE[recipe.dtype]:
+        return value
+    orders = []
+    for dim in range(wanted.ndim):
+        for count in (2, 3):
+            if wanted.shape[dim] % (count * tp) == 0:
+                pieces = [piece.chunk(tp, dim) for piece in wanted.chunk(count, dim)]
+                order = torch.cat([torch.cat([p[r] for p in pieces], dim) for r in range(tp)], dim)
+                orders.append((relative_error(value, order), order))
+    error, _ = min(orders, key=lambda one: one[0], default=(float("inf"), wanted))
+    return wanted if error <= TOLERANCE[recipe.dtype] else value
