@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from shardplan.torchlib.private import private
+
+_tree_map, _tree_leaves = private("tree_map"), private("tree_leaves")
 
 REFUSED = {
     "use_cache": "a stage keeps no cache: evaluate losses, or generate with an unsharded model",
@@ -48,12 +51,12 @@ class Inputs:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """The tensors in a value, which may be one, or a dict of masks."""
-    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
+    """The tensors in a value: one, or a dict of masks, or a list."""
+    return [x for x in _tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    return tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
+    return _tree_map(lambda x: change(x) if isinstance(x, Tensor) else x, value)
 
 
 def read_inputs(arguments: Mapping[str, Any], micro_batches: int) -> Inputs:
