@@ -43,8 +43,8 @@ def test_the_cut_of_qwen3_8b():
 
 
 def test_large_models_take_no_time():
-    costs = BlockCosts(tuple(100 + (i % 7) for i in range(256)), 0, 400)
-    assert sum(balanced(costs, 16, 2)) == sum(balanced(costs, 8, 4)) == 256
+    costs = BlockCosts(tuple(100 + (i % 7) for i in range(128)), 0, 400)
+    assert sum(balanced(costs, 16, 2)) == sum(balanced(costs, 8, 4)) == 128
 
 
 def test_fewer_blocks_than_stages():

@@ -55,6 +55,19 @@ class Depths:
                 return f"{start}-{from_end}{dot}{rest}" if from_end <= self.tail else None
         return name
 
+    def like(self, name: str) -> str:
+        """The name, in the deepest traced model, of the layer that is like one of the whole model; other names are as they are."""
+        for start in (f"{listed}." for listed in self.lists):
+            index, dot, rest = name.removeprefix(start).partition(".")
+            if name.startswith(start) and index.isdecimal():
+                at, depth = int(index), self.traced[-1]
+                if at >= self.count - self.tail:
+                    at += depth - self.count
+                elif at >= self.head:
+                    at = self.head + (at - self.head) % self.period
+                return f"{start}{at}{dot}{rest}"
+        return name
+
     def named(self, aligned: str) -> str:
         """The name in the whole model of what `aligned` gave."""
         for start in (f"{listed}.-" for listed in self.lists):
@@ -65,7 +78,21 @@ class Depths:
 
 
 def depths_of(found: FoundModel, program: Program) -> Depths:
-    """How a model's layers repeat, with what the plan does to them. One without a configuration is one layer, whole."""
+    """How a model's layers repeat, with what the plan does to them."""
+    section, resolved = program.resolved.activation_checkpointing, program.resolved
+    ahead = 1
+    if resolved.data_parallel is not None and (prefetch := resolved.data_parallel.prefetch) is not None:
+        ahead = max(ahead, prefetch.forward or 0, prefetch.backward or 0)
+    return repeated(found, section.every if section is not None else 1, ahead)
+
+
+def repeated(found: FoundModel, every: int = 1, ahead: int = 1) -> Depths:
+    """How a model's layers repeat. One without a configuration is one layer, whole.
+
+    Args:
+        every: the plan treats each n-th layer alike.
+        ahead: how many layers are gathered before they run.
+    """
     whole = Depths((), 1, 1, 0, 1)
     if found.config is None:
         return whole
@@ -76,11 +103,6 @@ def depths_of(found: FoundModel, program: Program) -> Depths:
     lists = layer_lists(found.tree, count)
     if not lists:
         return whole
-    section, resolved = program.resolved.activation_checkpointing, program.resolved
-    every = section.every if section is not None else 1
-    ahead = 1
-    if resolved.data_parallel is not None and (prefetch := resolved.data_parallel.prefetch) is not None:
-        ahead = max(ahead, prefetch.forward or 0, prefetch.backward or 0)
     return _repeating(lists, kinds(found.tree, count, vars(text)), every, ahead)
 
 
@@ -163,6 +185,7 @@ def whole(ledgers: Sequence[Ledger], depths: Depths) -> Ledger:
         lines(low.bytes, high.bytes),
         line(low.stored, high.stored),
         line(low.touched, high.touched),
+        high.parts,
     )
 
 

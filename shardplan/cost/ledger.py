@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shardplan.core.estimates import OFFLOADED, Category
 from shardplan.core.mesh import Axis
 
-from .meter import Log, StorageRecord
+from .meter import Log, category_of
+from .part_costs import PartCosts
 from .running_module import Place
 
 Bytes = Mapping[Category, int]
@@ -38,6 +39,7 @@ class Ledger:
         calls, bytes: (axis, collective) -> how many, and ring bytes.
         stored: elements of the parameters that the rank stores.
         touched: bytes of memory that the step must read or write at least.
+        parts: what one micro-batch costs in each part of the model, at the traced depth, where it was asked for.
     """
 
     moments: Mapping[Place, Moment]
@@ -46,16 +48,7 @@ class Ledger:
     bytes: Mapping[tuple[Axis, str], int]
     stored: int
     touched: int
-
-
-def category_of(record: StorageRecord) -> Category:
-    if record.purpose is not None:
-        return record.purpose
-    if record.over_vocabulary:
-        return "logits"
-    if record.gathered:
-        return "gathered parameters"
-    return "activations" if record.kept and record.made_in == "forward" else "temporaries"
+    parts: Mapping[str, PartCosts] = field(default_factory=dict)
 
 
 def moments_of(log: Log, *, offloaded: bool) -> dict[Place, Moment]:

@@ -21,6 +21,7 @@ from shardplan.torchlib.operators import collective_of
 from shardplan.torchlib.private import private
 
 from .flops import GROUPED, flops_of
+from .model_parts import Parts
 from .running_module import Place, Places
 
 _DispatchMode: Any = private("TorchDispatchMode")
@@ -39,6 +40,7 @@ class StorageRecord:
         gathered: whether it holds parameters that data-parallel ranks gathered.
         kept: whether it was alive when the forward that made it ended.
         purpose: what is known of it afterwards ("gradients").
+        part: the part of the model that made it, where parts are followed.
     """
 
     size: int
@@ -47,6 +49,17 @@ class StorageRecord:
     gathered: bool = False
     kept: bool = False
     purpose: Category | None = None
+    part: str = ""
+
+
+def category_of(record: StorageRecord) -> Category:
+    if record.purpose is not None:
+        return record.purpose
+    if record.over_vocabulary:
+        return "logits"
+    if record.gathered:
+        return "gathered parameters"
+    return "activations" if record.kept and record.made_in == "forward" else "temporaries"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +79,23 @@ class Log:
         before: the storages that were there before, with their bytes.
         changes: in order.
         calls: (axis, collective) -> how many; bytes: the same -> ring bytes.
-        flops: dtype -> floating point operations.
-        operands: (storage, bytes) of what products read, each time that they do.
+        flops: (place, dtype) -> floating point operations.
+        operands: (storage, bytes, part) of what products read, each time that they do.
+        kept: what is alive when the forward ends, and was not before it, with its bytes.
+        part_flops: (part, phase, dtype) -> operations; the phase "weights" are those of the forward that read parameters.
+        part_calls, part_bytes: (part, axis, collective) -> as calls and bytes.
     """
 
     before: dict[StorageRecord, int] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     calls: Counter[tuple[Axis, str]] = field(default_factory=Counter)
     bytes: Counter[tuple[Axis, str]] = field(default_factory=Counter)
-    flops: Counter[str] = field(default_factory=Counter)
-    operands: list[tuple[StorageRecord, int]] = field(default_factory=list)
+    flops: Counter[tuple[Place, str]] = field(default_factory=Counter)
+    operands: list[tuple[StorageRecord, int, str]] = field(default_factory=list)
+    kept: dict[StorageRecord, int] = field(default_factory=dict)
+    part_flops: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    part_calls: Counter[tuple[str, Axis, str]] = field(default_factory=Counter)
+    part_bytes: Counter[tuple[str, Axis, str]] = field(default_factory=Counter)
 
 
 class Meter(_DispatchMode):
@@ -85,12 +105,18 @@ class Meter(_DispatchMode):
         places: what runs.
         groups: the name of a process group -> (its mesh axis, its number of ranks).
         logits: (elements, last dim) of tensors over tokens and vocabulary.
+        parts: follows which part of the model runs; None: nobody asks.
     """
 
     def __init__(
-        self, places: Places, groups: Mapping[str, tuple[Axis, int]], logits: Iterable[tuple[int, int]]
+        self,
+        places: Places,
+        groups: Mapping[str, tuple[Axis, int]],
+        logits: Iterable[tuple[int, int]],
+        parts: Parts | None = None,
     ) -> None:
         super().__init__()
+        self.parts = parts
         self.places, self.groups, self.logits = places, groups, frozenset(logits)
         self.log = Log()
         self._alive: dict[int, tuple[StorageRecord, Any]] = {}
@@ -109,6 +135,8 @@ class Meter(_DispatchMode):
         """Note what is alive: what the forward keeps for the backward."""
         for record, _ in self._alive.values():
             record.kept = True
+            if record not in self.log.before:
+                self.log.kept[record] = record.size
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -138,13 +166,24 @@ class Meter(_DispatchMode):
             record = self._see(x.untyped_storage())
             record.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
         if (product := flops_of(func, args, kwargs, out)) is not None:
-            dtype, operations = product
-            self.log.flops[dtype] += operations
-            read = (x for x in args if isinstance(x, Tensor))
-            self.log.operands += [(self._see(x.untyped_storage()), x.nbytes) for x in read]
+            self._computed(*product, [x for x in args if isinstance(x, Tensor)])
         if (name := collective_of(func.name())) is not None:
             self._communicated(name, [*args, *kwargs.values()], made)
         return out
+
+    def _computed(self, dtype: str, operations: int, read: list[Tensor]) -> None:
+        place, part = self.places.now, self._part
+        self.log.flops[place, dtype] += operations
+        operands = [self._see(x.untyped_storage()) for x in read]
+        self.log.operands += [(record, x.nbytes, part) for record, x in zip(operands, read, strict=True)]
+        if self.parts is not None:
+            self.log.part_flops[part, place[0], dtype] += operations
+            if place[0] == "forward" and any(x.purpose == "parameters" or x.gathered for x in operands):
+                self.log.part_flops[part, "weights", dtype] += operations
+
+    @property
+    def _part(self) -> str:
+        return self.parts.at(self.places.now) if self.parts is not None else ""
 
     def _communicated(self, name: str, arguments: list[Any], made: list[Tensor]) -> None:
         whole = max((x for x in [*_leaves(arguments), *made] if isinstance(x, Tensor)), key=lambda x: x.nbytes)
@@ -152,14 +191,18 @@ class Meter(_DispatchMode):
         if axis is not Axis.TP and name == "all_gather":
             self._see(whole.untyped_storage()).gathered = True
         if ranks > 1:
+            sent = (2 if name == "all_reduce" else 1) * (ranks - 1) * whole.nbytes // ranks
             self.log.calls[axis, name] += 1
-            self.log.bytes[axis, name] += (2 if name == "all_reduce" else 1) * (ranks - 1) * whole.nbytes // ranks
+            self.log.bytes[axis, name] += sent
+            if self.parts is not None:
+                self.log.part_calls[self._part, axis, name] += 1
+                self.log.part_bytes[self._part, axis, name] += sent
 
     def _see(self, storage: torch.UntypedStorage) -> StorageRecord:
         key = id(storage)
         if key in self._alive:
             return self._alive[key][0]
-        record = StorageRecord(0, self.places.now[0])
+        record = StorageRecord(0, self.places.now[0], part=self._part)
         self._alive[key] = record, weakref.ref(storage, lambda _: self._freed(key))
         self._change(record, storage.nbytes())
         return record

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import Axis
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.reduced.outcome import loss_of
 from shardplan.runtime.apply.applied import applied
@@ -17,8 +21,10 @@ from shardplan.runtime.apply.plan_mesh import PlanMesh
 
 from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
-from .ledger import Ledger, category_of, moments_of
-from .meter import Meter
+from .ledger import Ledger, moments_of
+from .meter import Meter, category_of
+from .model_parts import SHARED, PartNames, Parts
+from .part_costs import Stored, part_costs
 from .running_module import Places
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None] = {
@@ -37,6 +43,8 @@ def trace(
     logits: Iterable[tuple[int, int]],
     offloaded: bool,
     name: str,
+    names: PartNames | None = None,
+    micro_batches: int = 1,
 ) -> Ledger:
     """Run two steps on tensors without memory and measure the second: in the first the optimizer makes its state, and DTensor
     makes whole tensors to learn how operators split.
@@ -49,14 +57,20 @@ def trace(
         logits: see `Meter`.
         offloaded: see `moments_of`.
         name: the model's, for messages.
+        names: the parts whose costs are asked for.
+        micro_batches: how many the step has. Two run, as all but the first are alike.
 
     Raises:
         PlanError: SP560: the model's code raised.
     """
     places = Places()
     shared = applied(model).shared
-    meter = Meter(places, groups_of(mesh, shared.regime.neighbours if shared is not None else {}), logits)
-    with without_memory(), meter.running(), places.following(model):
+    groups = groups_of(mesh, shared.regime.neighbours if shared is not None else {})
+    parts = Parts(names) if names is not None else None
+    meter = Meter(places, groups, logits, parts)
+    following = parts.following(model) if parts is not None else nullcontext()
+    rounds = min(micro_batches, 2)
+    with without_memory(), meter.running(), places.following(model), following:
         model.to_empty(device="cpu")
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         make = OPTIMIZERS[optimizer]
@@ -64,7 +78,7 @@ def trace(
         for _ in range(2):
             meter.start()
             try:
-                _step(model, inputs, updates, meter)
+                run_step(model, inputs, updates, meter, rounds)
             except PlanError:
                 raise
             except Exception as error:  # whatever the modelling code raises on tensors without values
@@ -72,32 +86,66 @@ def trace(
                     NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
                 ) from error
         log = meter.log
-        weights = sum(n for record, n in log.operands if category_of(record) in ("parameters", "gathered parameters"))
+        weights = sum(n for x, n, _ in log.operands if category_of(x) in ("parameters", "gathered parameters"))
         parameters = [_local(p) for p in model.parameters()]
         states = [_local(x) for x in _states(updates)]
         stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
         updated = sum(3 * p.nbytes for p in parameters) + sum(2 * x.nbytes for x in states) if updates else 0
-    return Ledger(moments_of(log, offloaded=offloaded), log.flops, log.calls, log.bytes, stored, weights + updated)
+        costs = part_costs(log, parts.handed, _stored(model, updates, parts)) if parts is not None else {}
+
+    def all_of(measured: int) -> int:
+        return measured * micro_batches // rounds
+
+    flops: Counter[str] = Counter()
+    for (_, dtype), operations in log.flops.items():
+        flops[dtype] += operations
+    return Ledger(
+        moments_of(log, offloaded=offloaded),
+        {dtype: all_of(n) for dtype, n in flops.items()},
+        {key: all_of(n) for key, n in log.calls.items()},
+        {key: all_of(n) for key, n in log.bytes.items()},
+        stored,
+        all_of(weights) + updated,
+        costs,
+    )
 
 
-def _step(
+def _stored(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts) -> dict[str, Stored]:
+    """The parameters of each part, on this rank."""
+    found: dict[str, Stored] = {}
+    for name, parameter in model.named_parameters():
+        part, local = parts.of(name) or SHARED, _local(parameter)
+        states = [] if optimizer is None else [x for x in optimizer.state[parameter].values() if isinstance(x, Tensor)]
+        ranks = 1
+        if isinstance(parameter, DTensor):
+            axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+            gathered = [i for i, (axis, p) in enumerate(axes) if p.is_shard() and axis.startswith(Axis.DP_SHARD.value)]
+            ranks = math.prod(parameter.device_mesh.size(i) for i in gathered)
+        one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(_local(x).nbytes for x in states))
+        found[part] = found[part] + one if part in found else one
+    return found
+
+
+def run_step(
     model: nn.Module,
     inputs: Callable[[], Mapping[str, Any]],
     optimizer: torch.optim.Optimizer | None,
     meter: Meter,
+    micro_batches: int = 1,
 ) -> None:
-    """Forward, backward, optimizer step; nothing but the batch and the loss outlives the forward, and no gradient the
-    step."""
+    """Forward and backward of each micro-batch, optimizer step; nothing but the batch and the loss outlives the forward, and no
+    gradient the step."""
     places = meter.places
-    places.enter("forward")
-    batch = inputs()
-    loss = loss_of(model(**batch))
-    meter.end_forward()
-    places.enter("backward")
-    loss.backward()
-    del loss
-    meter.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
+    for _ in range(micro_batches):
+        places.enter("forward")
+        batch = inputs()
+        loss = loss_of(model(**batch))
+        meter.end_forward()
+        places.enter("backward")
+        loss.backward()
+        del loss
+        meter.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
     places.enter("optimizer step")
     if optimizer is not None:
         optimizer.step()

@@ -1,0 +1,86 @@
+"""The parts of a model that pipeline stages are made of, and which of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardplan.core.plan import ResolvedPlan
+from shardplan.model.reduced.nests import tensors_in
+
+from .running_module import Place
+
+SHARED, FIRST, LAST = "what every stage runs", "the first stage's", "the last stage's"
+
+
+@dataclass(frozen=True, slots=True)
+class PartNames:
+    """Modules and parameters by full name: the blocks in order, what the first and the last stage have besides, and the modules
+    whose output is handed on too."""
+
+    blocks: tuple[str, ...]
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    carried: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, resolved: ResolvedPlan) -> PartNames:
+        return cls(resolved.pp_blocks, resolved.pp_first, resolved.pp_last, resolved.pp_carried)
+
+
+class Parts:
+    """Follows which part runs: a block by its name, or one of SHARED, FIRST and LAST.
+
+    What is in no part belongs, in forward, to every stage before the blocks, to the block before it between them, and to the last
+    stage after them; in backward to the part whose backward was the last one.
+    """
+
+    def __init__(self, names: PartNames) -> None:
+        self.names = names
+        self.handed: dict[str, int] = {}  # bytes of the first result of each block, and of what carried modules return
+        self._of = {name: name for name in names.blocks}
+        self._of |= dict.fromkeys(names.first, FIRST) | dict.fromkeys(names.last, LAST)
+        self._phase, self._now = "", SHARED
+
+    def of(self, name: str) -> str | None:
+        """The part of a module or parameter; None for what is in none."""
+        while name and name not in self._of:
+            name = name.rpartition(".")[0]
+        return self._of.get(name)
+
+    def at(self, place: Place) -> str:
+        """The part that runs at a place; called for places in their order."""
+        phase, module = place
+        if phase != self._phase:
+            self._phase, self._now = phase, LAST if phase == "backward" else SHARED
+        if (part := self.of(module)) is not None:
+            self._now = part
+        elif phase == "forward":
+            if self._now == FIRST:
+                self._now = SHARED
+            elif self._now == self.names.blocks[-1]:
+                self._now = LAST
+        return self._now
+
+    @contextmanager
+    def following(self, model: nn.Module) -> Iterator[None]:
+        handles = []
+        for name in {*self.names.blocks, *self.names.carried}:
+            handles.append(model.get_submodule(name).register_forward_hook(self._end(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _end(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            made = [x for x in tensors_in(output) if isinstance(x, Tensor)]
+            made = made if name in self.names.carried else made[:1]
+            self.handed[name] = sum(x.nbytes for x in made)
+
+        return hook
