@@ -335,16 +335,31 @@ def test_megatron_fsdp_comes_to_a_section_of_the_plan() -> None:
         MegatronFSDPConfig(megatron_fsdp_unit_modules=["LlamaDecoderlayer"]).arguments(meta_llama())
 
 
-def test_the_tables_name_tests_that_there_are() -> None:
-    named = set(re.findall(r"`(test_\w+)`", PAGE))
-    there = {
-        name
-        for path in TESTS.glob("test_*.py")
-        for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)
-    }
-    assert len(named) > 15 and named <= there
-    files = set(re.findall(r"`tests/(test_\w+\.py)`", PAGE))
-    assert files and all((TESTS / name).is_file() for name in files)
+def functions_of(path: Path) -> set[str]:
+    return set(re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE))
+
+
+def rows_of_tables() -> list[list[str]]:
+    """The cells of all rows of the page's tables, the heads too."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("|") and not re.fullmatch(r"[|-]+", line)]
+    return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+def test_every_row_names_a_test_that_there_is() -> None:
+    everywhere = {path.name: functions_of(path) for path in TESTS.glob("test_*.py")}
+    rows = rows_of_tables()
+    assert len(rows) > 80
+    for cells in rows:
+        assert len(cells) == 3, cells
+        if cells[2] == "test":  # the head of a table
+            continue
+        files = set(re.findall(r"`tests/(test_\w+\.py)`", cells[2]))
+        named = set(re.findall(r"`(test_\w+)`", cells[2]))
+        assert named and files <= everywhere.keys(), cells
+        there = set().union(*everywhere.values())
+        assert named <= there, (cells, named - there)
+        for name in files:  # a file is named for one of its tests
+            assert named & everywhere[name], (cells, name)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from shardplan import compat
+from shardplan import PlanError, apply_plan, compat
 from shardplan.compat import (
     DDPConfig,
     FSDP2Config,
@@ -26,6 +26,7 @@ from shardplan.compat import (
     nvfsdp_strategy_parallelize,
     parallelize_model,
 )
+from shardplan.compat.parallelize import plan_for
 
 POLICY = MixedPrecisionPolicy(torch.float16)
 BF16 = {"param": "bfloat16", "reduce": "float32", "output": "float32", "cast_forward_inputs": True}
@@ -233,3 +234,24 @@ def test_logits_are_split_where_theirs_are(calls: list[SimpleNamespace]) -> None
     assert all_ways(model, "llama") == all_ways(classifier) == {"plan"}  # a plan of one's own says it; other losses
     assert all_ways(model, logits="replicated") == {"replicated"}
     assert all_ways(small_model("gpt2"), logits="plan") == {"plan"}
+
+
+@pytest.mark.usefixtures("world")
+def test_plans_under_the_names_that_configurations_have(calls: list[SimpleNamespace]) -> None:  # noqa: F811
+    mesh, one = mesh_of(dp=4, tp=2), mesh_of(dp=8, tp=1)
+    for plan in (None, "llama_nemotron_super_tp_plan"):
+        FSDP2Manager(FSDP2Config(tp_plan=plan), mesh).parallelize(llama())
+        parallelize_model(llama(), mesh["dp"], mesh["tp"], torch.bfloat16, custom_parallel_plan=plan)
+    fsdp2_strategy_parallelize(llama(), one, tp_shard_plan={})
+    assert {(call.plan, call.logits) for call in calls} == {("auto", "as_stored")} and len(calls) == 5
+    with pytest.raises(ValueError, match="an empty plan splits nothing: None is the model's own plan"):
+        fsdp2_strategy_parallelize(llama(), mesh, tp_shard_plan={})
+    for plan, code in (
+        ("llama_nemotron_super", "SP101"),
+        ("nemo_automodel.components.distributed.optimized_tp_plans.PLAN", "SP547"),
+        ("torch.nn.Linear", "SP547"),
+        ({"model.layers.*.mlp.up_proj": "sideways"}, "SP541"),
+    ):
+        with pytest.raises(PlanError, match=code):
+            resolved = plan_for(llama(), plan)
+            apply_plan(llama(), mesh, resolved, prove=False)

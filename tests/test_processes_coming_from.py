@@ -11,7 +11,7 @@ from processes import on_ranks
 from small_models import batch, small_model, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardplan import DDPConfig, FSDP2Config, build_mesh
@@ -23,6 +23,7 @@ from shardplan.compat import (
     get_logprobs_from_vocab_parallel_logits,
     parallelize_model,
 )
+from shardplan.compat.configs import default_policy
 from shardplan.proof.compare import relative_error
 from tests.foreign_plans import STYLES
 
@@ -153,3 +154,33 @@ def dtypes_and_probabilities() -> float:
 @pytest.mark.slow
 def test_dtypes_and_probabilities() -> None:
     assert max(on_ranks(4, dtypes_and_probabilities, seconds=400.0)) <= LIMIT
+
+
+def on_one_rank() -> None:
+    """Units are wrapped and computed in the policy's dtype, as on several ranks; without a policy all is the unsharded model's."""
+    for policy, dtype in ((default_policy(), torch.bfloat16), (None, torch.float32)):
+        for manager in (FSDP2Manager(FSDP2Config(mp_policy=policy), build_mesh()), DDPManager(DDPConfig())):
+            model = small_model("llama")
+            called = manager.parallelize(model)
+            fsdp = isinstance(manager, FSDP2Manager)
+            units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+            assert units == (["", "model.layers.0", "model.layers.1"] if fsdp else []) and called is model
+            assert {p.dtype for p in model.parameters()} == {torch.float32}, "the optimizer's weights"
+            seen = []
+            model.model.layers[1].mlp.register_forward_hook(lambda module, args, result: seen.append(result.dtype))
+            ids = batch(0)
+            result = called(input_ids=ids, labels=ids, use_cache=False)
+            assert seen == [dtype if fsdp else torch.float32] and result.logits.dtype == seen[0]
+            result.loss.backward()
+            reference = small_model("llama")
+            expected = reference(input_ids=ids, labels=ids, use_cache=False)
+            expected.loss.backward()
+            limit = LIMIT if seen[0] == torch.float32 else 0.05
+            assert relative_error(result.logits.float(), expected.logits) <= limit
+            for name, parameter in reference.named_parameters():
+                gradient = whole(model.get_parameter(name).grad)
+                assert gradient.dtype == torch.float32 and relative_error(gradient, parameter.grad) <= limit, name
+
+
+def test_one_rank_is_as_several_are() -> None:
+    on_ranks(1, on_one_rank)

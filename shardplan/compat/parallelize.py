@@ -16,26 +16,34 @@ from shardplan.core.mesh import canonical_axis
 from shardplan.core.plan import Plan
 from shardplan.model.adapters import unwrapped
 from shardplan.report import text
+from shardplan.runtime.apply.plan_mesh import read_mesh
 
 from .configs import DistributedConfig
 
 OURS = ("version", "extends", "tensor_parallel", "sequence_parallel", "data_parallel")  # what a plan of ours has
 FILES = (".yaml", ".yml", ".json")
+# Names that configurations of others give to a plan, all of which are the model's own.
+NAMED = ("llama_nemotron_super_tp_plan",)
 
 
 def plan_for(model: nn.Module, plan: AnyPlan | None) -> AnyPlan:
     """The plan of ours that something names.
 
     Args:
-        plan: None: the built-in plan for the model. A plan of ours: its content, a file, a built-in name. Else it is
+        plan: None, or a name of theirs (`NAMED`): the built-in plan for the model. A plan of ours: its content, a file, a built-in name. Else it is
             converted: "hf", a dictionary from names to styles (of any project, by name or as objects), or the import
             path of such a dictionary, or of a function that returns one.
 
     Raises:
         PlanError: an entry has no counterpart; the import fails.
+        ValueError: an empty dictionary.
     """
-    if plan is None:
+    if plan is None or plan in NAMED:
         return "auto"
+    if isinstance(plan, Mapping) and not plan:
+        raise ValueError(
+            "an empty plan splits nothing: None is the model's own plan, and a mesh whose tp axis has one rank is data parallelism alone"
+        )
     if isinstance(plan, Plan) or (isinstance(plan, Mapping) and any(word in plan for word in OURS)):
         return plan
     if isinstance(plan, str) and plan != "hf" and not _is_import_path(plan):
@@ -71,6 +79,8 @@ def parallelize(
     """
     arguments = config.arguments(model)
     arguments["data_parallel"] |= data_parallel
+    if isinstance(plan, Mapping) and not plan and (read_mesh(mesh, axes, moe_mesh=moe_mesh).sizes.tp or 1) == 1:
+        plan = None
     logits = logits_for(model, plan) if logits is None else logits
     return apply_plan(model, mesh, plan_for(model, plan), axes=axes, moe_mesh=moe_mesh, logits=logits, **arguments)
 
@@ -78,7 +88,7 @@ def parallelize(
 def logits_for(model: nn.Module, plan: AnyPlan | None) -> Logits:
     """Which logits a model returns where nothing is said: split over the vocabulary, for a causal language model whose plan is not the
     caller's own; the loss of others does not take them."""
-    own = plan is not None and plan != "hf"
+    own = plan is not None and plan not in ("hf", *NAMED)
     encoded = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     causal = getattr(unwrapped(model), "loss_type", None) in ("ForCausalLM", "ForConditionalGeneration") and not encoded
     return "as_stored" if causal and not own else "plan"
