@@ -379,6 +379,10 @@ TREES: dict[str, Callable[[], ModuleTree]] = {
     "my_models:llama_with_lora": lambda: llama_with_adapters(dora=False),
     "my_models:llama_with_dora": lambda: llama_with_adapters(dora=True),
     "mixtral-scalar-gate": lambda: mixtral_with(ParameterInfo("scale", ())),
+    "my_models:encoder_decoder": lambda: replace(
+        llama_8b(), numbers={**llama_8b().numbers, "is_encoder_decoder": True}
+    ),
+    "my_models:shared_block": lambda: replace(llama_8b(), shared=(("model.layers.0.mlp", "model.layers.6.mlp"),)),
     "llama-frozen-embedding": lambda: with_frozen(llama_8b(layers=2), "model.embed_tokens"),
     "mixtral-float64-bias": lambda: mixtral_with(ParameterInfo("bias", (8,), "float64")),
     "mixtral-float64-router": lambda: mixtral_with(ParameterInfo("weight", (8, 4096), "float64")),

@@ -10,7 +10,7 @@ from shardplan.compiler.automatic import Derive
 from shardplan.compiler.early import look_early
 from shardplan.compiler.pipeline import at_a_size, look_up
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model
-from shardplan.compiler.variants import bind_variants, prove_layouts, wanted_variants
+from shardplan.compiler.variants import bind_variants, prove_layouts, prove_stages, wanted_variants
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, variant_name
 from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
@@ -132,19 +132,24 @@ def _look(
         variants = prove_layouts(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
         report = replace(report, stages=(*report.stages, "layouts") if variants.layouts else report.stages)
         report = replace(report, allowed_tp=variants.allowed(allowed))
-        if (
-            last == "proof"
-            and reduced_model.tp > 1
-            and variants.layouts
-            and reduced_model.runs
-            and not variants.any_error
-        ):
+        variants, staged = prove_stages(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
+        provable = last == "proof" and reduced_model.runs
+        if provable and reduced_model.tp > 1 and variants.layouts and not variants.any_error:
             from shardplan.proof.stage import Question, prove_stage
 
             asked = Question(reduced_model, model, given.plan, allow_unproven=allow_unproven)
             proven, about = prove_stage(asked, tuple(variants.resolved), progress)
             variants = variants.with_findings(about)
             report = replace(report, stages=(*report.stages, "proof"), proof=proven)
+        if provable and sizes.pp > 1 and staged is not None and not variants.any_error:
+            from shardplan.proof.prove_stages import with_pipeline
+
+            progress(f"pp={sizes.pp}: comparing the stages with the whole model")
+            whole = report.proof or VerifyReport(model.shown, given.plan.name, sizes, ())
+            whole, wrong = with_pipeline(whole, reduced_model, staged)
+            variants = variants.with_findings(dict.fromkeys(variants.findings, wrong))
+            stages = tuple(dict.fromkeys((*report.stages, "proof")))
+            report = replace(report, stages=stages, proof=whole)
     return replace(
         report,
         diagnostics=(*given.findings, *variants.all_findings),
@@ -198,7 +203,8 @@ def verify(
     output, every gradient and every buffer, on every rank.
 
     Args:
-        model, plan, mesh: as for `validate`; a size of tp is needed.
+        model, plan, mesh: as for `validate`; a size of tp is needed, or several pp ranks: the stages of the reduced model run one
+            after the other.
         sequence_parallel: with or without the overlay; None proves both where the plan has one.
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
             above 1.
@@ -215,9 +221,13 @@ def verify(
 
     of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
+    if sizes.tp is None and sizes.pp > 1:
+        sizes = replace(sizes, tp=1)
     if sizes.tp is None:
-        raise TypeError("verify needs a tp size")
-    if sizes.world_size > sizes.tp and not processes:
+        raise TypeError("verify needs a tp size, or several pp ranks")
+    if processes and sizes.pp > 1:
+        raise ValueError("pipeline stages are proven in one process: leave processes out")
+    if sizes.world_size > sizes.tp * sizes.pp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
     if sizes.ep not in (1, sizes.tp) and not processes:
         raise ValueError(
@@ -228,15 +238,28 @@ def verify(
     raise_errors(given.findings, given.sources)
     found, read = given.both
     wanted = wanted_variants(read, sequence_parallel, sizes)
-    raise_errors((*given.findings, *given.structure(sizes, wanted).all_findings), given.sources)
-    return prove(
-        ModelLayouts(found, sizes.tp, sizes.ep),
-        named,
-        read,
-        sizes,
-        wanted,
-        logits=logits,
-        processes=processes,
-        allow_unproven=allow_unproven,
-        progress=progress,
-    ).report
+    variants = given.structure(sizes, wanted)
+    raise_errors((*given.findings, *variants.all_findings), given.sources)
+    reduced = ModelLayouts(found, sizes.tp, sizes.ep)
+    report = VerifyReport(named.shown, read.name, sizes, ())
+    if sizes.pp == 1 or sizes.splits_layers:
+        report = prove(
+            reduced,
+            named,
+            read,
+            replace(sizes, pp=1),
+            wanted,
+            logits=logits,
+            processes=processes,
+            allow_unproven=allow_unproven,
+            progress=progress,
+        ).report
+    if sizes.pp == 1:
+        return report
+    from shardplan.proof.prove_stages import with_pipeline
+
+    variants, staged = prove_stages(variants, read, reduced, allow_unproven=allow_unproven)
+    raise_errors(variants.all_findings, given.sources)
+    assert staged is not None and staged.ok  # a mesh with pp and a plan without the section is an error
+    progress(f"pp={sizes.pp}: comparing the stages with the whole model")
+    return with_pipeline(replace(report, sizes=sizes), reduced, staged)[0]

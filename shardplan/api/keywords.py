@@ -37,6 +37,7 @@ class MeshOptions(TypedDict, total=False):
     dp_replicate: int
     cp: int
     ep: int
+    pp: int
 
 
 def split_options(function: str, options: Mapping[str, Any], *kinds: type) -> list[Any]:

@@ -79,9 +79,8 @@ def model_and_plan(parser: Parser) -> None:
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
 
 
-def tensor_parallel_size(parser: Parser, *, tp_required: bool) -> None:
-    tp_help = "tensor-parallel ranks" + ("" if tp_required else "; without it every size is checked")
-    parser.add_argument("--tp", type=size, required=tp_required, metavar="N", help=tp_help)
+def tensor_parallel_size(parser: Parser, *, help: str) -> None:
+    parser.add_argument("--tp", type=size, metavar="N", help=help)
     parser.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
@@ -98,6 +97,11 @@ def data_parallel_size(parser: Parser) -> None:
 def expert_size(parser: Parser) -> None:
     text = "ranks that experts are distributed over; they are among those of dp_shard, cp and tp"
     parser.add_argument("--ep", type=size, default=1, metavar="N", help=text)
+
+
+def pipeline_size(parser: Parser) -> None:
+    text = "pipeline stages that the blocks are cut into, as the plan's section pipeline_parallel says"
+    parser.add_argument("--pp", type=size, default=1, metavar="N", help=text)
 
 
 def configuration(parser: Parser) -> None:

@@ -20,6 +20,7 @@ from .argument_parts import (
     mesh,
     model_and_plan,
     model_options,
+    pipeline_size,
     several,
     size,
     tensor_parallel_size,
@@ -59,11 +60,12 @@ def build_parser() -> Parser:
 
 def _validate(parser: Parser) -> None:
     model_and_plan(parser)
-    tensor_parallel_size(parser, tp_required=False)
+    tensor_parallel_size(parser, help="tensor-parallel ranks; without it every size is checked")
     data_parallel_size(parser)
     parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
     parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
     expert_size(parser)
+    pipeline_size(parser)
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
     model_options(parser)
     parser.add_argument(
@@ -122,9 +124,10 @@ def _convert(parser: Parser) -> None:
 
 def _verify(parser: Parser) -> None:
     model_and_plan(parser)
-    tensor_parallel_size(parser, tp_required=True)
+    tensor_parallel_size(parser, help="tensor-parallel ranks; may be left out with --pp")
     data_parallel_size(parser)
     expert_size(parser)
+    pipeline_size(parser)
     parser.add_argument(
         "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )

@@ -43,6 +43,7 @@ OPTIONS = (
     "dp_replicate",
     "cp",
     "ep",
+    "pp",
     "sequence_parallel",
     "seq_len",
     "strict",

@@ -20,6 +20,12 @@ from .validate_command import report_of
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.tp is None:
+        if args.pp == 1:
+            raise UsageError("give the size to prove: --tp, --pp or both")
+        args.tp = 1
+    if args.processes and args.pp > 1:
+        raise UsageError("--pp is proven in one process: leave --processes out")
     if args.dp_shard > 1 and not args.processes:
         raise UsageError("FSDP2 does not run in the simulation: --dp-shard above 1 needs --processes")
     if args.ep not in (1, args.tp) and not args.processes:
@@ -38,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
                 tp=args.tp,
                 dp_shard=args.dp_shard,
                 ep=args.ep,
+                pp=args.pp,
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
                 allow_unproven=args.allow_unproven,

@@ -18,12 +18,13 @@ from shardplan.core.sources import SourceMap
 from .automatic import Derive
 from .overrides import Logits, Override, overriding_document, switch, with_parent
 from .user_inputs import AnyPlan, Model, find_model, read_plan
-from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts
+from .variants import Variants, any_error, bind_variants, check_variants, prove_layouts, prove_stages
 
 if TYPE_CHECKING:
     from shardplan.model import FoundModel
 
     from .layout import ModelLayouts
+    from .layout.stage_plan import StagedPlan
     from .lower import Program
 
 SECTIONS: tuple[Literal["data_parallel", "activation_checkpointing", "compile", "pipeline_parallel"], ...] = (
@@ -151,12 +152,14 @@ class Compiled:
         findings: of all stages up to that one.
         given: what was compiled.
         reduced_model: the reduced model, where there is something to prove and something to prove it on.
+        staged: the pipeline stages of the reduced model, with several pp ranks.
     """
 
     program: Program | None
     findings: tuple[Diagnostic, ...]
     given: Given
     reduced_model: ModelLayouts | None = None
+    staged: StagedPlan | None = None
 
 
 def compile_variant(
@@ -195,6 +198,9 @@ def compile_variant(
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
     reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
+    staged = None
+    if sizes.pp > 1:
+        variants, staged = prove_stages(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = severity((*findings, *variants.findings[overlays]))
     if any_error(findings):
         return Compiled(None, findings, given)
@@ -204,7 +210,8 @@ def compile_variant(
         logits=changes.get("logits", "plan"),
         regather=changes.get("regather"),
     )
-    return Compiled(program, findings, given, reduced_model if variants.layouts and reduced_model.runs else None)
+    provable = (variants.layouts or staged is not None) and reduced_model.runs
+    return Compiled(program, findings, given, reduced_model if provable else None, staged)
 
 
 def compile_variants(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from shardplan.core.diagnostics import Diagnostic
+from shardplan.core.diagnostics import Diagnostic, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.report import of_both_variants, with_overlay_alone
@@ -14,6 +14,7 @@ from shardplan.core.tree import ModuleTree
 
 if TYPE_CHECKING:
     from .layout import LayoutReport, ModelLayouts
+    from .layout.stage_plan import StagedPlan
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,30 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
         if (sizes.tp or 1) > 1 or "expert_parallel" in on
     }
     return replace(variants, layouts=reports).with_findings({on: one.diagnostics for on, one in reports.items()})
+
+
+def prove_stages(
+    variants: Variants, plan: PlanFile, model: ModelLayouts, *, allow_unproven: bool = False
+) -> tuple[Variants, StagedPlan | None]:
+    """Add what the recorded runs of the reduced model say of the plan's pipeline stages, and to each bound plan what stands in
+    which stage; nothing for a plan without such a section. Without several pp ranks the findings are warnings.
+
+    Args:
+        model: the reduced model, at the size of tp that is checked.
+        allow_unproven: as for `prove_layouts`.
+    """
+    first = next(iter(variants.resolved.values()))
+    if first.pipeline_parallel is None or variants.any_error:
+        return variants, None
+    from .layout.stage_plan import staged_plan, with_stages
+
+    severity = Severity.ERROR if first.sizes.pp > 1 else Severity.WARNING
+    staged = staged_plan(plan, model, severity=severity, allow_unproven=allow_unproven)
+    made = {on: with_stages(one, staged, severity) for on, one in variants.resolved.items()}
+    known = set(variants.all_findings)  # that there is no reduced model, the layout check has said too
+    about = tuple(d for d in staged.findings if d not in known)
+    found = {on: (*about, *unknown) for on, (_, unknown) in made.items()}
+    return replace(variants, resolved={on: one for on, (one, _) in made.items()}).with_findings(found), staged
 
 
 def _merged(found: Mapping[Overlays, tuple[Diagnostic, ...]]) -> tuple[Diagnostic, ...]:

@@ -206,6 +206,32 @@ class VariantProof:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineProof:
+    """The comparison of pipeline stages that run one after the other with the whole model.
+
+    Args:
+        sizes: how many blocks of the reduced model each stage has.
+        carried: its modules whose output is handed on besides the blocks' first results.
+        rows: what was compared; `Comparison.where` is the stage.
+    """
+
+    sizes: tuple[int, ...]
+    carried: tuple[str, ...]
+    rows: tuple[Comparison, ...]
+
+    @property
+    def worst(self) -> Comparison | None:
+        """The row with the largest error; a NaN counts as the largest."""
+        return max(self.rows, key=lambda row: (row.error != row.error, row.error), default=None)
+
+    @property
+    def ok(self) -> bool:
+        """Nothing differs, and something is equal."""
+        verdicts = {row.verdict for row in self.rows}
+        return "differs" not in verdicts and "equal" in verdicts
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The numeric proof of a plan: each variant's small sharded model against the unsharded one.
 
@@ -213,7 +239,8 @@ class VerifyReport:
         model: the model's name.
         plan: the plan's name.
         sizes: the mesh on which it ran.
-        variants: one proof for each variant that the plan has (or that was asked for).
+        variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, none.
+        pipeline: the proof of the pipeline stages, with several pp ranks.
         processes: whether it ran in real processes rather than simulated in one.
         seconds: the time that it took.
     """
@@ -224,20 +251,27 @@ class VerifyReport:
     variants: tuple[VariantProof, ...]
     processes: bool = False
     seconds: float = 0.0
+    pipeline: PipelineProof | None = None
 
     @property
     def ok(self) -> bool:
         """Every variant is proven, and with tp above 1 something is really split: whole copies prove
         nothing."""
         splits = (self.sizes.tp or 1) > 1
-        return bool(self.variants) and all(p.ok and (p.sharded > 0 or not splits) for p in self.variants)
+        staged = self.pipeline is None or self.pipeline.ok
+        proven = all(p.ok and (p.sharded > 0 or not splits) for p in self.variants)
+        return proven and staged and (bool(self.variants) or (self.pipeline is not None and not splits))
 
     @property
     def rows(self) -> tuple[Comparison, ...]:
-        return tuple(row for proof in self.variants for row in proof.rows)
+        staged = self.pipeline.rows if self.pipeline is not None else ()
+        return (*(row for proof in self.variants for row in proof.rows), *staged)
 
     @property
     def worst(self) -> Comparison | None:
         """The row with the largest error of all variants."""
-        rows = [proof.worst for proof in self.variants if proof.worst]
+        found = [proof.worst for proof in self.variants]
+        if self.pipeline is not None:
+            found.append(self.pipeline.worst)
+        rows = [row for row in found if row is not None]
         return max(rows, key=lambda row: (row.error != row.error, row.error), default=None)

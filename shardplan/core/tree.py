@@ -112,6 +112,7 @@ class ModuleTree:
         numbers: the numbers of the text config under their own names (`num_attention_heads`, and where an
             `attribute_map` renames them, under both names), those of nested configs also dotted
             (`vision_config.hidden_size`). Lists of numbers that are equal throughout count as that number.
+        shared: groups of names of modules with parameters that are one object, the outermost alone; `modules` has the first name.
         fields: all fields of the configuration under the same names: their number, None, or what else they are in words
             ("a text"). Of a list of words also how often each word is in it (`layer_types.full_attention`).
         tied: groups of full parameter names that are one Parameter (or will be, by the model's own declaration).
@@ -134,6 +135,7 @@ class ModuleTree:
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     trains: bool = True
     fields: Mapping[str, int | float | str | None] = field(default_factory=dict)
+    shared: tuple[tuple[str, ...], ...] = ()
 
     def address(self, name: str) -> str:
         """The name that rules see for a module or parameter."""

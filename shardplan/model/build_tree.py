@@ -70,6 +70,22 @@ def tree_of(module: nn.Module) -> ModuleTree:
         inside=inside,
         copies=copies,
         trains=module.training,
+        shared=shared_modules(module),
+    )
+
+
+def shared_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of names of modules with parameters that are one object; what is inside of those is not named again."""
+    names: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(child), []).append(name)
+    groups = {tuple(group) for group in names.values() if len(group) > 1}
+    inside = {name for group in groups for name in group}
+    return tuple(
+        group
+        for group in sorted(groups)
+        if not inside & {above for name in group for above in ancestors(name)}
+        and next(module.get_submodule(group[0]).parameters(), None) is not None
     )
 
 

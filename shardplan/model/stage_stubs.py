@@ -18,8 +18,8 @@ block, then what is carried. The last stage returns what the model's forward ret
   received.
 - The stub of a carried module returns the received value; the stub of the block that it stands in calls it, so that hooks on it
   run as in the unsharded model.
-- A stub is of its original's class and has its plain attributes. Where the model's code reads a parameter of a stub, or calls a
-  module inside one, it raises.
+- A stub is of its original's class and has its plain attributes. Where the model's code calls a module inside one, or reads
+  another parameter than the weight of a matrix of the first stage, it raises.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class _Flow:
 
     received: Sequence[Tensor] = ()
     carried: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    weights: list[Callable[[], None]] = field(default_factory=list)
     captured: dict[str, Any] = field(default_factory=dict)
     running: bool = False
 
@@ -118,6 +119,8 @@ class Stage:
         rest = iter(received[1:])
         for one in before:
             flow.carried[one.module] = tuple(next(rest) for _ in one.positions)
+        for zeros in flow.weights if received else ():
+            zeros()
         flow.running = True
         try:
             result = (forward or self.model)(**inputs)
@@ -170,15 +173,16 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
             module._parameters[leaf] = None
             continue
         stub = _skeleton(modules[name], name, carried, flow)
-        if name in carried:
-            pass
-        elif name in later:
+        if name in later:
             _set_forward(stub, _done)
         elif name in cut.blocks:
-            inside = [one for one in carried if name in ancestors(one)]
-            _set_forward(stub, _block(flow, cut.results, is_inlet=name == inlet, inside=_found(stub, name, inside)))
+            inside = _found(stub, name, [one for one in carried if name in ancestors(one)])
+            handed = carried.get(name)
+            _set_forward(stub, _block(flow, cut.results, is_inlet=name == inlet, inside=inside, handed=handed))
+        elif name in carried:
+            pass
         elif name in cut.first:
-            _set_forward(stub, _of_first(modules[name], flow))
+            _set_forward(stub, _of_first(modules[name], stub, flow))
         _replace(model, name, stub)
     return stage
 
@@ -217,12 +221,18 @@ def _done(*args: Any, **kwargs: Any) -> Any:
     raise _StageDone
 
 
-def _block(flow: _Flow, results: int, *, is_inlet: bool, inside: Sequence[nn.Module]) -> Callable[..., Any]:
+def _block(
+    flow: _Flow, results: int, *, is_inlet: bool, inside: Sequence[nn.Module], handed: HandedOn | None
+) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         for module in inside:
             module()
         value = flow.received[0] if is_inlet else _first_tensor(args, kwargs)
-        return (value, *[None] * (results - 1)) if results else value
+        further: dict[int, Tensor] = {}
+        if handed is not None:
+            further = dict(zip(handed.positions, flow.carried[handed.module], strict=True))
+        first = further.get(0, value)
+        return (first, *(further.get(position) for position in range(1, results))) if results else first
 
     return forward
 
@@ -238,18 +248,22 @@ def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:
     return forward
 
 
-def _of_first(original: nn.Module, flow: _Flow) -> Callable[..., Any]:
-    """Zeros of the shape that a module returns, without memory."""
+def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow) -> Callable[..., Any]:
+    """Zeros of the shape that a module returns, without memory. Its weight is read as zeros too: code that looks a row up to
+    fill what is padded finds one."""
     kind = kind_of(original)
-    if kind == "embedding":
-        assert isinstance(original, nn.Embedding)
-        width, dtype = original.embedding_dim, original.weight.dtype
-    elif kind in ("linear", "conv1d"):
+    width, dtype = None, None
+    if kind in ("embedding", "linear", "conv1d"):
         weight = original.weight
         assert isinstance(weight, Tensor)
-        width, dtype = weight.shape[0 if kind == "linear" else 1], weight.dtype
-    else:
-        width, dtype = None, None
+        shape, dtype = weight.shape, weight.dtype
+        width = shape[0 if kind == "linear" else 1]
+
+        def zeros() -> None:
+            value = flow.received[0]
+            vars(stub)["weight"] = torch.zeros((), dtype=value.dtype, device=value.device).expand(shape)
+
+        flow.weights.append(zeros)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = _first_tensor(args, kwargs)

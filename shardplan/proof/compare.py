@@ -95,13 +95,17 @@ def _all(
     kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, Tensor], floor: float = 0.0
 ) -> list[Comparison]:
     rows = [compare(name, kind, [("", found[name])], value, floor) for name, value in expected.items() if name in found]
+    return [*rows, *missing_rows(kind, expected, found)]
+
+
+def missing_rows(kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, object]) -> list[Comparison]:
+    """A row for each tensor that only one of two models has."""
     dtypes = {str(value.dtype).removeprefix("torch.") for value in expected.values()}
     dtype = "float64" if "float64" in dtypes else "float32"
-    rows += [
+    return [
         Comparison(name, kind, float("inf"), "every rank", "differs", dtype)
         for name in sorted(expected.keys() ^ found.keys())
     ]
-    return rows
 
 
 def worst_of(rows: Iterable[Comparison]) -> tuple[Comparison, ...]:

@@ -40,4 +40,24 @@ note shows the exception. If a signal ends the process that runs the proof, the 
     good="inputs = lambda seed: {'x': torch.randn(2, 18, 64)}",
 )
 
-CODES = (DIFFERS, UNREACHED, RAISES)
+STAGES = Code(
+    code="SP436",
+    title="the stages of a pipeline compute different values",
+    text="""With several pp ranks the reduced model is cut into stages as the plan declares, and they run one after the other in one
+process, forward and backward, two steps. Every output, every gradient and every buffer is compared with the whole model's. Here
+they differ, or a stage raises: the model's code outside of the blocks does something that stubs of absent modules cannot stand for (it
+reads a parameter of a block, or changes in place what an embedding returns). The note names it. Such a model cannot be cut; use a
+mesh with pp 1.""",
+    bad="""def forward(self, ids):
+    hidden = self.embed(ids)
+    for block in self.blocks:
+        hidden = block(hidden) * block.scale.weight  # a parameter of another stage's block
+""",
+    good="""def forward(self, ids):
+    hidden = self.embed(ids)
+    for block in self.blocks:
+        hidden = block(hidden)  # the block multiplies
+""",
+)
+
+CODES = (DIFFERS, UNREACHED, RAISES, STAGES)

@@ -106,7 +106,7 @@ def prove(
             case = ReducedCase(source, program, sizes)
             layouts = compiled.layouts.get(on)
             with sharded_run(layouts.diagnostics if layouts is not None else ()):
-                rows = _settle(partial(_run, case, on_ranks, reduced.reduced_model, reference))
+                rows = settle(partial(_run, case, on_ranks, reduced.reduced_model, reference))
             references_of_kinds = [reference(kind, torch.float32)[1] for kind in reduced.reduced_model.kinds]
             missing[on] = (
                 *unreached_parameters(reduced, references_of_kinds),
@@ -184,7 +184,7 @@ def _built(reduced_model: ReducedModel, dtype: torch.dtype) -> nn.Module:
     return in_dtype(reduced_model.build(), dtype)
 
 
-def _settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Comparison, ...]:
+def settle(run: Callable[[torch.dtype], tuple[Comparison, ...]]) -> tuple[Comparison, ...]:
     """Run in float32; what differs there may be rounding, so the whole case runs again in float64, which decides."""
     rows = run(torch.float32)
     if all(row.verdict != "differs" for row in rows):

@@ -10,7 +10,7 @@ from typing import Any
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, Label
 from shardplan.core.estimates import Estimate, Sweep
-from shardplan.core.report import Comparison, Report, VariantProof, VerifyReport
+from shardplan.core.report import Comparison, PipelineProof, Report, VariantProof, VerifyReport
 from shardplan.core.sources import SourceMap
 
 from .estimate_json import estimate_record, sweep_record
@@ -22,6 +22,7 @@ from .records import (
     Finding,
     FindingsReport,
     Mesh,
+    PipelineRecord,
     Place,
     ProofRecord,
     VerificationReport,
@@ -105,6 +106,7 @@ def _verification(report: VerifyReport) -> VerificationReport:
         processes=report.processes,
         seconds=round(report.seconds, 3),
         proofs=tuple(map(_proof, report.variants)),
+        pipeline=_pipeline(report.pipeline) if report.pipeline is not None else None,
     )
 
 
@@ -112,6 +114,10 @@ def _proof(proof: VariantProof) -> ProofRecord:
     missed = (proof.unreached, proof.unproven)
     rows = tuple(map(_comparison, proof.rows))
     return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, rows)
+
+
+def _pipeline(proof: PipelineProof) -> PipelineRecord:
+    return PipelineRecord(proof.ok, proof.sizes, proof.carried, tuple(map(_comparison, proof.rows)))
 
 
 def _comparison(row: Comparison) -> ComparisonRecord:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from shardplan.core.mesh import AXES, Axis, MeshSizes
 from shardplan.core.plan import Section
-from shardplan.core.report import Comparison, VariantProof, Verdict, VerifyReport
+from shardplan.core.report import Comparison, PipelineProof, VariantProof, Verdict, VerifyReport
 
 from .color import Paint, Role
 from .short_names import fold_names
@@ -36,6 +36,8 @@ def proof_text(report: VerifyReport, *, color: bool, all_rows: bool = False, wid
     """
     paint = Paint(color)
     parts = [_variant(proof, report, paint, all_rows, width) for proof in report.variants]
+    if report.pipeline is not None:
+        parts.append(_pipeline(report.pipeline, paint, all_rows, width))
     return "\n\n".join([*parts, _verdict(report, paint)])
 
 
@@ -62,23 +64,39 @@ def _fold(group: Sequence[Comparison]) -> list[Comparison]:
 def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: bool, width: int | None) -> str:
     rows = proof.rows if all_rows else fold_rows(proof.rows)
     title = f"{VARIANTS[proof.variant]}, {sizes_text(report.sizes)} ({RANKS[report.processes]})"
-    header = (*HEADER[:-1], paint("strong", HEADER[-1]))
-    counts = Counter(row.verdict for row in proof.rows)
-    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-    worst = f", worst {proof.worst.error:.1e} at {printable(proof.worst.name)}" if proof.worst else ""
     missed = {
         "not reached, and not split": proof.unreached,
         "not reached, and so not proven (--allow-unproven)": proof.unproven,
     }
     return "\n".join(
         [
-            paint("strong", title),
-            *table([header, *(_cells(row, paint) for row in rows)], right=(1,), width=width),
-            f"{len(proof.rows)} compared: {total}{worst}",
+            *_compared(title, rows, proof, paint, width),
             f"{proof.parameters:,} parameters, {proof.sharded_share:.1%} of them split over tp",
             *(f"{what}: {named_few(names)} ({len(names)} in all)" for what, names in missed.items() if names),
         ]
     )
+
+
+def _pipeline(proof: PipelineProof, paint: Paint, all_rows: bool, width: int | None) -> str:
+    rows = proof.rows if all_rows else fold_rows(proof.rows)
+    blocks = ", ".join(map(str, proof.sizes))
+    title = f"pipeline parallel, {len(proof.sizes)} stages of {blocks} blocks (one after the other in one process)"
+    carried = [f"handed on besides: {named_few(proof.carried)} ({len(proof.carried)} in all)"] if proof.carried else []
+    return "\n".join([*_compared(title, rows, proof, paint, width), *carried])
+
+
+def _compared(
+    title: str, rows: Sequence[Comparison], proof: VariantProof | PipelineProof, paint: Paint, width: int | None
+) -> list[str]:
+    header = (*HEADER[:-1], paint("strong", HEADER[-1]))
+    counts = Counter(row.verdict for row in proof.rows)
+    total = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
+    worst = f", worst {proof.worst.error:.1e} at {printable(proof.worst.name)}" if proof.worst else ""
+    return [
+        paint("strong", title),
+        *table([header, *(_cells(row, paint) for row in rows)], right=(1,), width=width),
+        f"{len(proof.rows)} compared: {total}{worst}",
+    ]
 
 
 def _cells(row: Comparison, paint: Paint) -> tuple[str, ...]:

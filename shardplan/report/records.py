@@ -132,6 +132,16 @@ class ProofRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    """Pipeline stages that run one after the other, compared with the whole model."""
+
+    ok: bool
+    sizes: Annotated[tuple[int, ...], "the number of blocks of the reduced model in each stage"]
+    carried: Annotated[tuple[str, ...], "its modules whose output is handed on besides the blocks' first results"]
+    rows: tuple[ComparisonRecord, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class VerificationReport:
     """What `shardplan verify --json` prints."""
 
@@ -144,6 +154,7 @@ class VerificationReport:
     processes: Annotated[bool, "real processes rather than a simulation in one"]
     seconds: float
     proofs: tuple[ProofRecord, ...]
+    pipeline: Annotated[PipelineRecord | None, "null without several pp ranks"]
 
 
 @dataclass(frozen=True, slots=True)

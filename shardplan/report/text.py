@@ -40,6 +40,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
     if report.checked_tp == 1 and report.sizes is not None and report.sizes.ep > 1:
         body += "\nat tp 1 no layer is split; experts are distributed, which was tried on the tokens of a reduced model"
+    elif report.checked_tp == 1 and report.sizes is not None and report.sizes.pp > 1:
+        body += "\nat tp 1 no layer is split; pipeline stages have some of them each"
     elif report.checked_tp == 1:
         body += "\ndata parallel only: at tp 1 nothing is split, and no layout is checked"
     body += "".join(f"\n{line}" for line in proof_lines(report))
@@ -58,12 +60,19 @@ def _by_size(report: Report) -> str:
 
 def proof_lines(report: Report) -> list[str]:
     """What is proven, and what was not reached, of a report whose layouts were checked and have no errors."""
-    if "layouts" not in report.stages or not report.ok or report.checked_tp == 1:
+    if not report.ok:
         return []
+    staged = report.proof.pipeline if report.proof is not None else None
+    lines = []
+    if staged is not None:
+        equal = sum(row.verdict == "equal" for row in staged.rows)
+        lines = [f"proven in {len(staged.sizes)} pipeline stages: {equal} tensors are the whole model's"]
+    if "layouts" not in report.stages or report.checked_tp == 1:
+        return lines
     if report.proof is None:
         return ["not proven: the numeric proof was not run"]
     equal = min(sum(row.verdict == "equal" for row in proof.rows) for proof in report.proof.variants)
-    lines = [f"proven at tp={report.proof.sizes.tp}: {equal} tensors are the unsharded model's"]
+    lines.append(f"proven at tp={report.proof.sizes.tp}: {equal} tensors are the unsharded model's")
     missed = set.intersection(*(set(proof.unreached) for proof in report.proof.variants))
     if missed:
         names = [name for name in report.proof.variants[0].unreached if name in missed]

@@ -21,6 +21,7 @@ from . import (
     half_covered,
     kinds,
     parameter_hooks,
+    pipeline_stages,
     sequence,
     summed_outputs,
     tied_parameters,
@@ -46,6 +47,7 @@ _RULES = (
     async_tp_needs,
     expert_parallel,
     parameter_hooks,
+    pipeline_stages,
 )
 
 CHECKS: tuple[Callable[[Facts], Iterator[Diagnostic]], ...] = tuple(rule.check for rule in _RULES)

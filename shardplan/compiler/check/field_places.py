@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardplan.core.diagnostics import Label
-from shardplan.core.sections import ActivationCheckpointing, Compile, DataParallel
+from shardplan.core.sections import Section
 
 
-def field_label(section: DataParallel | ActivationCheckpointing | Compile | None, field: str) -> Label | None:
+def field_label(section: Section | None, field: str) -> Label | None:
     """The value of the field, in the document that sets it; else the section, if it stands in a document at
     all."""
     if section is None:

@@ -2,6 +2,8 @@
 
 from shardplan.core.diagnostics import Code
 
+from . import stage_codes
+
 _LLAMA = """# shardplan validate llama-3.2-1b.json mine.yaml --tp 2
 version: "1"
 name: mine
@@ -236,4 +238,5 @@ CODES = (
     DROPOUT,
     RANDOM,
     TOKENS,
+    *stage_codes.CODES,
 )

@@ -158,7 +158,7 @@ class ModelLayouts:
         try:
             benches = self.benches
         except PlanError as error:
-            return LayoutReport(self._untyped(_unproven(d, allow_unproven) for d in error.diagnostics))
+            return LayoutReport(self._untyped(unproven(d, allow_unproven) for d in error.diagnostics))
         tree = benches[0].tree
         if self.random is not None:
             return LayoutReport((self._about_the_model(self.random),))
@@ -328,7 +328,7 @@ UNPROVEN_HELP = (
 )
 
 
-def _unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
+def unproven(diagnostic: Diagnostic, allowed: bool) -> Diagnostic:
     """What keeps a plan from being proven, as an error or, where that is accepted, a warning. That another model was proven than
     the one that is there (SP524, SP526) cannot be accepted."""
     if diagnostic.code in (NOT_CARRIED.code, NOT_REDUCED.code):
@@ -357,4 +357,4 @@ def _not_small(name: str, findings: list[Diagnostic], allowed: bool) -> Diagnost
         message=f"the plan fits {name}, but not the reduced model on which it would be proven",
         notes=tuple(d.message for d in findings),
     )
-    return _unproven(found, allowed)
+    return unproven(found, allowed)

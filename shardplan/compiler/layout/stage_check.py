@@ -1,0 +1,187 @@
+"""Whether a model can be cut into pipeline stages as a plan declares: from its recorded unsharded runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardplan.core.stages import HandedOn
+from shardplan.core.tree import ModuleTree
+from shardplan.model.rebinding import copied
+
+from .run import Workbench
+from .stage_reads import Crossing, Ends, StageParts, StageRun, find_ends
+
+
+@dataclass(frozen=True, slots=True)
+class CutFacts:
+    """What the recorded runs say of a cut; all names are those of the model that ran.
+
+    Args:
+        parts: with everything that stands in the first and last stage.
+        ends: what was found besides what the plan names.
+        crossings: values that a stage reads and does not have, one for each place where it is read.
+        order: the order in which the blocks were called, in the first run in which it is not theirs; else None.
+        apart: blocks that do not read what the block before them returns.
+        shared: modules of a block that ran while another block did.
+        handed: what is handed on of carried modules.
+        idle: carried modules of whose output no later stage reads anything.
+        unnamed: carried modules whose output is neither a tensor nor a tuple of tensors.
+        results: as `PipelineCut.results`; None where the blocks return something else than a tensor or a tuple.
+        run: the run that the crossings are of.
+    """
+
+    parts: StageParts
+    ends: Ends
+    crossings: tuple[Crossing, ...] = ()
+    order: tuple[int, ...] | None = None
+    apart: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    handed: tuple[HandedOn, ...] = ()
+    idle: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
+    results: int | None = 0
+    run: StageRun | None = None
+
+    @property
+    def proven(self) -> bool:
+        """Whether exactly what is declared crosses each cut."""
+        wrong = (self.crossings, self.order, self.apart, self.shared, self.unnamed, self.ends.inside, self.ends.both)
+        return not any(wrong) and self.results is not None and not self.ends.unread
+
+    def suggested_carry(self) -> tuple[str, ...]:
+        """Modules to carry so that what crosses is declared; empty where no module returns one of the values."""
+        assert self.run is not None
+        found: dict[str, None] = {}
+        for crossing in self.crossings:
+            for root in crossing.roots:
+                module = self.run.returning(root)
+                if module is None or module in self.parts.carried:
+                    return ()
+                found[module] = None
+        return tuple(found)
+
+
+def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
+    """Look at a cut of a model.
+
+    Args:
+        benches: the model, with each kind of input that it takes.
+        parts: the blocks, and what a plan names.
+    """
+    tree = benches[0].tree
+    bare = [StageRun(bench.reference, tree, parts) for bench in benches]
+    ends = find_ends(bare)
+    order = next((tuple(run.calls()) for run in bare if [*run.calls()] != [*range(len(parts.blocks))]), None)
+    whole = replace(parts, first=(*parts.first, *ends.first), last=(*parts.last, *ends.last))
+    facts = CutFacts(whole, ends)
+    if order is not None:
+        return replace(facts, order=order)
+    lengths = _lengths(benches[0], (*parts.blocks, *parts.carried))
+    of_blocks = {lengths.get(name) for name in parts.blocks}
+    crossings: dict[tuple[int, str], Crossing] = {}
+    apart, shared, used = set[str](), set[str](), set[tuple[str, str]]()
+    first_run = None
+    for run in (StageRun(bench.reference, tree, whole) for bench in benches):
+        shared.update(_shared(run))
+        for cut in range(len(parts.blocks)):
+            for last in (False, True):
+                reads = run.reads_of(cut, last=last)
+                if reads.missing and first_run is None:
+                    first_run = run
+                if run is first_run:
+                    for one in reads.missing.values():
+                        crossings.setdefault((one.value, one.result), one)
+                used |= reads.used
+                if not reads.connected:
+                    apart.add(parts.blocks[cut])
+    handed, unnamed = _handed(parts.carried, used, lengths)
+    return replace(
+        facts,
+        crossings=tuple(crossings.values()),
+        apart=tuple(name for name in parts.blocks if name in apart),
+        shared=tuple(sorted(shared)),
+        handed=handed,
+        idle=tuple(name for name in parts.carried if not any(module == name for module, _ in used)),
+        unnamed=unnamed,
+        results=next(iter(of_blocks)) if len(of_blocks) == 1 else None,
+        run=first_run,
+    )
+
+
+def _shared(run: StageRun) -> Iterable[str]:
+    """Modules of a block that ran while another block did."""
+    for event, active in zip(run.trace.events, run.active, strict=True):
+        if event.kind == "enter" and active is not None:
+            home = run.parts.blocks[active]
+            others = (one for one in run.parts.blocks if one != home and f"{event.module}.".startswith(f"{one}."))
+            if not f"{event.module}.".startswith(f"{home}.") and next(others, None) is not None:
+                yield event.module
+
+
+def _handed(
+    carried: Iterable[str], used: set[tuple[str, str]], lengths: Mapping[str, int | None]
+) -> tuple[tuple[HandedOn, ...], tuple[str, ...]]:
+    found, unnamed = [], []
+    for name in carried:
+        positions = sorted(position for module, position in used if module == name)
+        length = lengths.get(name)
+        if not positions:
+            continue
+        if length is None or not all(position.isdecimal() for position in positions):
+            unnamed.append(name)
+        else:
+            found.append(HandedOn(name, tuple(map(int, positions)), length))
+    return tuple(found), tuple(unnamed)
+
+
+def _lengths(bench: Workbench, names: Iterable[str]) -> dict[str, int | None]:
+    """Of each module that runs, how many results it returns in a tuple; 0: one tensor, None: something else."""
+    model, found = copied(bench.model), dict[str, int | None]()
+
+    def noting(name: str) -> None:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            alone = 0 if isinstance(output, torch.Tensor) else None
+            found[name] = len(output) if type(output) in (tuple, list) else alone
+
+        model.get_submodule(name).register_forward_hook(note)
+
+    for name in dict.fromkeys(names):
+        noting(name)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model(**bench.inputs)
+    return found
+
+
+def derived_parts(benches: Sequence[Workbench], blocks: tuple[str, ...]) -> tuple[StageParts, CutFacts]:
+    """The least that a plan must declare of a cut, and what is known of it then.
+
+    Args:
+        blocks: of the model that the benches ran.
+    """
+    parts, tree = StageParts(blocks), benches[0].tree
+    facts = cut_facts(benches, parts)
+    while facts.crossings and (more := facts.suggested_carry()):
+        patterns = {tree.pattern(name) for name in more}
+        alike = (name for name in tree.modules if tree.pattern(name) in patterns)  # layers that hand it on do so too
+        parts = replace(parts, carried=tuple(dict.fromkeys((*parts.carried, *alike))))
+        facts = cut_facts(benches, parts)
+    return parts, facts
+
+
+def blocks_of(tree: ModuleTree) -> tuple[str, ...]:
+    """The elements of the list of modules with the most parameters, of those that stand in no other list."""
+    from shardplan.model.repeated_blocks import repeated_blocks
+
+    sizes: dict[str, int] = {}
+    members: dict[str, list[str]] = {}
+    for block in repeated_blocks(tree):
+        home = block.rpartition(".")[0]
+        numbers = (p.numel for n, (_, p) in tree.parameters.items() if n.startswith(f"{block}."))
+        sizes[home] = sizes.get(home, 0) + sum(numbers)
+        members.setdefault(home, []).append(block)
+    return tuple(members[max(sizes, key=lambda home: sizes[home])]) if sizes else ()
