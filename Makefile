@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo docs browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants bench bench-gpu generated clean
+.PHONY: demo docs first-run browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -75,6 +75,9 @@ $(VENV)/.docs: $(VENV)/.installed
 docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "open build/site/index.html"
+
+first-run: $(VENV)/.installed  ## README's and the quickstart's commands in a fresh environment, with how long it takes
+	$(BIN)/python -m pytest -s -m exhaustive tests/test_first_run.py
 
 browser: docs  ## the site in a headless Chromium (Debian: chromium, chromium-driver); pictures in build/pictures
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[browser]"

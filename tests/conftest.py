@@ -18,6 +18,7 @@ SEVERAL_PROCESSES = (
     "test_demo",
     "test_example",
     "test_materialize",
+    "test_more_examples",
     "test_processes_",
 )
 
