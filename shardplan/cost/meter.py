@@ -21,8 +21,8 @@ from shardplan.torchlib.operators import collective_of
 from shardplan.torchlib.private import private
 
 from .flops import GROUPED, flops_of
-from .model_parts import Parts
 from .running_module import Place, Places
+from .traced_parts import Parts
 
 _DispatchMode: Any = private("TorchDispatchMode")
 _leaves = private("tree_leaves")

@@ -14,10 +14,10 @@ from .cost_codes import NOT_TRACED
 from .depth import cut, repeated
 from .fake_rank import without_memory
 from .meter import Log, Meter
-from .model_parts import FIRST, LAST, PartNames, Parts
 from .part_costs import part_costs
 from .running_module import Places
 from .step_inputs import inputs_of
+from .traced_parts import FIRST, LAST, PartNames, Parts
 from .traced_step import run_step
 
 SEQ_LEN = 4096  # where nobody says how long sequences are: attention is a small share of a block's products there

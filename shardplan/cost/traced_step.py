@@ -23,9 +23,9 @@ from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
 from .ledger import Ledger, moments_of
 from .meter import Meter, category_of
-from .model_parts import SHARED, PartNames, Parts
 from .part_costs import Stored, part_costs
 from .running_module import Places
+from .traced_parts import SHARED, PartNames, Parts
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None] = {
     "adamw": torch.optim.AdamW,

@@ -15,13 +15,13 @@ from . import (
     checkpointed_modules,
     declared,
     declared_heads,
+    declared_stages,
     divisibility,
     expert_parallel,
     fsdp,
     half_covered,
     kinds,
     parameter_hooks,
-    pipeline_stages,
     sequence,
     summed_outputs,
     tied_parameters,
@@ -47,7 +47,7 @@ _RULES = (
     async_tp_needs,
     expert_parallel,
     parameter_hooks,
-    pipeline_stages,
+    declared_stages,
 )
 
 CHECKS: tuple[Callable[[Facts], Iterator[Diagnostic]], ...] = tuple(rule.check for rule in _RULES)
