@@ -8,12 +8,14 @@
 | pipeline_stages | apply_pipeline |
 | cost | estimate, sweep |
 | comparing | diff_plans |
+| locking | lock_plan, check_lock |
 """
 
 from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate, sweep
+from .locking import check_lock, lock_plan
 from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
 
@@ -22,6 +24,7 @@ __all__ = [
     "applied",
     "apply_pipeline",
     "apply_plan",
+    "check_lock",
     "compile_plan",
     "convert_plan",
     "coverage",
@@ -29,6 +32,7 @@ __all__ = [
     "estimate",
     "init_plan",
     "load_plan",
+    "lock_plan",
     "sweep",
     "validate",
     "verify",

@@ -69,8 +69,8 @@ def diff_plans(
     sizes.check_ep()
     derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
     sides = [_look_up(named, plan, sizes, derive, progress) for plan in (old, new)]
-    sizes = _sized(sides, sizes)
-    programs = [_programs(given, sizes, sequence_parallel, progress) for given in sides]
+    sizes = sized(sides, sizes)
+    programs = [compiled(given, sizes, sequence_parallel, progress) for given in sides]
     result = _compared(*programs)
     cost = _Costs(named, sizes, step, device, of_plan, progress)
     costs = [
@@ -128,7 +128,7 @@ def _look_up(
     return given
 
 
-def _sized(sides: Iterable[Given], sizes: MeshSizes) -> MeshSizes:
+def sized(sides: Iterable[Given], sizes: MeshSizes) -> MeshSizes:
     """The sizes, with the smallest tp above 1 that all plans allow where none is given; 1 where there is none."""
     if sizes.tp is not None:
         return sizes
@@ -144,10 +144,10 @@ def _variants(given: Given, sequence_parallel: bool | None, sizes: MeshSizes) ->
     return tuple(dict.fromkeys(overlays_of(on and sizes.tp != 1, sizes) for on in asked))
 
 
-def _programs(
+def compiled(
     given: Given, sizes: MeshSizes, sequence_parallel: bool | None, progress: Callable[[str], None]
 ) -> dict[Overlays, Program]:
-    """Raises PlanError with all findings of the plan."""
+    """The programs of a plan's variants. Raises PlanError with all findings of the plan."""
     from shardplan.report.errors import raise_errors
 
     progress(f"compiling {given.both[1].name} for tp {sizes.tp}")

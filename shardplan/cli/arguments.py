@@ -25,7 +25,7 @@ from .argument_parts import (
     size,
     tensor_parallel_size,
 )
-from .review_arguments import diff_arguments
+from .review_arguments import diff_arguments, lock_arguments
 
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 
@@ -238,6 +238,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Say what two plans do differently; exit code 1 where training would differ.",
         "shardplan diff plans/llama.yaml plans/qwen3.yaml qwen3 --mesh dp_shard=8,tp=8 --seq-len 4096 --device h200",
         diff_arguments,
+    ),
+    "lock": (
+        "Write a plan as it is bound to a model, or check that it still is.",
+        "shardplan lock qwen3 plans/qwen3.yaml --mesh dp_shard=8,tp=8 -o qwen3.lock.json",
+        lock_arguments,
     ),
     "lint": (
         "Check plans alone, without a model.",

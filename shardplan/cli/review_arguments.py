@@ -1,10 +1,10 @@
-"""The arguments of the commands for those who review a plan: diff."""
+"""The arguments of the commands for those who review a plan: diff, lock."""
 
 from __future__ import annotations
 
 import argparse
 
-from .argument_parts import MODEL_HELP, Parser, mesh, model_options, size
+from .argument_parts import MODEL_HELP, PLAN_HELP, Parser, mesh, model_options, size
 
 NO_DERIVE = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
 
@@ -31,6 +31,22 @@ def diff_arguments(parser: Parser) -> None:
     )
 
 
+def lock_arguments(parser: Parser) -> None:
+    parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("plan", nargs="?", metavar="PLAN", help=PLAN_HELP)
+    text = (
+        "instead of MODEL and PLAN: compare a lock with what its plan is bound to today; exit code 1 where it differs"
+    )
+    parser.add_argument("--check", metavar="LOCK", help=text)
+    parser.add_argument("-o", "--output", metavar="LOCK", help="write the lock to this file instead of standard output")
+    text = "sizes of dp_replicate, dp_shard, tp and ep; without tp the smallest above 1 that the plan allows"
+    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
+    _variants(parser)
+    parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
+    model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print findings, and what --check finds, as JSON")
+
+
 def _variants(parser: Parser) -> None:
-    text = "compare only the plans with, or without, their sequence_parallel section; without the option, both"
+    text = "only with, or without, the plan's sequence_parallel section; without the option, both"
     parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)

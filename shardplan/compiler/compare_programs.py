@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from shardplan.core.plan import Assignment, Overlays, ResolvedPlan, Section, variant_name
 from shardplan.core.plan_changes import Checkpoints, FieldChange, ModuleChange, RuleChange, Said
 from shardplan.core.sections import DataParallel, Sections
-from shardplan.core.tree import parent
+from shardplan.core.tree import parent, starred
 from shardplan.language.effective_rules import Value, field_changes
 from shardplan.language.plan_texts import rule_text, section_fields
 from shardplan.styles.backends import BACKENDS
@@ -18,7 +17,6 @@ from shardplan.styles.backends import BACKENDS
 if TYPE_CHECKING:
     from .lower import Program
 
-_NUMBERS = re.compile(r"(?<=\.)\d+(?=[.\s,]|$)")  # indices in names
 _T = TypeVar("_T", bound=Hashable)
 # Fields that name modules, which are compared as they are bound.
 BOUND: Mapping[str, Callable[[ResolvedPlan], Iterable[str]]] = {
@@ -64,10 +62,7 @@ def module_changes(
     changes = {
         name: (old.get(name, ()), new.get(name, ())) for name in {**old, **new} if old.get(name) != new.get(name)
     }
-    alike = {
-        name: (_NUMBERS.sub("#", name), *(tuple(_NUMBERS.sub("#", line) for line in side) for side in pair))
-        for name, pair in changes.items()
-    }
+    alike = {name: (starred(name), *(own_layer(name, side) for side in pair)) for name, pair in changes.items()}
     made = []
     for names in _grouped(alike).values():
         before, after = changes[names[0]]
@@ -75,6 +70,19 @@ def module_changes(
         added = tuple(line for line in after if line not in before)
         made.append(ModuleChange(section, names, gone, added))
     return tuple(made)
+
+
+def own_layer(name: str, facts: Iterable[str]) -> tuple[str, ...]:
+    """Facts about a module in which its own layer's number is starred, so that those of equal layers are equal."""
+    parts, words = name.split("."), {}
+    for i, part in enumerate(parts):
+        if part.isdecimal():
+            above = ".".join(parts[: i + 1])
+            words[f"{above}."] = f"{starred(above)}."
+    lines = tuple(facts)
+    for word, star in reversed(words.items()):
+        lines = tuple(line.replace(word, star) for line in lines)
+    return lines
 
 
 def module_facts(program: Program, overlays: Overlays | None = None) -> dict[str, tuple[str, ...]]:
@@ -101,10 +109,11 @@ def program_changes(old: Program, new: Program) -> tuple[ModuleChange, ...]:
 
 def section_changes(old: ResolvedPlan, new: ResolvedPlan) -> tuple[FieldChange, ...]:
     """The fields of sections that differ, and the modules that they name."""
-    return field_changes(_fields(old), _fields(new))
+    return field_changes(bound_fields(old), bound_fields(new))
 
 
-def _fields(plan: ResolvedPlan) -> dict[str, Value]:
+def bound_fields(plan: ResolvedPlan) -> dict[str, Value]:
+    """The fields of a plan's sections; of those that name modules, the modules."""
     sections = Sections(
         data_parallel=plan.data_parallel,
         activation_checkpointing=plan.activation_checkpointing,

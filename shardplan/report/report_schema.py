@@ -7,10 +7,11 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .diff_records import DiffReport
+from .lock_json import LockReport
 from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport, VerificationReport
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport, ProgramReport, DiffReport)
+REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport, ProgramReport, DiffReport, LockReport)
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 

@@ -1,0 +1,184 @@
+"""A bound plan in a file, compared with what is bound later."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from shardplan.compiler.compare_programs import bound_fields, module_facts, own_layer
+from shardplan.compiler.pipeline import Given, look_up
+from shardplan.compiler.user_inputs import Model
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import AXES, MeshSizes, named_sizes
+from shardplan.core.plan import variant_name
+from shardplan.core.plan_lock import Facts, LockCheck, LockedQuestion, PlanLock
+from shardplan.core.tree import ModuleTree, full_name
+from shardplan.core.versions import installed_versions
+from shardplan.report.errors import sources_of
+from shardplan.report.short_names import fold_names
+
+from .comparing import compiled, sized
+from .deriving import deriving
+from .keywords import PlanOptions
+
+if TYPE_CHECKING:
+    from shardplan.compiler.lower import Program
+    from shardplan.core.sources import SourceMap
+
+_T = TypeVar("_T")
+
+
+def lock_plan(asked: LockedQuestion, *, progress: Callable[[str], None] = lambda text: None) -> PlanLock:
+    """A plan as it is bound to a model: for each module what a rank stores and moves, the fields of the sections, the model's
+    parameters, and digests. It is checked as by `compile_plan`, and not proven.
+
+    Args:
+        asked: the model, the plan and the mesh, in the words of the command line. Without a size of tp, the smallest above 1
+            that the plan allows; it is in the result.
+        progress: called with what is being done.
+
+    Raises:
+        PlanError: all findings, of the model or of the plan.
+        ValueError: a wrong axis or size.
+    """
+    given, sizes = _look_up(asked, progress)
+    return _locked(asked, given, sizes, progress)
+
+
+def check_lock(lock: PlanLock, *, progress: Callable[[str], None] = lambda text: None) -> LockCheck:
+    """Bind the plan of a lock to its model again, and compare. A parameter that was renamed or changed its shape is reported also
+    where the plan has errors now.
+
+    Args:
+        lock: what `lock_plan` made.
+        progress: called with what is being done.
+
+    Raises:
+        PlanError: the model or the plan cannot be read.
+        ValueError: a wrong axis or size.
+    """
+    given, sizes = _look_up(lock.asked, progress)
+    parameters = _parameters(given.both[0].tree)
+    about = tuple(_about(lock, given.sources))
+    changed = tuple(_differences(lock.parameters, parameters))
+    try:
+        now = _locked(lock.asked, given, sizes, progress)
+    except PlanError as error:
+        return LockCheck(lock, None, changed, about=about, findings=error.diagnostics, sources=sources_of(error))
+    variants = dict.fromkeys((*lock.variants, *now.variants))
+    modules = {on: tuple(_module_lines(lock.variants.get(on, {}), now.variants.get(on, {}))) for on in variants}
+    return LockCheck(
+        lock,
+        now,
+        changed,
+        {on: lines for on, lines in modules.items() if lines},
+        tuple(_differences(lock.sections, now.sections)),
+        about,
+    )
+
+
+def _look_up(asked: LockedQuestion, progress: Callable[[str], None]) -> tuple[Given, MeshSizes]:
+    from shardplan.report.errors import raise_errors
+
+    model = Model(asked.model, dict(asked.settings), asked.inputs, asked.reduced, asked.trust_remote_code)
+    sizes = named_sizes(asked.mesh)
+    sizes.check_ep()
+    options: PlanOptions = {"derive": asked.derive}
+    derive = deriving(model, options, sizes, sequence_parallel=asked.sequence_parallel, progress=progress)
+    progress(f"reading {asked.model}")
+    given = look_up(model, asked.plan, split=sizes.splits_layers, derive=derive)
+    raise_errors(given.findings, given.sources)
+    return given, sized([given], sizes)
+
+
+def _locked(asked: LockedQuestion, given: Given, sizes: MeshSizes, progress: Callable[[str], None]) -> PlanLock:
+    programs = compiled(given, sizes, asked.sequence_parallel, progress)
+    variants = {variant_name(on): _facts(program) for on, program in programs.items()}
+    fields = bound_fields(next(iter(programs.values())).resolved)
+    sections = {
+        name: value if isinstance(value, str) else ", ".join(fold_names(value)) for name, value in fields.items()
+    }
+    parameters = _parameters(given.both[0].tree)
+    facts = [program.describe().partition("\n")[2] for program in programs.values()]  # without the plan's name
+    mesh = {str(axis): sizes.of(axis) for axis in AXES if sizes.of(axis) > 1 or axis == "tp"}
+    return PlanLock(
+        replace(asked, mesh=mesh),
+        installed_versions(),
+        _files(given.sources),
+        parameters,
+        variants,
+        sections,
+        _digest([facts, {name: str(value) for name, value in fields.items()}, parameters]),
+    )
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _files(sources: SourceMap) -> dict[str, str]:
+    texts = {name: "\n".join(source.lines) for name, source in sources.files.items() if source.lines}
+    return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+
+
+def _parameters(tree: ModuleTree) -> dict[str, str]:
+    """Folded names -> shape, dtype, and what they are tied to."""
+    tied = {name: group[0] for group in tree.tied for name in group[1:]}
+    said = {}
+    for name, module in tree.modules.items():
+        for parameter in module.parameters:
+            full = full_name(name, parameter.name)
+            frozen = "" if parameter.requires_grad else ", frozen"
+            same = f", tied to {tied[full]}" if full in tied else ""
+            said[full] = f"{list(parameter.shape)} {parameter.dtype}{frozen}{same}"
+    return _folded(said)
+
+
+def _facts(program: Program) -> Facts:
+    """Folded names of modules -> what happens there, the own layer's number starred."""
+    return _folded({name: own_layer(name, facts) for name, facts in module_facts(program).items()})
+
+
+def _folded(said: Mapping[str, _T]) -> dict[str, _T]:
+    groups: dict[_T, list[str]] = {}
+    for name, value in said.items():
+        groups.setdefault(value, []).append(name)
+    return {name or "(model)": value for value, names in groups.items() for name in fold_names(names)}
+
+
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> Iterator[str]:
+    for name in dict.fromkeys((*old, *new)):
+        if old.get(name) != new.get(name):
+            if name in old:
+                yield f"- {name}: {old[name]}"
+            if name in new:
+                yield f"+ {name}: {new[name]}"
+
+
+def _module_lines(old: Facts, new: Facts) -> Iterator[str]:
+    for name in dict.fromkeys((*old, *new)):
+        before, after = old.get(name, ()), new.get(name, ())
+        if before != after:
+            yield name
+            yield from (f"- {fact}" for fact in _only(before, after))
+            yield from (f"+ {fact}" for fact in _only(after, before))
+
+
+def _only(facts: Iterable[str], others: tuple[str, ...]) -> Iterator[str]:
+    return (fact for fact in facts if fact not in others)
+
+
+def _about(lock: PlanLock, sources: SourceMap) -> Iterator[str]:
+    now = installed_versions()
+    for name in dict.fromkeys((*lock.versions, *now)):
+        if lock.versions.get(name) != now.get(name):
+            yield f"{name}: {lock.versions.get(name, '-')} -> {now.get(name, '-')}"
+    files = _files(sources)
+    for name in dict.fromkeys((*lock.files, *files)):
+        if name not in files:
+            yield f"{name}: is not read any longer"
+        elif lock.files.get(name) != files[name]:
+            yield f"{name}: {'the text has changed' if name in lock.files else 'was not read'}"
