@@ -53,6 +53,7 @@ class Recipe:
     auxiliary: Callable[[Any], Tensor] | None = None
     micro_batches: int = 4
     rows: int = 8
+    max_norm: float = MAX_NORM
     lengths: tuple[int, ...] = (LENGTH,) * STEPS
     plan: Any = "auto"
     dtype: torch.dtype = torch.float64
@@ -120,14 +121,26 @@ def replica_of(pipeline: shardplan.Pipeline) -> int:
 
 def staged(recipe: Recipe) -> list[Step]:
     pipeline = pipeline_of(recipe)
+    return steps_of(recipe, pipeline, optimizer_of(pipeline), range(STEPS))
+
+
+def optimizer_of(pipeline: shardplan.Pipeline) -> torch.optim.Optimizer | None:
+    """None for a rank whose stages are frozen."""
+    trained = [p for p in pipeline.parameters() if p.requires_grad]
+    return torch.optim.AdamW(trained, **ADAMW) if trained else None
+
+
+def steps_of(
+    recipe: Recipe, pipeline: shardplan.Pipeline, optimizer: torch.optim.Optimizer | None, which: range
+) -> list[Step]:
     replica, steps = replica_of(pipeline), []
-    optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], **ADAMW)
-    for step in range(STEPS):
+    for step in which:
         loss = pipeline.step(**batch(recipe, step, replica))
         gradients = {name: None if p.grad is None else whole(p.grad).clone() for name, p in in_order(pipeline)}
-        norm = shardplan.clip_grad_norm_(pipeline, MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
+        norm = shardplan.clip_grad_norm_(pipeline, recipe.max_norm)
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         steps.append(Step(loss.item(), norm.item(), gradients, parameters_of(pipeline)))
     return steps
 
@@ -155,7 +168,7 @@ def unsharded(recipe: Recipe) -> list[Step]:
             loss = mixed(recipe, model, shares, recipe.auxiliary)
         loss.backward()
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in named(model)}
-        norm = clip_grad_norm_(model.parameters(), MAX_NORM)
+        norm = clip_grad_norm_(model.parameters(), recipe.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         steps.append(Step(loss.item(), norm.item(), gradients, {n: v.clone() for n, v in model.state_dict().items()}))
@@ -189,7 +202,7 @@ def compare(recipe: Recipe, seconds: float = 300.0) -> None:
     """Run both; everything must be equal on every rank, and every parameter is on some rank."""
     runs = on_ranks(recipe.ranks, staged, recipe, seconds=seconds)
     expected = unsharded(recipe)
-    assert min(step.norm for step in expected) > 1.2 * MAX_NORM, "clipping must bite"
+    assert min(step.norm for step in expected) > 1.2 * recipe.max_norm, "clipping must bite"
     check(recipe, runs, expected)
 
 
@@ -199,8 +212,8 @@ def check(recipe: Recipe, runs: list[list[Step]], expected: list[Step]) -> None:
         seen: set[str] = set()
         for rank, run in enumerate(runs):
             got = run[step]
-            assert got.loss == pytest.approx(right.loss, rel=1e-6), (step, rank)
-            assert got.norm == pytest.approx(right.norm, rel=limit), (step, rank)
+            assert got.loss == pytest.approx(right.loss, rel=1e-6), ("loss", step, rank, got.loss, right.loss)
+            assert got.norm == pytest.approx(right.norm, rel=limit), ("norm", step, rank, got.norm, right.norm)
             assert got.parameters.keys() <= right.parameters.keys()
             assert got.gradients.keys() <= right.gradients.keys(), got.gradients.keys() - right.gradients.keys()
             seen |= got.gradients.keys()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack, overload
 
 from shardplan.compiler.pipeline import Changes, Compiled, compile_variant
 from shardplan.compiler.user_inputs import AnyInputs, AnyModel, AnyPlan, AnyReduced, Model
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from shardplan.compiler.lower import Program
     from shardplan.runtime.apply import Applied
+    from shardplan.runtime.apply.applied_parts import AppliedParts
+    from shardplan.runtime.pipeline import Pipeline
 
 
 class CompileOptions(ModelOptions, PlanOptions, Changes, total=False):
@@ -214,8 +216,17 @@ def apply_plan(
     return result
 
 
-def applied(model: nn.Module) -> Applied:
-    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives; printable.
+@overload
+def applied(model: nn.Module) -> Applied: ...
+
+
+@overload
+def applied(model: Pipeline) -> AppliedParts: ...
+
+
+def applied(model: nn.Module | Pipeline) -> Applied | AppliedParts:
+    """What `apply_plan` did to a model: its program, warnings, steps and expected collectives; printable. For a Pipeline, what
+    was done to this rank's stages.
 
     Raises:
         ValueError: no plan was applied to it, or applying one failed half-way.

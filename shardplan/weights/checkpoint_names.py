@@ -178,7 +178,7 @@ def saved_names(model: nn.Module, tensors: Mapping[str, Lazy]) -> dict[str, Lazy
         return revert_weight_conversion(model, dict(tensors))
 
 
-def kept_name(entry: StateEntry, model: nn.Module) -> str:
+def kept_name(names: tuple[str, ...], model: nn.Module) -> str:
     """The name under which a tied tensor is saved: the one that transformers does not fill from another."""
     filled = getattr(model, "all_tied_weights_keys", None) or {}
-    return next((name for name in entry.names if name not in filled), entry.name)
+    return next((name for name in names if name not in filled), names[0])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from functools import partial
+from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +17,8 @@ from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.fsdp2 import reshard
 from shardplan.runtime.apply.slices import Packing, gathered, in_original_order
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.pipeline import Pipeline
+from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
 
 from .checkpoint_names import without_wrapper
 
@@ -29,15 +33,17 @@ class _Stored:
 
 
 @overload
-def full_parameters(model: nn.Module, gradients: Literal[False] = False) -> Iterator[tuple[str, Tensor]]: ...
+def full_parameters(model: nn.Module | Pipeline, gradients: Literal[False] = False) -> Iterator[tuple[str, Tensor]]: ...
 
 
 @overload
-def full_parameters(model: nn.Module, gradients: Literal[True]) -> Iterator[tuple[str, Tensor, Tensor | None]]: ...
+def full_parameters(
+    model: nn.Module | Pipeline, gradients: Literal[True]
+) -> Iterator[tuple[str, Tensor, Tensor | None]]: ...
 
 
 def full_parameters(
-    model: nn.Module, gradients: bool = False
+    model: nn.Module | Pipeline, gradients: bool = False
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
     """The parameters of a planned model, whole and with rows in the original order: for the weight updates of an inference
     engine, and for exports. To be called on all ranks, and iterated to the end on all: each parameter is a collective.
@@ -47,7 +53,7 @@ def full_parameters(
     them. Where nothing is split, a tensor may share memory with the model: clone what is to be kept.
 
     Args:
-        model: what `apply_plan` returned, with memory, on any mesh.
+        model: what `apply_plan` or `apply_pipeline` returned, with memory, on any mesh.
         gradients: give each parameter's gradient too.
 
     Returns:
@@ -58,6 +64,13 @@ def full_parameters(
         ValueError: no plan was applied, or a parameter is on the meta device. It is raised by the call, not by the first
             iteration.
     """
+    if isinstance(model, Pipeline):
+        return _of_stages(model, gradients)
+    stored, record = _stored(model), applied(model)
+    return _with_gradients(stored, record.tp) if gradients else _values(stored, record.tp)
+
+
+def _stored(model: nn.Module) -> list[_Stored]:
     record, outer = applied(model), without_wrapper(model)
     packings = packed_parameters(record.program) if record.tp > 1 else {}
     reshard(outer)
@@ -70,7 +83,48 @@ def full_parameters(
     on_meta = next((one.name for one in stored if one.parameter.is_meta), None)
     if on_meta is not None:
         raise ValueError(f"{on_meta} is on the meta device: it has no values")
-    return _with_gradients(stored, record.tp) if gradients else _values(stored, record.tp)
+    return stored
+
+
+def _of_stages(
+    pipeline: Pipeline, gradients: bool
+) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
+    """The same over stages: the ranks of a stage gather each of its parameters, and send it to the others."""
+    pipeline.check_finished()
+    found = {stage: _stored(part) for stage, part in pipeline.by_stage.items()}
+    tensors = stage_tensors(
+        pipeline,
+        {stage: [((one.name,), one.parameter) for one in rows] for stage, rows in found.items()},
+        pipeline.ties,
+    )
+    here = {id(one.parameter): one for rows in found.values() for one in rows}
+    present: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
+    mine = {one.name: one.parameter.grad is not None for one in here.values()}
+    dist.all_gather_object(present, mine, group=pipeline.group)
+    has = {name for part in present for name, there in part.items() if there}
+    return _sent(pipeline, tensors, here, has if gradients else None)
+
+
+def _sent(
+    pipeline: Pipeline, tensors: Sequence[StageTensor], here: Mapping[int, _Stored], gradients: set[str] | None
+) -> Iterator[Any]:
+    tp = applied(pipeline).tp
+    for one in in_whole_order(pipeline.names, tensors):
+        own = here.get(id(one.tensor))
+        value = send_whole(pipeline, one, partial(_own_whole, own, False, tp), everywhere=True)
+        if gradients is None:
+            yield one.names[0], value
+        elif one.names[0] in gradients:
+            yield one.names[0], value, send_whole(pipeline, one, partial(_own_whole, own, True, tp), everywhere=True)
+        else:
+            yield one.names[0], value, None
+
+
+def _own_whole(own: _Stored | None, gradient: bool, tp: int) -> Tensor:
+    assert own is not None
+    tensor = own.parameter.grad if gradient else own.parameter
+    assert tensor is not None
+    return _whole(tensor, own.packed, tp)
 
 
 def _values(stored: Sequence[_Stored], tp: int) -> Iterator[tuple[str, Tensor]]:

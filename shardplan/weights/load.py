@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from itertools import product
@@ -18,8 +18,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardplan.runtime.apply.applied import Applied, applied
+from shardplan.runtime.apply.applied_parts import AppliedParts
+from shardplan.runtime.apply.model_parts import parts_of
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.pipeline import Pipeline
 
 from .all_ranks import all_or_none, is_first
 from .checkpoint_names import Resolved, StateEntry, inner_model, resolve, state_entries
@@ -76,7 +79,7 @@ class _Work:
 
 
 def load_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     folder: str | PathLike[str],
     *,
     device: str | torch.device | None = None,
@@ -92,7 +95,7 @@ def load_checkpoint(
     know that every file is whole and every name and shape fits.
 
     Args:
-        model: what `apply_plan` returned, on the meta device or with memory.
+        model: what `apply_plan` or `apply_pipeline` returned, on the meta device or with memory.
         folder: a folder that `save_pretrained` or `save_checkpoint` wrote, or one that was downloaded.
         device: where a meta-device model's memory is; the mesh's device type, or "cpu" where FSDP2 offloads to the CPU.
         dtype: the dtype that floating-point parameters and persistent buffers get (those that a transformers model keeps
@@ -121,28 +124,35 @@ def load_checkpoint(
     try:
         with all_or_none(record.mesh.mesh, f"preparing to load {folder}") as agree:
             _check_call(dtype, device, progress)
-            inner = inner_model(model)
-            packed = packed_parameters(record.program) if record.tp > 1 else {}
-            on_meta = _on_meta(inner)
-            work = _prepare(inner, Path(folder), reader, packed, strict)
-            agree((str(dtype), strict, work.stored, work.missing, [(t.entry.name, t.source.shape) for t in work.tasks]))
+            parts = [_part_of(part, model) for part in parts_of(model)]
+            on_meta = _on_meta([part.inner for part in parts])
+            work = [_prepare(part, Path(folder), reader, strict) for part in parts]
+            alike = (
+                []
+                if isinstance(model, Pipeline)
+                else [(t.entry.name, t.source.shape) for one in work for t in one.tasks]
+            )
+            missing = tuple(name for one in work for name in one.missing)
+            agree((str(dtype), strict, work[0].stored, missing if alike else (), alike))
             place = torch.device(device or _place(record))
-            if on_meta and work.missing:
+            if on_meta and missing and alike:
                 agree(_random_state(place))
         with all_or_none(record.mesh.mesh, f"loading {folder}"), torch.no_grad():
-            if dtype is not None:
-                _cast(inner, dtype)
-            if on_meta:
-                model.to_empty(device=place)
-                initialize(inner, packed, place, drawn=frozenset(work.missing))
-            done = _fill(work, inner, reporter(progress, is_first(record.mesh.mesh)))
-        if isinstance(inner, PreTrainedModel):
-            inner.__dict__["_weight_conversions"] = list(
-                work.conversions
-            )  # what save_pretrained and save_checkpoint revert
+            report, done = reporter(progress, is_first(record.mesh.mesh)), 0
+            for part, own in zip(parts, work, strict=True):
+                if dtype is not None:
+                    _cast(part.inner, dtype)
+                if on_meta:
+                    part.outer.to_empty(device=place)
+                    initialize(part.inner, part.packed, place, drawn=frozenset(own.missing))
+                done += _fill(own, part.inner, report)
+        for part in parts:
+            if isinstance(part.inner, PreTrainedModel):
+                # what save_pretrained and save_checkpoint revert
+                part.inner.__dict__["_weight_conversions"] = list(work[0].conversions)
     finally:
         reader.close()
-    return Loaded(work.missing, work.unexpected, done, work.stored)
+    return Loaded(missing, work[0].unexpected, done, work[0].stored)
 
 
 def _check_call(dtype: Any, device: Any, progress: Any) -> None:
@@ -154,14 +164,51 @@ def _check_call(dtype: Any, device: Any, progress: Any) -> None:
         raise TypeError(f"progress must be True, False or a function, not {progress!r}")
 
 
-def _on_meta(model: nn.Module) -> bool:
-    places = {parameter.is_meta: name for name, parameter in model.named_parameters()}
+@dataclass(frozen=True)
+class _Part:
+    """A model, or a part of one, that is read into.
+
+    Args:
+        outer: as `apply_plan` returned it.
+        inner: without wrappers.
+        elsewhere: the tensors that other parts have, by name, without memory.
+        ties: the names of each parameter of the whole model that has several.
+    """
+
+    outer: nn.Module
+    inner: nn.Module
+    packed: Mapping[str, Packing]
+    elsewhere: Mapping[str, Tensor] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def entries(self) -> list[StateEntry]:
+        """Its tensors, each under all names that it has in the whole model; its own name comes first."""
+        other = {name: tie for tie in self.ties for name in tie}
+        return [
+            StateEntry(
+                tuple(dict.fromkeys((*e.names, *(n for name in e.names for n in other.get(name, ()))))), e.tensor
+            )
+            for e in state_entries(self.inner)
+        ]
+
+
+def _part_of(part: nn.Module, model: nn.Module | Pipeline) -> _Part:
+    record, inner = applied(part), inner_model(part)
+    packed = packed_parameters(record.program) if record.tp > 1 else {}
+    if not isinstance(model, Pipeline):
+        return _Part(part, inner, packed)
+    return _Part(part, inner, packed, model.state, model.ties)
+
+
+def _on_meta(models: Sequence[nn.Module]) -> bool:
+    places = {parameter.is_meta: name for model in models for name, parameter in model.named_parameters()}
     if len(places) == 2:
         raise ValueError(f"{places[True]} is on the meta device and {places[False]} is not: materialize all or none")
     return True in places
 
 
-def _place(record: Applied) -> str:
+def _place(record: Applied | AppliedParts) -> str:
     section = record.program.resolved.data_parallel
     return "cpu" if section is not None and getattr(section, "cpu_offload", None) else record.mesh.mesh.device_type
 
@@ -175,11 +222,13 @@ def _random_state(place: torch.device) -> list[int]:
 # Before the model is touched
 
 
-def _prepare(model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str, Packing], strict: bool) -> _Work:
+def _prepare(part: _Part, folder: Path, reader: Reader, strict: bool) -> _Work:
+    model = part.inner
     stored = stored_tensors(folder)
     lazies = {name: leaf(name, one.shape, one.dtype, partial(reader.read, one)) for name, one in stored.items()}
-    tensors = state_entries(model)
-    found = resolve(model, lazies, {name: entry.tensor for entry in tensors for name in entry.names})
+    tensors = part.entries
+    own = {name: entry.tensor for entry in tensors for name in entry.names}
+    found = resolve(model, lazies, {**part.elsewhere, **own})
     missing = [entry for entry in tensors if not any(name in found.tensors for name in entry.names)]
     missing = _not_ignored(missing, lambda entry: entry.name, getattr(model, "_keys_to_ignore_on_load_missing", None))
     unexpected = _unexpected(model, found)
@@ -198,7 +247,9 @@ def _prepare(model: nn.Module, folder: Path, reader: Reader, packed: Mapping[str
         known = [name for entry in tensors for name in entry.names]
         raise ValueError(_misfit(folder, [entry.name for entry in missing], unexpected, wrong, known))
     tasks = [
-        _Task(entry, source, _ranges(entry, packed)) for entry in tensors if (source := sources[entry.name]) is not None
+        _Task(entry, source, _ranges(entry, part.packed))
+        for entry in tensors
+        if (source := sources[entry.name]) is not None
     ]
     for task in tasks:
         _check_ties(task, found)

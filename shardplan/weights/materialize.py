@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -9,17 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardplan.core.tree import block
+from shardplan.core.tree import block, full_name
 from shardplan.model.adapters import adapters_in, unwrapped
+from shardplan.model.stage_stubs import is_stub
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.slices import Packing, like
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.pipeline import Pipeline
+from shardplan.runtime.pipeline.cut_model import Absent
 from shardplan.torchlib.attributes import whole_attributes
 
 
 def materialize(
-    model: nn.Module, device: str | torch.device, *, state_dict: Mapping[str, Tensor] | None = None
-) -> nn.Module:
+    model: nn.Module | Pipeline, device: str | torch.device, *, state_dict: Mapping[str, Tensor] | None = None
+) -> nn.Module | Pipeline:
     """Give a planned meta-device model memory, then buffers and random weights, then, if given, its weights.
 
     The random weights are those that the unsharded model's own initialisation draws: every rank draws a block whole
@@ -28,7 +32,7 @@ def materialize(
     scales) compute them in the same call that resets their weights, so weights are loaded last.
 
     Args:
-        model: what `apply_plan` returned, on the meta device.
+        model: what `apply_plan` or `apply_pipeline` returned, on the meta device.
         device: where the memory is: "cuda", "cpu".
         state_dict: whole tensors by name, on every rank, or DTensors (what `model.state_dict()` of any mesh gives).
 
@@ -39,6 +43,24 @@ def materialize(
         ValueError: a parameter is not on the meta device, a module has no initialisation, the model has
             adapters (which have none) and no `state_dict` is given, or no plan was applied.
     """
+    if isinstance(model, Pipeline):
+        sources = [torch] if torch.device(device).type == "cpu" else [torch, torch.get_device_module(device)]
+        states = [source.get_rng_state() for source in sources]
+        for stage, part in model.by_stage.items():
+            for source, state in zip(sources, states, strict=True):  # each stage draws the whole model
+                source.set_rng_state(state)
+            _materialize(part, device, model.own_state(part, state_dict), model.absent.get(stage))
+    else:
+        _materialize(model, device, state_dict)
+    return model
+
+
+def _materialize(
+    model: nn.Module,
+    device: str | torch.device,
+    state_dict: Mapping[str, Tensor] | None,
+    absent: Absent | None = None,
+) -> None:
     record = applied(model)
     filled = [name for name, p in model.named_parameters() if not p.is_meta]
     if filled:
@@ -49,10 +71,9 @@ def materialize(
     packed = packed_parameters(record.program) if record.tp > 1 else {}
     model.to_empty(device=device)
     with torch.no_grad():
-        initialize(inner, packed, torch.device(device))
+        initialize(inner, packed, torch.device(device), absent=absent if state_dict is None else None)
     if state_dict is not None:
         model.load_state_dict(state_dict)
-    return model
 
 
 def initialize(
@@ -61,15 +82,25 @@ def initialize(
     device: torch.device,
     *,
     drawn: Collection[str] | None = None,
+    absent: Absent | None = None,
 ) -> None:
     """Initialise block by block, in the order of `nn.Module.apply`, children first.
 
     Args:
+        absent: what other pipeline stages have: it is drawn too, and not kept, so that a stage gets the values that it has in
+            the whole model. None: nothing of it is drawn.
         drawn: the names of the parameters that get values; None is all. The others are on the meta device meanwhile, so
             that only buffers are computed, and keep what they have.
     """
     seen: set[int] = set()
     names = {id(module): name for name, module in model.named_modules()}
+    tied: dict[str, Tensor] = {}
+
+    def act(module: nn.Module, initializer: nn.Module) -> None:
+        if not is_stub(module):
+            _initialize_module(module, initializer)
+        elif absent is not None and names[id(module)] in absent.modules:
+            _draw(absent, names[id(module)], device, initializer, tied)
 
     def visit(module: nn.Module, initializer: nn.Module) -> None:
         if callable(getattr(module, "_init_weights", None)):
@@ -77,22 +108,39 @@ def initialize(
         name = names[id(module)]
         if block(name) == name and name:
             with _whole_parameters(module, name, packed, device, seen, drawn):
-                _apply(module, initializer, _initialize_module)
+                _apply(module, initializer, act)
             return
         for child in module.children():
             visit(child, initializer)
         with _whole_parameters(module, name, packed, device, seen, drawn, recurse=False):
-            _initialize_module(module, initializer)
+            act(module, initializer)
 
     with whole_attributes(model):  # initialisations count with them (A_log of state space layers: one number a head)
         visit(model, model)
+    for name, value in tied.items():
+        parameter = model.get_parameter(name)
+        if isinstance(parameter, DTensor):
+            parameter.to_local().copy_(like(value, parameter, packed.get(name)).to_local())
+        else:
+            parameter.copy_(value)
+
+
+def _draw(absent: Absent, name: str, device: torch.device, initializer: nn.Module, tied: dict[str, Tensor]) -> None:
+    """Draw what another stage has as the whole model does, and keep what a tied parameter of this stage has of it."""
+    module = copy.deepcopy(absent.modules[name]).to_empty(device=device)
+    _apply(module, initializer, _initialize_module)
+    for leaf, parameter in module.named_parameters(remove_duplicate=False):
+        own = absent.tied.get(full_name(name, leaf))
+        if own is not None:
+            tied.setdefault(own, parameter.detach())
 
 
 def _apply(module: nn.Module, initializer: nn.Module, act: Callable[[nn.Module, nn.Module], None]) -> None:
     if callable(getattr(module, "_init_weights", None)):
         initializer = module
-    for child in module.children():
-        _apply(child, initializer, act)
+    if not is_stub(module):
+        for child in module.children():
+            _apply(child, initializer, act)
     act(module, initializer)
 
 

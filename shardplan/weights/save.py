@@ -8,6 +8,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,8 +19,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.model_parts import parts_of
 from shardplan.runtime.apply.slices import Packing, gathered, in_original_order
 from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.pipeline import Pipeline
+from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order, send_whole, stage_tensors
 
 from .all_ranks import all_or_none, is_first
 from .checkpoint_names import StateEntry, inner_model, kept_name, original_classes, saved_names, state_entries
@@ -52,7 +56,7 @@ class _File:
 
 
 def save_checkpoint(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     folder: str | PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
@@ -68,7 +72,7 @@ def save_checkpoint(
     checkpoint of that name is whole, and there must be room for both.
 
     Args:
-        model: what `apply_plan` returned, with memory.
+        model: what `apply_plan` or `apply_pipeline` returned, with memory.
         folder: the checkpoint; folders above it are made.
         max_shard_size: bytes of one file, or with a unit ("5GB", "500MB"; "GiB" for powers of two); a larger tensor gets a
             file of its own.
@@ -92,9 +96,8 @@ def save_checkpoint(
             limit = size_of(max_shard_size)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
-            inner = inner_model(model)
-            packed = packed_parameters(record.program) if record.tp > 1 else {}
-            source = _Gathered(inner, packed, record.tp)
+            inner = inner_model(parts_of(model)[0])
+            source = _Gathered(inner, _kept(model))
             files = _files(_outputs(inner, source, dtype), limit)
             if first:
                 folder = folder.resolve()
@@ -134,41 +137,92 @@ def size_of(text: int | str) -> int:
 # What is written
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """A tensor of the whole model.
+
+    Args:
+        names: several where it is tied.
+        whole: gathers it, a collective; the result counts on the mesh's first rank.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    whole: Callable[[], Tensor | None]
+
+
 class _Gathered:
     """The tensors of a model, gathered when they are asked for."""
 
-    def __init__(self, model: nn.Module, packed: Mapping[str, Packing], tp: int):
-        on_meta = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
-        if on_meta is not None:
-            raise ValueError(f"{on_meta} is on the meta device: there is nothing to save")
-        self.tp = tp
+    def __init__(self, model: nn.Module, kept: Sequence[_Kept]):
         self.values: dict[str, Tensor] = {}
-        self.tensors: dict[str, StateEntry] = {}
-        self.packed: dict[str, Packing] = {}
-        for entry in state_entries(model):
-            name = kept_name(entry, model)
-            if not any(ignored in entry.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
-                self.tensors[name] = entry
-                for other in entry.names:
-                    if other in packed:
-                        self.packed[name] = packed[other]
+        self.tensors: dict[str, _Kept] = {}
+        for one in kept:
+            if not any(ignored in one.names for ignored in getattr(model, "_keys_to_ignore_on_save", None) or ()):
+                self.tensors[kept_name(one.names, model)] = one
 
     def lazies(self) -> dict[str, Lazy]:
-        return {
-            name: leaf(name, entry.tensor.shape, entry.tensor.dtype, self._reader(name))
-            for name, entry in self.tensors.items()
-        }
+        return {name: leaf(name, one.shape, one.dtype, self._reader(name)) for name, one in self.tensors.items()}
 
     def _reader(self, name: str) -> Callable[[Box], Tensor]:
         return lambda box: self.values[name][tuple(slice(*one) for one in box)]
 
     def gather(self, name: str, keep: bool) -> None:
         """Gather a tensor, a collective, and hold it where it is written."""
-        tensor = self.tensors[name].tensor.detach()
-        if isinstance(tensor, DTensor):
-            tensor = gathered(tensor)
+        value = self.tensors[name].whole()
         if keep:
-            self.values[name] = in_original_order(tensor, self.packed.get(name), self.tp)
+            assert value is not None, name
+            self.values[name] = value
+
+
+def _kept(model: nn.Module | Pipeline) -> list[_Kept]:
+    """The tensors of a model that is in one part, or in stages (a collective over pp then)."""
+    found = {stage: _own(part) for stage, part in _by_stage(model).items()}
+    if not isinstance(model, Pipeline):
+        (rows,) = found.values()
+        return [
+            _Kept(row[0].names, tuple(row[0].tensor.shape), row[0].tensor.dtype, partial(_whole, *row)) for row in rows
+        ]
+    here = {id(row[0].tensor): row for rows in found.values() for row in rows}
+    own = {stage: [(entry.names, entry.tensor) for entry, *_ in rows] for stage, rows in found.items()}
+    return [
+        _Kept(one.names, one.shape, one.dtype, partial(send_whole, model, one, _maker(one, here), everywhere=False))
+        for one in in_whole_order(model.names, stage_tensors(model, own, model.ties))
+    ]
+
+
+_Row = tuple[StateEntry, Packing | None, int]  # a tensor, how it is packed, the size of tp
+
+
+def _maker(one: StageTensor, here: Mapping[int, _Row]) -> Callable[[], Tensor]:
+    row = here.get(id(one.tensor))
+    return partial(_whole, *row) if row is not None else _nothing
+
+
+def _nothing() -> Tensor:
+    raise AssertionError("another rank has it")
+
+
+def _own(part: nn.Module) -> list[_Row]:
+    record, inner = applied(part), inner_model(part)
+    on_meta = next((name for name, parameter in inner.named_parameters() if parameter.is_meta), None)
+    if on_meta is not None:
+        raise ValueError(f"{on_meta} is on the meta device: there is nothing to save")
+    packed = packed_parameters(record.program) if record.tp > 1 else {}
+    return [
+        (entry, next((packed[name] for name in entry.names if name in packed), None), record.tp)
+        for entry in state_entries(inner)
+    ]
+
+
+def _whole(entry: StateEntry, packed: Packing | None, tp: int) -> Tensor:
+    tensor = entry.tensor.detach()
+    return in_original_order(gathered(tensor) if isinstance(tensor, DTensor) else tensor, packed, tp)
+
+
+def _by_stage(model: nn.Module | Pipeline) -> Mapping[int, nn.Module]:
+    return model.by_stage if isinstance(model, Pipeline) else {0: model}
 
 
 def _outputs(model: nn.Module, source: _Gathered, dtype: torch.dtype | None) -> list[_Output]:

@@ -16,16 +16,21 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 
 from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.model_parts import parts_of
+from shardplan.runtime.pipeline import Pipeline
+from shardplan.runtime.pipeline.merged_parts import merged
 
 from .all_ranks import all_or_none, is_first
+from .checkpoint_names import without_wrapper
 from .checksums import CHECKSUMS, check_checksums, write_checksums
 from .folders import abandon, begin, beside, commit, repair
+from .stage_moments import loaded, to_load, to_save
 
 METADATA, EXTRA, RANDOM = ".metadata", "extra.pt", "random.pt"
 
 
 def save_training_state(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     optimizer: Optimizer,
     folder: str | PathLike[str],
     *,
@@ -55,13 +60,15 @@ def save_training_state(
             applied(model).keep_checkpoints_portable(optimizer)
             if first:
                 begin(folder, overwrite=overwrite, marks=(METADATA,))
-        weights, moments = get_state_dict(model, optimizer)
+        weights, moments = get_state_dict(_named(model), optimizer)
+        if isinstance(model, Pipeline):
+            moments = to_save(model, moments)
         with _named_rank(f"saving {folder}"):
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=new)
         with all_or_none(None, f"finishing {folder}"):
             if first:
                 torch.save(dict(extra or {}), new / EXTRA)
-                if (streams := applied(model).streams) is not None:
+                if (streams := applied(parts_of(model)[0]).streams) is not None:
                     torch.save({"seed": streams.seed, "calls": streams.calls}, new / RANDOM)
         write_checksums(new)
         with all_or_none(None, f"finishing {folder}"):
@@ -73,7 +80,9 @@ def save_training_state(
         raise
 
 
-def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | PathLike[str]) -> dict[str, Any]:
+def load_training_state(
+    model: nn.Module | Pipeline, optimizer: Optimizer, folder: str | PathLike[str]
+) -> dict[str, Any]:
     """Read what `save_training_state` wrote, on any mesh, into a planned model with memory and its optimizer. To be called
     on all ranks.
 
@@ -99,14 +108,23 @@ def load_training_state(model: nn.Module, optimizer: Optimizer, folder: str | Pa
     with all_or_none(None, f"preparing to load {folder}"):
         extra = torch.load(folder / EXTRA, weights_only=True)
         random = torch.load(folder / RANDOM, weights_only=True) if (folder / RANDOM).is_file() else None
-    weights, moments = get_state_dict(model, optimizer)
+    named = _named(model)
+    weights, moments = get_state_dict(named, optimizer)
+    wanted = to_load(model, moments) if isinstance(model, Pipeline) else moments
     with _named_rank(f"loading {folder}"):
-        dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        dcp.load({"model": weights, "optimizer": wanted}, checkpoint_id=folder)
     with all_or_none(None, f"loading {folder}"):
-        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-        if random is not None and (streams := applied(model).streams) is not None:
-            streams.seed, streams.calls = random["seed"], random["calls"]
+        read = loaded(model, moments, wanted) if isinstance(model, Pipeline) else wanted
+        set_state_dict(named, optimizer, model_state_dict=weights, optim_state_dict=read)
+        for part in parts_of(model):
+            if random is not None and (streams := applied(part).streams) is not None:
+                streams.seed, streams.calls = random["seed"], random["calls"]
     return extra
+
+
+def _named(model: nn.Module | Pipeline) -> nn.Module:
+    """A module with the names of the whole model, as far as this rank has them."""
+    return merged([without_wrapper(part) for part in model.parts]) if isinstance(model, Pipeline) else model
 
 
 @contextmanager

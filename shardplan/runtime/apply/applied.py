@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardplan.compiler.lower.expected_collectives import expected_collectives
@@ -23,9 +23,14 @@ from shardplan.runtime.parallel.regime import Shared
 
 from .backends import FUNCTIONS
 from .fsdp2 import reshard
+from .model_parts import Parted
 from .plan_mesh import PlanMesh
 from .receipt import counted, data_parallel_text, parameters_text
+from .slices import Packing
 from .state import keep_optimizer_order, packed_parameters
+
+if TYPE_CHECKING:
+    from .applied_parts import AppliedParts
 
 _KEY = "_shardplan_applied"
 
@@ -108,15 +113,22 @@ class Applied:
         if self.streams is not None:
             self.streams.seed, self.streams.calls = seed, 0
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def reshard(self) -> None:
+        """Put sharded parameters back where FSDP2 left gathered ones."""
+        reshard(self.model)
+
+    def check_optimizer(self, optimizer: Optimizer, others: Iterable[Tensor] = ()) -> None:
         """Check that the optimizer holds this model's parameters: one made before `apply_plan` updates
         tensors that the model no longer has.
+
+        Args:
+            others: of the model's other parts.
 
         Raises:
             ValueError: some of its tensors are not parameters of the model; says how many.
         """
         reshard(self.model)
-        alive = {id(p) for p in self.model.parameters()}
+        alive = {id(p) for p in (*self.model.parameters(), *others)}
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
         dead = [p for p in tensors if id(p) not in alive]
         if dead:
@@ -139,16 +151,24 @@ class Applied:
             return optimizer
         return FUNCTIONS[section.backend].optimizer(optimizer)
 
-    def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
+    def keep_checkpoints_portable(self, optimizer: Optimizer, others: Sequence[Applied] = ()) -> None:
         """Make the optimizer's state_dict use the original order of packed rows, as the model's does, so that a
         checkpoint can be read at another tp; and its load_state_dict accept whole tensors and those of other meshes.
+
+        Args:
+            others: the records of the model's other parts.
 
         Raises:
             ValueError: the optimizer holds tensors that are not parameters of the model.
         """
-        self.check_optimizer(optimizer)
-        packed = packed_parameters(self.program) if self.tp > 1 else {}
-        keep_optimizer_order(optimizer, unwrapped(self.model), packed, self.tp)
+        self.check_optimizer(optimizer, [p for one in others for p in one.model.parameters()])
+        packings: dict[int, Packing] = {}
+        for record in (self, *others):
+            record.reshard()
+            packed = packed_parameters(record.program) if self.tp > 1 else {}
+            named = unwrapped(record.model).named_parameters()
+            packings |= {id(p): packed[name] for name, p in named if name in packed}
+        keep_optimizer_order(optimizer, packings, self.tp)
 
 
 def remember(record: Applied, model: nn.Module) -> None:
@@ -164,12 +184,26 @@ def mark_unusable(model: nn.Module, step: str, why: str | None = None) -> None:
     unwrapped(model).__dict__[_KEY] = model.__dict__[_KEY] = text
 
 
-def applied(model: nn.Module) -> Applied:
-    """What `apply_plan` did to a model.
+@overload
+def applied(model: nn.Module) -> Applied: ...
+
+
+@overload
+def applied(model: Parted) -> AppliedParts: ...
+
+
+@overload
+def applied(model: nn.Module | Parted) -> Applied | AppliedParts: ...
+
+
+def applied(model: nn.Module | Parted) -> Applied | AppliedParts:
+    """What `apply_plan` did to a model, or `apply_pipeline` to its parts.
 
     Raises:
         ValueError: no plan was applied, or applying it failed half-way.
     """
+    if isinstance(model, Parted):
+        return model.record
     record = model.__dict__.get(_KEY)
     if isinstance(record, str):
         raise ValueError(f"this model is unusable: {record}")

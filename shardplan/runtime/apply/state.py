@@ -95,13 +95,16 @@ def _load_hook(own: Mapping[str, Packing | None]) -> Any:
     return load
 
 
-def keep_optimizer_order(optimizer: Optimizer, model: nn.Module, packed: Mapping[str, Packing], tp: int) -> None:
+def keep_optimizer_order(optimizer: Optimizer, packings: Mapping[int, Packing], tp: int) -> None:
     """Make the optimizer's state_dict and load_state_dict use the original order of rows too, and accept what the
-    model's do. Further calls change nothing."""
+    model's do. Further calls change nothing.
+
+    Args:
+        packings: of parameters, by their id.
+    """
     if optimizer.__dict__.setdefault(_PORTABLE, False):
         return
     optimizer.__dict__[_PORTABLE] = True
-    packings = {id(p): packed[name] for name, p in model.named_parameters() if name in packed}
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
 
     def save_one(value: Tensor, parameter: Tensor, packed: Packing | None) -> Tensor:

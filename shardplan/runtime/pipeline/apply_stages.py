@@ -8,14 +8,16 @@ from typing import Any
 from torch import nn
 
 from shardplan.compiler.lower.program import Program
+from shardplan.core.mesh import APPLIED, Axis
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.apply.applied import applied, mark_unusable
+from shardplan.runtime.apply.applied_parts import AppliedParts
 from shardplan.runtime.apply.before_weights import refuse_before_weights
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.same_weights import compare_weights
 
-from .cut_model import cut_model, empty
-from .pipelined_model import Layout, Pipeline
+from .cut_model import absent_of, cut_model, empty, state_of
+from .pipelined_model import Layout, Pipeline, Whole
 from .stage_forward import Call, set_stage_forward
 from .stage_programs import program_of_stage
 from .stage_ranks import StageRanks
@@ -48,6 +50,7 @@ def apply_stages(
     call = Call()
     with ranks.step():
         made = cut_model(model, layout.cut, layout.own)
+        whole = Whole(state_of(unwrapped(model)), {stage: absent_of(model, layout.cut, stage) for stage in layout.own})
         mark_unusable(model, "the cut into stages", CUT)
         empty(model)
         model.__dict__["forward"] = _refused
@@ -62,7 +65,13 @@ def apply_stages(
             compare_weights(result, stage_mesh.mesh)
         refuse_before_weights(result)
         parts[index] = result
-    return Pipeline(parts, layout, micro_batches, call, loss_function, compare=compare)
+    count, blocks = layout.cut.stages, ", ".join(map(str, layout.cut.sizes))
+    title = (
+        f"pipeline on {layout.mesh.sizes.text((Axis.PP, *APPLIED))}: {count} stages of {blocks} blocks, schedule "
+        f"{layout.schedule.name}, {micro_batches} micro-batches; stages {', '.join(map(str, layout.own))} here"
+    )
+    record = AppliedParts(title, program, layout.mesh, tuple(applied(part) for part in parts.values()))
+    return Pipeline(parts, layout, micro_batches, call, loss_function, record, whole, compare=compare)
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:
@@ -74,6 +83,3 @@ def _has_cache(model: nn.Module) -> bool:
         "use_cache" in inspect.signature(type(model).forward).parameters
         or "use_cache" in inspect.signature(model.forward).parameters
     )
-
-
-__all__ = ["applied", "apply_stages"]

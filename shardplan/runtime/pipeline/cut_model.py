@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shardplan.core.stages import PipelineCut
+from shardplan.core.tree import full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.model.stage_stubs import Stage, stage_of
 
@@ -30,6 +33,43 @@ def _one(model: nn.Module, cut: PipelineCut, stage: int) -> tuple[nn.Module, Sta
     kept |= {id(buffer): buffer for name, buffer in inner.named_buffers() if cut.stage_of(name) is not None}
     part = copy.deepcopy(model, kept)
     return part, stage_of(unwrapped(part), cut, stage)
+
+
+@dataclass(frozen=True)
+class Absent:
+    """What other stages have.
+
+    Args:
+        modules: by name, as they were, without memory; none where they had some.
+        tied: name there -> the name of this stage's copy of that parameter. Those before this stage's alone.
+    """
+
+    modules: Mapping[str, nn.Module]
+    tied: Mapping[str, str]
+
+
+def absent_of(model: nn.Module, cut: PipelineCut, stage: int) -> Absent:
+    """What a stage does not have of a model, if that is on the meta device."""
+    inner = unwrapped(model)
+    modules = dict(inner.named_modules())
+    found = {name: modules[name] for name in cut.absent_from(stage) if name in modules}
+    on_meta = {name: one for name, one in found.items() if all(p.is_meta for p in one.parameters())}
+    tied = {}
+    for tie in cut.ties:
+        own = [name for name in tie if cut.stage_of(name) == stage]
+        if own and own[0] != tie[0]:
+            tied[tie[0]] = own[0]
+    return Absent(on_meta, tied)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers of a model by name, without memory."""
+    return {
+        full_name(prefix, leaf): torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for leaf, tensor in {**module._parameters, **module._buffers}.items()
+        if tensor is not None and leaf not in module._non_persistent_buffers_set
+    }
 
 
 def empty(model: nn.Module) -> None:

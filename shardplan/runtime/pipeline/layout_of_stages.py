@@ -9,9 +9,17 @@ from shardplan.compiler.pipeline_cut import pipeline_cut
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.schedules import Schedule, schedule_of
+from shardplan.core.stages import PipelineCut
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
 from .pipelined_model import Layout
+
+
+def _first_trained(cut: PipelineCut, resolved: ResolvedPlan) -> int:
+    """The first stage with a parameter that requires a gradient; 0 where none has."""
+    trained = [name for name, (_, parameter) in resolved.tree.parameters.items() if parameter.requires_grad]
+    return min((stage for name in trained if (stage := cut.stage_of(name)) is not None), default=0)
+
 
 # (bound plan, schedule, number of stages) -> how many blocks each stage has.
 Balance = Callable[[ResolvedPlan, Schedule, int], tuple[int, ...]]
@@ -77,6 +85,11 @@ def lay_out(
             stacklevel=3,
         )
     cut = pipeline_cut(resolved, sizes or balance(resolved, schedule, count))
+    if schedule.splits_backward and (stage := _first_trained(cut, resolved)) > 0:
+        raise ValueError(
+            f"nothing is trained before stage {stage}, and the schedule {schedule.name} would compute no gradients there (torch "
+            "2.13 splits the backward of a stage only where a gradient goes on to the one before): use 1f1b or interleaved"
+        )
     owners = {stage: schedule.rank_of(stage, pp) for stage in range(count)}
     rank = mesh.pp.get_local_rank()
     return Layout(mesh, cut, schedule, owners, tuple(stage for stage, owner in owners.items() if owner == rank))

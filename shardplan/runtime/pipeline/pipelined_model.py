@@ -15,12 +15,14 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from shardplan.core.mesh import DATA_PARALLEL, Axis
 from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
+from shardplan.core.tree import full_name
 from shardplan.model.adapters import unwrapped
-from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.applied_parts import AppliedParts
 from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.same_inputs import compare_inputs
 
+from .cut_model import Absent
 from .engine import Engine
 from .hand_over import Handing, HandOvers
 from .micro_batch_inputs import read_inputs
@@ -46,6 +48,19 @@ class Layout:
     own: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What is known of the whole model.
+
+    Args:
+        state: its parameters and persistent buffers by name, without memory.
+        absent: what each stage of this rank does not have of it.
+    """
+
+    state: Mapping[str, Tensor]
+    absent: Mapping[int, Absent]
+
+
 class Pipeline(Parted):
     """A model that `apply_pipeline` cut into stages. It holds those of this rank, and runs all of them in `step`.
 
@@ -61,10 +76,14 @@ class Pipeline(Parted):
         micro_batches: int,
         call: Call,
         loss_function: LossFunction | None,
+        record: AppliedParts,
+        whole: Whole,
         *,
         compare: bool,
     ):
         super().__init__()
+        self.record = record
+        self.state, self.absent = whole.state, whole.absent
         self.layout, self.micro_batches, self.loss_function = layout, micro_batches, loss_function
         self._called = dict(parts)  # with the wrapper of a data-parallel backend
         self.parts = list(self._called.values())
@@ -103,6 +122,39 @@ class Pipeline(Parted):
     def module_of(part: nn.Module) -> nn.Module:
         """The model inside of a data-parallel wrapper."""
         return part.module if isinstance(part, nn.parallel.DistributedDataParallel) else part
+
+    @property
+    def by_stage(self) -> Mapping[int, nn.Module]:
+        """The parts by the number of their stage."""
+        return self._called
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the whole model's parameters, in its order."""
+        prefix = next(name for name, one in self._first.named_modules() if one is unwrapped(self._first))
+        return tuple(full_name(prefix, name) for name in self.record.program.resolved.tree.parameters)
+
+    @property
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """The names of each parameter of the whole model that has several."""
+        prefix = next(name for name, one in self._first.named_modules() if one is unwrapped(self._first))
+        return tuple(tuple(full_name(prefix, name) for name in tie) for tie in self.record.program.resolved.tree.tied)
+
+    @property
+    def _first(self) -> nn.Module:
+        return self.module_of(self.parts[0])
+
+    def own_state(self, part: nn.Module, state: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+        """What a part has of a whole state dict; a tied parameter under any of its names."""
+        if state is None:
+            return None
+        other = {name: tie for tie in self.ties for name in tie}
+        found = {}
+        for name in part.state_dict():
+            given = next((one for one in (name, *other.get(name, ())) if one in state), None)
+            if given is not None:
+                found[name] = state[given]
+        return found
 
     # As of a model
 
@@ -264,6 +316,3 @@ def _next_token(model: nn.Module) -> bool:
     if not isinstance(model, PreTrainedModel):
         return False
     return LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss  # as its `loss_function` is chosen
-
-
-__all__ = ["Layout", "Pipeline", "applied"]

@@ -1,0 +1,80 @@
+"""The optimizer state of pipeline stages, as a checkpoint of the whole model has it: a tied parameter once, under the name that
+the model's `named_parameters()` gives it, and the parameter groups of all stages together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shardplan.runtime.pipeline import Pipeline
+
+State = dict[str, Any]
+
+
+def aliases(pipeline: Pipeline) -> dict[str, str]:
+    """Each further name of a tied parameter -> the one that its state has in a checkpoint."""
+    place = {name: i for i, name in enumerate(pipeline.names)}
+    found: dict[str, str] = {}
+    for tie in pipeline.ties:
+        first, *others = sorted(tie, key=lambda name: place.get(name, len(place)))
+        found |= dict.fromkeys(others, first)
+    return found
+
+
+def to_save(pipeline: Pipeline, moments: State) -> State:
+    """What this rank's optimizer has, for the checkpoint. A collective over pp."""
+    other = aliases(pipeline)
+    state = {name: value for name, value in moments["state"].items() if name not in other}
+    return {**moments, "state": state, "param_groups": _all_groups(pipeline, moments["param_groups"], other)}
+
+
+def _all_groups(pipeline: Pipeline, groups: list[State], other: dict[str, str]) -> list[State]:
+    gathered: list[list[State]] = [[] for _ in range(dist.get_world_size(pipeline.group))]
+    dist.all_gather_object(gathered, groups, group=pipeline.group)
+    count = max(map(len, gathered))
+    made = []
+    for i in range(count):
+        same = [part[i] for part in gathered if i < len(part)]
+        names = dict.fromkeys(name for part in same for name in part["params"] if name not in other)
+        made.append({**same[0], "params": list(names)})
+    return made
+
+
+def to_load(pipeline: Pipeline, moments: State) -> State:
+    """What is to be read for this rank: the state of a copy under the name that the checkpoint has."""
+    other = aliases(pipeline)
+    state = {name: value for name, value in moments["state"].items() if name not in other}
+    for name, value in moments["state"].items():
+        if name in other:
+            state.setdefault(other[name], value)
+    return {**moments, "state": state}
+
+
+def loaded(pipeline: Pipeline, moments: State, read: State) -> State:
+    """What was read, under the names of this rank.
+
+    Args:
+        moments: this rank's, before `to_load`.
+        read: what `to_load` returned, filled.
+    """
+    other = aliases(pipeline)
+    state = {
+        name: _copied(value, read["state"][other[name]]) if name in other else read["state"][name]
+        for name, value in moments["state"].items()
+    }
+    mine = {name for group in moments["param_groups"] for name in group["params"]}
+    groups = [
+        {**group, "params": [*group["params"], *(n for n in other if n in mine and other[n] in group["params"])]}
+        for group in read["param_groups"]
+    ]
+    return {**read, "state": state, "param_groups": groups}
+
+
+def _copied(own: State, read: State) -> State:
+    """The values that were read, in this copy's tensors, which may be others."""
+    for name, value in own.items():
+        if isinstance(value, Tensor) and value is not read[name]:
+            value.copy_(read[name])
+    return {name: value if isinstance(value, Tensor) else read[name] for name, value in own.items()}
