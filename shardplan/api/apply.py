@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardplan.compiler.lower import Program
     from shardplan.runtime.apply import Applied
-    from shardplan.runtime.apply.applied_parts import AppliedParts
+    from shardplan.runtime.apply.applied import AppliedParts
     from shardplan.runtime.pipeline import Pipeline
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from shardplan.runtime.apply.applied import Applied, applied
-from shardplan.runtime.apply.applied_parts import AppliedParts
+from shardplan.runtime.apply.applied import Applied, AppliedParts, applied
 from shardplan.runtime.apply.model_parts import parts_of
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters

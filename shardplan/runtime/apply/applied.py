@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,9 +28,6 @@ from .plan_mesh import PlanMesh
 from .receipt import counted, data_parallel_text, parameters_text
 from .slices import Packing
 from .state import keep_optimizer_order, packed_parameters
-
-if TYPE_CHECKING:
-    from .applied_parts import AppliedParts
 
 _KEY = "_shardplan_applied"
 
@@ -171,6 +168,61 @@ class Applied:
         keep_optimizer_order(optimizer, packings, self.tp)
 
 
+@dataclass(frozen=True)
+class AppliedParts:
+    """The record of an `apply_pipeline`.
+
+    Args:
+        title: the first line of its receipt.
+        program: the compiled plan, of the whole model.
+        mesh: what it was applied on.
+        parts: what was done to each part of this rank.
+    """
+
+    title: str
+    program: Program
+    mesh: PlanMesh
+    parts: tuple[Applied, ...]
+
+    def __str__(self) -> str:
+        """The receipt for a run's log: those of this rank's stages."""
+        return "\n".join([self.title, *map(str, self.parts)])
+
+    @property
+    def tp(self) -> int:
+        """The size of the tp axis."""
+        return self.mesh.tp_size
+
+    @property
+    def proof(self) -> str:
+        """How the plan is known to be right, in words, or why it is not proven."""
+        return self.parts[0].proof
+
+    def seed(self, seed: int) -> None:
+        """As `Applied.seed`, of all parts."""
+        for part in self.parts:
+            part.seed(seed)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """As `Applied.check_optimizer`: the optimizer holds parameters of this rank's parts."""
+        self.parts[0].check_optimizer(optimizer, self._others)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """As `Applied.wrap_optimizer`."""
+        self.check_optimizer(optimizer)
+        return optimizer  # the backends of pipeline stages need nothing
+
+    def keep_checkpoints_portable(self, optimizer: Optimizer) -> None:
+        """As `Applied.keep_checkpoints_portable`."""
+        self.parts[0].keep_checkpoints_portable(optimizer, self.parts[1:])
+
+    @property
+    def _others(self) -> Iterable[Tensor]:
+        for part in self.parts[1:]:
+            part.reshard()
+            yield from part.model.parameters()
+
+
 def remember(record: Applied, model: nn.Module) -> None:
     """Attach the record to the model, to the model inside it if peft wraps one, and to the wrapper around it if there is
     one."""
@@ -203,7 +255,8 @@ def applied(model: nn.Module | Parted) -> Applied | AppliedParts:
         ValueError: no plan was applied, or applying it failed half-way.
     """
     if isinstance(model, Parted):
-        return model.record
+        record_of_parts: AppliedParts = model.record
+        return record_of_parts
     record = model.__dict__.get(_KEY)
     if isinstance(record, str):
         raise ValueError(f"this model is unusable: {record}")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-
-if TYPE_CHECKING:
-    from .applied_parts import AppliedParts
 
 _ALIVE: WeakSet[Parted] = WeakSet()
 
@@ -23,14 +20,14 @@ class Parted:
         parts: those of this rank, as models; together with those of other ranks they are one model.
         group: of the ranks whose parts are one model together.
         device: where the parts compute.
-        record: what was done to them.
+        record: what was done to them, an `AppliedParts`.
         doubled: those of this rank's parameters that are copies of one in an earlier part.
     """
 
     parts: list[nn.Module]
     group: ProcessGroup
     device: torch.device
-    record: AppliedParts
+    record: Any
     doubled: tuple[nn.Parameter, ...] = ()
 
     def __init__(self) -> None:

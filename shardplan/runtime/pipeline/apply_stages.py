@@ -10,8 +10,7 @@ from torch import nn
 from shardplan.compiler.lower.program import Program
 from shardplan.core.mesh import APPLIED, Axis
 from shardplan.model.adapters import unwrapped
-from shardplan.runtime.apply.applied import applied, mark_unusable
-from shardplan.runtime.apply.applied_parts import AppliedParts
+from shardplan.runtime.apply.applied import AppliedParts, applied, mark_unusable
 from shardplan.runtime.apply.before_weights import refuse_before_weights
 from shardplan.runtime.apply.phases import apply_program
 from shardplan.runtime.apply.same_weights import compare_weights

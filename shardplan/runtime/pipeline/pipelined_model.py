@@ -17,7 +17,7 @@ from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
 from shardplan.core.tree import full_name
 from shardplan.model.adapters import unwrapped
-from shardplan.runtime.apply.applied_parts import AppliedParts
+from shardplan.runtime.apply.applied import AppliedParts
 from shardplan.runtime.apply.model_parts import Parted
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.apply.same_inputs import compare_inputs
