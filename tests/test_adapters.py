@@ -492,6 +492,7 @@ TRAINED = {
         pytest.param("phi3", True, marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.proves("tp sp fsdp2 checkpointing lora", "tp fsdp2 lora", "tp sp fsdp2 lora")
 def test_training_with_fsdp2(model, sp):
     targets, save = TRAINED[model]
     options = {"activation_checkpointing": True} if sp else {}

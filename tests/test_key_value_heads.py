@@ -423,5 +423,6 @@ def mixed() -> dict[str, Tensor]:
     ],
     ids=["compiled", "checkpoints", "checkpoints inside blocks"],
 )
+@pytest.mark.proves("tp sp compile", "tp sp checkpointing")
 def test_compiled_and_checkpointed_blocks_train_alike(options: dict[str, Any]) -> None:
     compare(Recipe("phi3", {"tp": 4}, True, options=options, settings=TWO))

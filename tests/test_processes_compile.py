@@ -28,12 +28,14 @@ GRAPHS = {"activation_checkpointing": True, "compile": {"modules": ["model.layer
     ],
     ids=["sequence", "tensor", "packed, without checkpointing"],
 )
+@pytest.mark.proves("tp sp fsdp2 checkpointing compile", "tp fsdp2 checkpointing compile", "tp sp fsdp2 compile")
 def test_compiled_layers_train_alike(recipe):
     compare(recipe, seconds=300)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.proves("tp sp fsdp2 checkpointing compile")
 def test_inductor_trains_alike():
     options = {"activation_checkpointing": True, "compile": {"modules": ["model.layers.*"]}}
     compare(Recipe("qwen3", TWO_BY_TWO, tied=True, options=options), seconds=500)
@@ -57,6 +59,7 @@ ATTENTION = {"mode": "selective", "modules": ["model.layers.*.self_attn"]}
     ],
     ids=["experts", "attention alone", "compiled", "every second layer"],
 )
+@pytest.mark.proves("tp fsdp2 checkpointing", "tp sp fsdp2 checkpointing compile", "tp sp fsdp2 checkpointing")
 def test_selective_checkpointing_trains_alike(recipe):
     compare(recipe, seconds=300)
 

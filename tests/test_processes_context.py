@@ -87,11 +87,13 @@ def all_chunks(names: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.proves("tp sp cp fsdp2", "cp fsdp2", "cp fsdp2 checkpointing")
 def test_chunks_are_as_the_whole_sequence():
     on_ranks(4, all_chunks, ["cp and tp", "cp alone", "cp and dp"])
 
 
 @pytest.mark.slow
+@pytest.mark.proves("tp cp fsdp2", "tp sp cp fsdp2 checkpointing compile")
 def test_more_chunks_are_as_the_whole_sequence():
     on_ranks(4, all_chunks, ["without sequence parallelism", "split logits", "compiled"], seconds=300)
 

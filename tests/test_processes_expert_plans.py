@@ -18,6 +18,7 @@ import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
 
 
+@pytest.mark.proves("ep fsdp2", "tp ep fsdp2")
 def test_two_ranks() -> None:
     on_ranks(2, equal_to_the_unsharded, [of("mixtral", dp_shard=2, ep=2), of("deepseek_v3", dp_shard=1, tp=2, ep=2)])
 
@@ -36,6 +37,7 @@ FOUR = [
 
 
 @pytest.mark.slow
+@pytest.mark.proves("ep fsdp2", "tp sp ep fsdp2", "tp ep fsdp2", "tp ep hsdp")
 def test_four_ranks() -> None:
     on_ranks(4, equal_to_the_unsharded, FOUR, seconds=300.0)
 
@@ -71,6 +73,7 @@ EIGHT = [
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", EIGHT, ids=lambda case: f"{case.model}-{dict(case.mesh)}")
+@pytest.mark.proves("ep hsdp", "tp ep hsdp", "tp sp ep hsdp", "tp ep fsdp2", "tp sp ep fsdp2")
 def test_eight_ranks(case: Case) -> None:
     """With HSDP, also where ep_shard is 1."""
     on_ranks(8, equal_to_the_unsharded, [case], seconds=400.0)
@@ -103,6 +106,7 @@ COMPILED = [
 
 
 @pytest.mark.exhaustive
+@pytest.mark.proves("tp sp ep fsdp2 compile", "tp ep fsdp2 checkpointing compile")
 def test_compiled_layers_with_the_experts_outside_of_their_graphs() -> None:
     on_ranks(4, equal_to_the_unsharded, COMPILED, seconds=600.0)
 
@@ -138,5 +142,6 @@ def chunks_of_a_sequence() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.proves("tp cp ep fsdp2")
 def test_ranks_of_context_parallelism_send_their_tokens() -> None:
     on_ranks(4, chunks_of_a_sequence, seconds=300.0)

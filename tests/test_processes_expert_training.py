@@ -86,6 +86,7 @@ def double(model: str, **given: Any) -> Case:
     return replace(of(model, **given), dtype=DOUBLE)
 
 
+@pytest.mark.proves("ep fsdp2")
 def test_two_ranks_train() -> None:
     on_ranks(2, trains_as_the_unsharded, [Training(double("mixtral", dp_shard=2, ep=2), micro_batches=2)])
 
@@ -106,6 +107,7 @@ FOUR = [
 
 
 @pytest.mark.slow
+@pytest.mark.proves("tp ep fsdp2", "ep fsdp2", "ep hsdp", "ep fsdp2 checkpointing", "tp sp ep fsdp2 checkpointing")
 def test_four_ranks_train() -> None:
     on_ranks(4, trains_as_the_unsharded, FOUR)
 

@@ -22,24 +22,28 @@ ARCHITECTURES = [
 
 
 @pytest.mark.parametrize("recipe", ARCHITECTURES, ids=lambda recipe: recipe.model)
+@pytest.mark.proves("tp sp fsdp2")
 def test_sequence_parallel_on_two_by_two(recipe):
     compare(recipe)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ARCHITECTURES, ids=lambda recipe: recipe.model)
+@pytest.mark.proves("tp fsdp2")
 def test_tensor_parallel_on_two_by_two(recipe):
     compare(replace(recipe, sequence_parallel=False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ARCHITECTURES, ids=lambda recipe: recipe.model)
+@pytest.mark.proves("tp sp hsdp")
 def test_hybrid_sharding_on_eight_ranks(recipe):
     compare(replace(recipe, sizes=HYBRID))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", ARCHITECTURES, ids=lambda recipe: recipe.model)
+@pytest.mark.proves("tp hsdp")
 def test_hybrid_sharding_without_sequence_parallelism(recipe):
     compare(replace(recipe, sizes=HYBRID, sequence_parallel=False))
 
@@ -65,6 +69,7 @@ MESHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.proves("tp sp", "fsdp2", "hsdp", "cp fsdp2", "tp sp cp fsdp2")
 def test_meshes(mesh):
     compare(Recipe("qwen3", MESHES[mesh], tied=True))
 
@@ -91,6 +96,7 @@ VARIANTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.proves("ddp", "tp sp fsdp2 checkpointing", "tp")
 def test_variants(variant):
     compare(VARIANTS[variant])
 
@@ -127,6 +133,7 @@ def refused(sizes: dict[str, int], options: dict[str, object]) -> str:
         "ddp beside tp",
     ],
 )
+@pytest.mark.refuses("tp ddp", "fsdp2 ddp")
 def test_meshes_that_are_refused(sizes, options, words):
     for text in on_ranks(4, refused, sizes, options):
         assert all(word in text for word in words), text

@@ -32,6 +32,12 @@ def _codes() -> tuple[str, ...]:
     return tuple(catalog())
 
 
+def _combinations() -> str:
+    from tools.combinations import combinations_document
+
+    return combinations_document()
+
+
 def _cli() -> str:
     from shardplan.cli.reference import cli_document
 
@@ -56,6 +62,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/diagnostics.md": _diagnostics,
     **{f"docs/diagnostics/{code}.md": partial(_diagnostic, code) for code in _codes()},
     "docs/cli.md": _cli,
+    "docs/combinations.md": _combinations,
     "schemas/report.schema.json": _report_schema,
     "schemas/plan.schema.json": _plan_schema,
 }

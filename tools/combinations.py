@@ -1,0 +1,90 @@
+"""docs/combinations.md: which sets of axes and features are proven together, read off the marks of the tests in real processes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from itertools import combinations
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+# In the order of the table: axes, how data parallelism wraps, and what is done to layers.
+WORDS = ("tp", "sp", "cp", "ep", "pp", "fsdp2", "hsdp", "ddp", "checkpointing", "compile", "lora")
+HEAD = """# What is proven together
+
+- [Pairs](#pairs), [sets](#sets)
+
+Made from the marks of the tests; do not edit. Each test runs real processes (gloo, CPU) and compares the loss, every gradient and the
+norm or the optimizer's steps with the unsharded model, on every rank. They run in `make test`, `make test-all` and `make exhaustive`. `sp` is sequence parallelism, `hsdp` FSDP2 with replicas; `fsdp2`
+stands for both where a set has `hsdp`.
+
+## Pairs
+
+The number of sets that have both; "refused": a call with both raises before the model is touched; empty: no test has both.
+"""
+
+
+class Mark(NamedTuple):
+    """`@pytest.mark.proves("tp sp fsdp2")` or `refuses`, of one test."""
+
+    kind: str
+    words: frozenset[str]
+    test: str
+
+
+@cache
+def marks() -> tuple[Mark, ...]:
+    return tuple(mark for path in sorted((ROOT / "tests").glob("test_*.py")) for mark in _of(path))
+
+
+def _of(path: Path) -> Iterator[Mark]:
+    for node in ast.parse(path.read_text("utf-8")).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        for decorator in node.decorator_list:
+            if not (isinstance(decorator, ast.Call) and isinstance(decorator.func, ast.Attribute)):
+                continue
+            if decorator.func.attr not in {"proves", "refuses"}:
+                continue
+            for argument in decorator.args:
+                words = str(ast.literal_eval(argument)).split()
+                unknown = set(words) - set(WORDS)
+                assert not unknown, (
+                    f"{path.name}: {node.name} proves {unknown}, which are no words of tools/combinations.py"
+                )
+                yield Mark(decorator.func.attr, frozenset(words), f"{path.name}::{node.name}")
+
+
+def combinations_document() -> str:
+    proven = [mark for mark in marks() if mark.kind == "proves"]
+    refused = [mark.words for mark in marks() if mark.kind == "refuses"]
+    sets = sorted({_whole(mark.words) for mark in proven}, key=lambda words: [word not in words for word in WORDS])
+    lines = [HEAD, "| | " + " | ".join(WORDS) + " |", "|---" * (len(WORDS) + 1) + "|"]
+    for row in WORDS:
+        cells = []
+        for column in WORDS:
+            count = sum({row, column} <= words for words in sets)
+            no = any(words == {row, column} for words in refused)
+            cells.append(str(count) if count else "refused" if no else "")
+        lines.append(f"| **{row}** | " + " | ".join(cells) + " |")
+    lines += ["", "## Sets", "", "| set | tests |", "|---|---|"]
+    for words in sets:
+        tests = sorted({mark.test for mark in proven if _whole(mark.words) == words})
+        shown = "<br>".join(f"`{test}`" for test in tests)
+        lines.append(f"| {' '.join(word for word in WORDS if word in words)} | {shown} |")
+    lines += ["", "## Refused", "", "| set | tests |", "|---|---|"]
+    for mark in sorted((mark for mark in marks() if mark.kind == "refuses"), key=lambda mark: sorted(mark.words)):
+        lines.append(f"| {' '.join(word for word in WORDS if word in mark.words)} | `{mark.test}` |")
+    return "\n".join(lines) + "\n"
+
+
+def _whole(words: frozenset[str]) -> frozenset[str]:
+    return words | {"fsdp2"} if "hsdp" in words else words
+
+
+def open_pairs() -> list[tuple[str, str]]:
+    """The pairs that no test has, proven or refused."""
+    known = [_whole(mark.words) for mark in marks()]
+    return [pair for pair in combinations(WORDS, 2) if not any(set(pair) <= words for words in known)]
