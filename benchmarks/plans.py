@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from shardplan import compile_plan
 from shardplan.compiler.bind import bind
-from shardplan.compiler.layout import Workbench
+from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower.program import Program
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.estimates import Question, TrainingStep
@@ -33,10 +33,8 @@ from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.cost.estimate import step_ledger
 from shardplan.language import parse_plan
 from shardplan.model import find_any
-from shardplan.model.build_tree import tree_of
 from shardplan.model.config_numbers import text_config
 from shardplan.model.found import FoundModel
-from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.fields import role
 from shardplan.model.reduced.layers import Kept
 from shardplan.model.reduced.shrink import SHRINK
@@ -99,9 +97,9 @@ def of_type(name: str, plan: PlanFile, variants: Sequence[str]) -> dict[str, Any
         TooManyChoices: of places to reduce gradients at.
     """
     found = find(name)
-    reduced_model = make_reduced_model(found, tp=TPS[0], experts_implementation="eager")
-    short, model = cut(found, reduced_model.layers), reduced_model.build()
-    bench = Workbench(model, reduced_model.inputs(kind=reduced_model.kinds[0]), tree_of(model))
+    layouts = ModelLayouts(found, TPS[0])
+    layouts.check(plan, help=False)  # which gives the reduced model as many heads as the plan needs
+    short, bench = cut(found, layouts.reduced_model.layers), layouts.benches[0]
     made: dict[str, Any] = {word: {} for word in variants}
     for word in variants:
         resolved, _ = bind(plan, bench.tree, MeshSizes(tp=TPS[0]), overlays_of(VARIANTS[word]))

@@ -42,6 +42,7 @@ _LINEAR = {
     "linear_conv_kernel_dim": 4,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "output_router_logits": True}
+_TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": 3, "bos_token_id": 1, "eos_token_id": 2}
 # The first layer of the mixture-of-experts model is dense.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _COMMON,
@@ -71,6 +72,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_COMMON, "head_dim": 8, **_EXPERTS, "mlp_only_layers": [0]},
     "mamba": {**_MAMBA, "time_step_rank": 4},
     "mamba2": {**_MAMBA, "num_heads": 8, "head_dim": 16, "n_groups": 4, "chunk_size": 8},
+    # Fused queries, keys and values: thirds, blocks of heads; biases of all heads.
+    "mpt": {"d_model": 64, "n_heads": 8, "n_layers": 2, "max_seq_len": 64, **_TOKENS},
+    "bloom": {"hidden_size": 64, "n_head": 8, "n_layer": 2, **_TOKENS},
+    "codegen": {"n_embd": 64, "n_head": 8, "n_layer": 2, "n_positions": 64, "n_ctx": 64, "rotary_dim": 8, **_TOKENS},
+    "falcon": {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 2, "alibi": True, **_TOKENS},
     "bamba": {
         **_COMMON,
         "attn_layer_indices": [1],

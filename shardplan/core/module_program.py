@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -145,6 +146,37 @@ class InputMove:
 
 
 @dataclass(frozen=True, slots=True)
+class ArgumentSlice:
+    """An argument that is R outside of the module (masks and biases of all heads), of which its forward reads V(dim).
+
+    Args:
+        argument: its name.
+        dim: that has the heads.
+        heads: how many of them follow each other in the dim, where it is [batch * heads]; None: all of the dim.
+    """
+
+    argument: str
+    dim: int
+    heads: int | None = None
+
+    def rows(self, shape: Sequence[int], ranks: int) -> tuple[int, int]:
+        """How often the dim repeats the heads, and how many they are.
+
+        Raises:
+            ValueError: the argument has no such dim, or its heads cannot be split over the ranks.
+        """
+        if self.dim >= len(shape):
+            raise ValueError(f"`split_arguments` splits dim {self.dim} of {self.argument!r}, which is {list(shape)}")
+        length = shape[self.dim]
+        heads = self.heads or length
+        if length % heads or heads % ranks:
+            raise ValueError(
+                f"`split_arguments` splits dim {self.dim} of {self.argument!r}, {list(shape)}, by {heads} heads over {ranks} ranks"
+            )
+        return length // heads, heads
+
+
+@dataclass(frozen=True, slots=True)
 class OutputMove:
     """A move of the module's output (of the first element, if it is a tuple).
 
@@ -198,6 +230,7 @@ class ModuleProgram:
         style: the style that its rule names, or None where no rule does.
         parameters: every parameter that it owns.
         enter: moves of arguments, in order.
+        slices: arguments of which the rank reads its share.
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, where rows are looked up by id.
         means: where a mean over features of which each rank has some is that over all of them.
@@ -229,6 +262,7 @@ class ModuleProgram:
     style: str | None = None
     parameters: tuple[ParameterProgram, ...] = ()
     enter: tuple[InputMove, ...] = ()
+    slices: tuple[ArgumentSlice, ...] = ()
     leave: OutputMove | None = None
     vocabulary: int | None = None
     means: FeatureMeans | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
@@ -71,6 +71,26 @@ Output = Literal["gather", "all_reduce", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True)
+class SplitArgument:
+    """An argument that every rank has whole and of which each reads its share.
+
+    Args:
+        argument: its name.
+        dim: the dim that has the heads.
+        heads: where the dim is [batch * heads], how many heads, an expression over config numbers; None: it has the heads alone.
+    """
+
+    argument: str
+    dim: int
+    heads: str | None = None
+
+    @property
+    def written(self) -> int | dict[str, int | str]:
+        """As a document has it."""
+        return self.dim if self.heads is None else {"dim": self.dim, "heads": self.heads}
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One entry of a section: a glob and what to do with the modules or parameters that it matches.
 
@@ -93,6 +113,7 @@ class Rule:
         divide: attributes of the module instance to divide by tp (`num_heads`, `config.num_attention_heads`).
         set: attributes of the module instance, and what each is on a rank: expressions over the instance's divided numbers.
         fused: whether the module may take a path for training that computes modules below it in one kernel.
+        split_arguments: arguments of which each rank reads its share.
         divides: numbers (expressions over config numbers) that tp must divide.
         seq_dim: the sequence dimension of what the rule moves.
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
@@ -117,6 +138,7 @@ class Rule:
     divide: tuple[str, ...] = ()
     set: tuple[tuple[str, str], ...] = ()
     fused: bool = True
+    split_arguments: tuple[SplitArgument, ...] = ()
     divides: tuple[str, ...] = ()
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
@@ -138,6 +160,7 @@ class Rule:
             "divide": self.divide,
             "set": self.set,
             "fused": self.fused,
+            "split_arguments": self.split_arguments,
             "divides": self.divides,
             "seq_dim": self.seq_dim,
             "read_outside": self.read_outside,
@@ -146,6 +169,22 @@ class Rule:
             "having": self.having,
         }
 
+
+def as_written(option: str, value: object) -> Any:
+    """The value of a rule's option as a document has it."""
+    if option == "set":
+        return dict(cast(tuple[tuple[str, str], ...], value))
+    if option == "split_arguments":
+        return {one.argument: one.written for one in cast(tuple[SplitArgument, ...], value)}
+    return list(value) if isinstance(value, tuple) else value
+
+
+def stated_options(rule: Rule) -> dict[str, Any]:
+    """Those options of a rule that differ from what a rule without them has, as a document has them."""
+    return {name: as_written(name, value) for name, value in rule.options.items() if value != getattr(PLAIN, name)}
+
+
+PLAIN = Rule("", "", Location(""))
 
 # The field of `PlanFile` with a section's rules.
 FIELD_OF: Mapping[Section, str] = {

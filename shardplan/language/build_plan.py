@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.options import options
-from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, section_path
+from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, SplitArgument, section_path
 from shardplan.core.sections import Section as OptionSection
 from shardplan.core.sections import Sections
 from shardplan.core.sum_outputs import SumRule
 from shardplan.styles import canonical_style
 
-from .document import Document, RuleOptions, SectionModel, Strict
+from .document import ArgumentHeads, Document, RuleOptions, SectionModel, Strict
 from .nodes import Path
 
 
@@ -96,12 +96,18 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
         options["packed"] = tuple(map(str, options["packed"]))
     if "set" in options:
         options["set"] = tuple(options["set"].items())
+    if "split_arguments" in options:
+        options["split_arguments"] = tuple(map(_split_argument, *zip(*options["split_arguments"].items(), strict=True)))
     for name in ("divide", "divides", "heads"):
         if name in options:
             options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
     if "read_outside" in options:
         options["read_outside"] = tuple(options["read_outside"])
     return Rule(pattern, style, location, **options)
+
+
+def _split_argument(name: str, written: int | ArgumentHeads) -> SplitArgument:
+    return SplitArgument(name, written) if isinstance(written, int) else SplitArgument(name, written.dim, written.heads)
 
 
 _S = TypeVar("_S", bound=OptionSection)

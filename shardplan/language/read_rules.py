@@ -222,6 +222,12 @@ def _check_expressions(options: MapNode, path: Path, findings: Findings) -> None
         for entry in node.entries:
             if isinstance(entry.value, Scalar):
                 _check_expression(entry.value, (*path, "set", entry.key), parse_expression, "an expression", findings)
+    if isinstance(node := options.get("split_arguments"), MapNode):
+        for entry in node.entries:
+            heads = entry.value.get("heads") if isinstance(entry.value, MapNode) else None
+            if isinstance(heads, Scalar):
+                at = (*path, "split_arguments", entry.key, "heads")
+                _check_expression(heads, at, parse_expression, "an expression", findings)
     for option in ("packed", "divides", "heads", "groups"):
         node = options.get(option)
         items = node.items if isinstance(node, ListNode) else (node,)

@@ -19,6 +19,7 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "divide": lambda style: True,
     "set": lambda style: True,
     "fused": lambda style: True,
+    "split_arguments": lambda style: True,
     "divides": lambda style: True,
     "seq_dim": lambda style: style.seq_option,
     "read_outside": lambda style: style.read_outside_option,

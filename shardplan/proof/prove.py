@@ -61,7 +61,9 @@ def compile_for(reduced: ModelLayouts, plan: PlanFile, sizes: MeshSizes, wanted:
         PlanError: the plan fits the model itself but has errors on the reduced one, or the reduced model does not run.
     """
     both = {*wanted, *map(without_sequence, wanted)}
-    variants = check_variants(bind_variants(plan, reduced.benches[0].tree, sizes, both))
+    variants = check_variants(bind_variants(plan, reduced.tree, sizes, both))
+    if any(any_error(variants.findings[on]) for on in wanted) and reduced.fit(plan, both):
+        variants = check_variants(bind_variants(plan, reduced.tree, sizes, both))
     for on in wanted:
         if any_error(variants.findings[on]):
             raise PlanError(variants.findings[on])
@@ -103,7 +105,7 @@ def prove(
         for on in variants:
             progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
             programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
-            case = ReducedCase(source, program, sizes)
+            case = ReducedCase(source, program, sizes, reduced.heads_times)
             layouts = compiled.layouts.get(on)
             with sharded_run(layouts.diagnostics if layouts is not None else ()):
                 rows = settle(partial(_run, case, on_ranks, reduced.reduced_model, reference))
@@ -158,11 +160,12 @@ class ReducedCase:
     source: Model
     program: Program
     sizes: MeshSizes
+    heads_times: int = 1
 
     def cases(self, dtype: torch.dtype) -> Iterator[Case]:
         """The same for `run_processes`, for each kind of input: each process makes the reduced model anew."""
         assert self.sizes.tp is not None  # a proof is of one size
-        reduced_model = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep).reduced_model
+        reduced_model = ModelLayouts(self.source.find(), self.sizes.tp, self.sizes.ep, self.heads_times).reduced_model
         for kind in reduced_model.kinds:
             yield Case(reduced_model.build, partial(reduced_model.inputs, kind=kind), self.program, self.sizes, dtype)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.expected_collectives import expected_collectives
+from shardplan.core.layout import R, V
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.sources import SourceMap
@@ -59,7 +60,10 @@ def _module(
         styles,
         rules,
         parameters,
-        tuple(InputMoveRecord(m.argument, str(m.src), str(m.dst), m.regather) for m in module.enter),
+        (
+            *(InputMoveRecord(m.argument, str(m.src), str(m.dst), m.regather) for m in module.enter),
+            *(InputMoveRecord(part.argument, str(R), str(V(part.dim)), False) for part in module.slices),
+        ),
         OutputMoveRecord(str(module.leave.src), str(module.leave.dst)) if module.leave is not None else None,
         tuple(full_name(*one) for one in module.group.parameters) if module.group is not None else (),
     )

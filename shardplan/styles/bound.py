@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.layout import I
-from shardplan.core.module_program import ExpertsProgram, ParameterProgram
-from shardplan.core.plan import Assignment, ResolvedPlan
+from shardplan.core.module_program import ArgumentSlice, ExpertsProgram, ParameterProgram
+from shardplan.core.plan import Assignment, ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo
 
 from . import STYLES
@@ -32,6 +33,7 @@ class BoundModule:
         link: as in `core.module_program.ModuleProgram`.
         divide: attributes of the instance, and by what each is divided.
         settings: attributes of the instance, and what each is on a rank.
+        slices: arguments of which a rank reads its share.
         mean_ranks: where the forward takes means over features that are split: over how many neighbouring ranks; else 1.
         experts: as in `core.module_program.ModuleProgram`.
         scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
@@ -46,6 +48,7 @@ class BoundModule:
     link: Link | None = None
     divide: tuple[tuple[str, int], ...] = ()
     settings: tuple[tuple[str, int], ...] = ()
+    slices: tuple[ArgumentSlice, ...] = ()
     mean_ranks: int = 1
     experts: ExpertsProgram | None = None
     scope: str | None = None
@@ -107,10 +110,18 @@ def _bound(
         link=link,
         divide=divide,
         settings=local,
+        slices=_slices(plan, rule),
         mean_ranks=mean_ranks(plan, rule) if style.features.means else 1,
         experts=_experts(plan, module, assignment),
         scope=scope if style.until_block_input else None,
     )
+
+
+def _slices(plan: ResolvedPlan, rule: Rule) -> tuple[ArgumentSlice, ...]:
+    def count(expression: str | None) -> int | None:
+        return None if expression is None else evaluate(parse_expression(expression), plan.tree.numbers)
+
+    return tuple(ArgumentSlice(one.argument, one.dim, count(one.heads)) for one in rule.split_arguments)
 
 
 def _experts(plan: ResolvedPlan, module: ModuleInfo, assignment: Assignment) -> ExpertsProgram | None:

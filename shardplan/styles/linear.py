@@ -191,6 +191,19 @@ STYLES = (
         ),
     ),
     Style(
+        name="packed_rowwise_seq",
+        summary="As packed_rowwise, but the partial sums are reduce-scattered along the sequence.",
+        kinds=MATMUL,
+        weight=ParameterStyle("in", "V", packed=True),
+        bias=ParameterStyle(None, "R"),
+        input_sources=(V(-1),),
+        input_destination=V(-1),
+        output_source=P,
+        output_destination=V(SEQ),
+        trials=(Trial(on=MATMUL, sliced=17),),
+        source="arXiv 2205.05198",
+    ),
+    Style(
         name="mla_kv_a_proj",
         summary="The whole down-projection of multi-head latent attention; the gradient of its rotary tail, which "
         "every rank's heads read, is all-reduced.",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
+from shardplan.compiler.layout import LayoutReport, ModelLayouts, Workbench, check_layout
 from shardplan.compiler.layout.token_by_token import token_findings
 from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lowering_stage import program_of
@@ -68,9 +68,21 @@ class Subject:
         return next(iter(self.benches.values()))
 
 
-def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1) -> Subject:
+def fitting(name: str, tp: int, plan: PlanFile) -> Subject:
+    """The reduced model of an architecture, with as many heads as a plan needs."""
+    small, variants = subject(name, tp), [overlays_of(on) for on in {False, plan.has_overlay}]
+    bound = check_variants(bind_variants(plan, small.tree, MeshSizes(tp=tp), variants))
+    layouts = ModelLayouts(find(name), tp)
+    if any(any_error(bound.findings[on]) for on in variants) and layouts.fit(plan, variants):
+        return subject(name, tp, heads_times=layouts.heads_times)
+    return small
+
+
+def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1, heads_times: int = 1) -> Subject:
     """The reduced model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
-    reduced_model = make_reduced_model(find(name), tp=tp, ep=ep, tied=tied, experts_implementation="eager")
+    reduced_model = make_reduced_model(
+        find(name), tp=tp, ep=ep, tied=tied, experts_implementation="eager", heads_times=heads_times
+    )
     model, exact = reduced_model.build(), reduced_model.build()
     tree = tree_of(model)
     models = {torch.float32: model, torch.float64: exact.to(torch.float64)}

@@ -50,7 +50,7 @@ sequence parallelism too. The others are refused, for the reasons below the tabl
 """
 
 MORE = """
-More communication than the minimum: results of fused matrices whose parts are not heads in a row, heads that are too few to
+More communication than the minimum: results of matrices whose heads no size divides (Falcon 7B's 71) or that are too few to
 be split (BitNet's), and other code between the matrices that needs all of their result are gathered and split again; a block
 with two norms, or several mixes, of the same value (GPT-NeoX, RWKV) has a block input behind each,
 where one in front would be as few collectives or fewer, of fewer elements; experts and shared experts that are moved one by

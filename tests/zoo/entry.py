@@ -21,11 +21,9 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
-from shardplan.model.build_tree import tree_of
-from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.trace import Trace
 from tests.model_settings import find
-from tests.soundness.judge import Subject, judge, subject
+from tests.soundness.judge import Subject, fitting, judge, subject
 
 from .block_inputs import Size, dominated
 from .minimum import choices, minimum, spent
@@ -134,7 +132,7 @@ def entry(name: str) -> Entry:
         return Entry(name, reason=f"cannot be built: {error.diagnostics[0].message}")
     plan = auto_plan(found.tree).plan
     try:
-        small = {tp: subject(name, tp) for tp in SIZES}
+        small = {tp: fitting(name, tp, plan) if plan is not None else subject(name, tp) for tp in SIZES}
     except PlanError as error:
         about = error.diagnostics[0]
         return Entry(name, plan.name if plan else None, reason=": ".join((about.message, *about.notes)))
@@ -197,12 +195,7 @@ def counted_again(before: Entry) -> Entry:
     if before.plan is None:
         return before
     found, plan = find(before.name), parse_plan(before.plan).plan
-    reduced_model = make_reduced_model(found, tp=SIZES[0], experts_implementation="eager")
-    model = reduced_model.build()
-    inputs = reduced_model.inputs(kind=reduced_model.kinds[0])
-    if "output_router_logits" in vars(model.config):
-        inputs["output_router_logits"] = True
-    bench = Workbench(model, inputs, tree_of(model))
+    bench = fitting(before.name, SIZES[0], plan).bench
     counted = {}
     for word in before.collectives:
         resolved, _ = bind(plan, bench.tree, MeshSizes(tp=SIZES[0]), overlays_of(word == "sp"))

@@ -15,7 +15,7 @@ from shardplan.core.plan import PlanFile, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from tests.model_settings import find
-from tests.soundness.judge import subject
+from tests.soundness.judge import fitting
 
 from .entry import SIZES, Entry, proven
 
@@ -41,7 +41,7 @@ def by_init(before: Entry) -> Entry:
     plan = parse_plan(dict(written(found, derived).document), name="init").plan
     if before.plan is not None and before.verdicts and same_rules(found.tree, plan, parse_plan(before.plan).plan):
         return replace(before, init=before.verdicts, init_more=[w for w in before.collectives if before.more(w)])
-    small = {tp: subject(name, tp) for tp in SIZES}
+    small = {tp: fitting(name, tp, plan) for tp in SIZES}
     made = proven(name, found.tree, plan, small)
     return replace(before, init=made.verdicts, init_more=[word for word in made.collectives if made.more(word)])
 

@@ -11,12 +11,12 @@ from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
 from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
 from shardplan.compiler.layout.layout_check import Search
-from shardplan.compiler.layout.repairs import OURS, Repair
+from shardplan.compiler.layout.repairs import Repair
 from shardplan.compiler.layout.run import prove
 from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of
+from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
 from shardplan.model.reduced.recorder import argument_names
@@ -198,6 +198,4 @@ class Board:
 
 def options_of(rule: Rule) -> Options:
     """A rule's style and those options that it states."""
-    default = Rule("", "", OURS).options
-    stated = {name: value for name, value in rule.options.items() if value != default[name]}
-    return {"style": rule.style, **{n: list(v) if isinstance(v, tuple) else v for n, v in stated.items()}}
+    return {"style": rule.style, **stated_options(rule)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, sections_of
+from shardplan.core.plan import Assignment, Overlays, PlanFile, Rule, Section, as_written, sections_of
 from shardplan.core.tree import ModuleTree, ancestors, full_name, named
 from shardplan.language.globs import parse_glob
 from shardplan.styles import NONE, STYLES
@@ -240,9 +240,13 @@ def _other_options(one: Rule, other: Rule) -> Iterator[str]:
 def _written_as(rule: Rule, other: Rule) -> str:
     if rule.style != other.style:
         return f"declares `{rule.style}`"
-    return "declares " + ", ".join(f"`{name}: {_written(rule.options[name])}`" for name in _other_options(rule, other))
+    return "declares " + ", ".join(
+        f"`{name}: {_written(as_written(name, rule.options[name]))}`" for name in _other_options(rule, other)
+    )
 
 
 def _written(value: object) -> str:
     """An option's value as plans write it."""
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value).lower()
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_written(one)}' for name, one in value.items())}}}"
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value).lower()

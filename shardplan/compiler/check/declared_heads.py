@@ -41,8 +41,8 @@ HEADS = Code(
     code="SP313",
     title="declared heads or groups that do not fit",
     text="""`heads` tells how many heads (or groups of a state space layer) a split dimension has, of packed parts one number for
-each; `groups` how many groups of a norm's features have a mean of their own. They are expressions over the numbers of the
-configuration, and must divide the length that they count: otherwise a rank would have a part of a head.""",
+each; `groups` how many groups of a norm's features have a mean of their own; `split_arguments` how many heads an argument has. They
+are expressions over the numbers of the configuration, and must divide the length that they count: otherwise a rank would have a part of a head.""",
     bad=PLAN.replace("groups: n_groups", "groups: num_groups"),
     good=PLAN,
 )
@@ -81,6 +81,8 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
         for reason in _of_heads(facts, stored):
             yield from ((HEADS, reason, stored.rule, name) for name in stored.assigned)
     for assignment in facts.resolved.assignments.values():
+        for reason in _of_arguments(facts, assignment):
+            yield HEADS, reason, assignment.rule, assignment.name
         for reason in _of_settings(facts, assignment):
             yield SETTING, reason, assignment.rule, assignment.name
 
@@ -102,6 +104,18 @@ def _of_heads(facts: Facts, stored: StoredParameter) -> Iterator[str]:
             yield count
         elif length % count:
             yield f"{expression} is {count}, which does not divide {length} features"
+
+
+def _of_arguments(facts: Facts, assignment: Assignment) -> Iterator[str]:
+    for one in assignment.rule.split_arguments:
+        if assignment.is_parameter:
+            yield "a parameter has no arguments"
+            return
+        count = count_of(one.heads, facts.resolved.tree.numbers) if one.heads is not None else facts.tp or 1
+        if isinstance(count, str):
+            yield count
+        elif count % (facts.tp or 1):
+            yield f"{one.argument} has {count} heads, which tp={facts.tp} does not divide"
 
 
 def _of_settings(facts: Facts, assignment: Assignment) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from shardplan.core.layout import I, Layout, P, R, V, in_one_row
+from shardplan.core.module_program import ArgumentSlice
 from shardplan.model.reduced.recorder import argument_names
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import BoundModule
@@ -68,6 +69,9 @@ class Crossings:
                     chosen = name == (one.argument or argument_names(module)[0])
                 if chosen:
                     self._check_input(event, bound, one, position)
+        for part in bound.slices:
+            if part.argument in event.names:
+                self._check_slice(event, bound, part, event.names.index(part.argument))
 
     def _follow_input(self, event: Event, bound: BoundModule) -> None:
         """The gradients of the module's parameters are complete where its first floating-point argument is I, and partial
@@ -116,6 +120,21 @@ class Crossings:
         self.known.maker.setdefault(inside, bound.name)
         if inside != number or inside not in self.known.types:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
+
+    def _check_slice(self, event: Event, bound: BoundModule, part: ArgumentSlice, position: int) -> None:
+        """An argument of which each rank reads its share must be whole everywhere, without a complete gradient."""
+        number, inside = event.inputs[position], event.outputs[position]
+        if inside != number and inside not in self.known.origins.read:
+            return
+        value = self.known.run.values[number]
+        actual = self._resolved(event, number, position)
+        if not self._fits(actual, R, value.ndim, bound):
+            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(value.ndim), wanted="R")
+        ranks = len(self.spreads.runs)
+        times, heads = part.rows(value.shape, ranks)
+        order = rows_order(times, heads, ranks) if times > 1 else None
+        self.known.maker.setdefault(inside, bound.name)
+        self.known.types[inside] = Type("V", Spread("split", part.dim, order))
 
     def _resolved(self, event: Event, number: int, position: int) -> Type:
         """The type of a value at a boundary; a value that was not compared before is compared there."""

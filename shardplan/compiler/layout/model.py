@@ -32,6 +32,8 @@ from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
 from .unsummed import acting, dropping
 
+MOST_HEADS_TIMES = 4  # as many heads as usual
+
 
 @dataclass(frozen=True)
 class _Checked:
@@ -48,10 +50,11 @@ class ModelLayouts:
     Args:
         found: the model.
         tp, ep: the sizes of the axes.
+        heads_times: how many times as many heads as usual its reduced model has; `fit` may choose more.
     """
 
-    def __init__(self, found: FoundModel, tp: int, ep: int = 1):
-        self.found, self.tp, self.ep = found, tp, ep
+    def __init__(self, found: FoundModel, tp: int, ep: int = 1, heads_times: int = 1):
+        self.found, self.tp, self.ep, self.heads_times = found, tp, ep, heads_times
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
 
@@ -69,7 +72,34 @@ class ModelLayouts:
         """
         # Experts one by one: grouped multiplications want sizes that a reduced model's shards may not have, and no float64.
         experts = "eager" if self.found.config is not None else None
-        return make_reduced_model(self.found, tp=self.tp, ep=self.ep, experts_implementation=experts)
+        return make_reduced_model(
+            self.found, tp=self.tp, ep=self.ep, experts_implementation=experts, heads_times=self.heads_times
+        )
+
+    def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
+        """Let the reduced model have as many heads as a plan needs that fits the model itself: where it splits groups of heads, each
+        rank has a group.
+
+        Returns:
+            Whether some number fits; else they are as many as before.
+        """
+        variants = tuple(overlays)
+        for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
+            larger = ModelLayouts(self.found, self.tp, self.ep, times)
+            if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
+                self.heads_times = times
+                vars(self).pop("reduced_model", None)
+                vars(self).pop("benches", None)
+                vars(self).pop("noise", None)
+                self._benches.clear()
+                self._plans.clear()
+                return True
+        return False
+
+    def _misfits(self, plan: PlanFile, overlays: Overlays) -> tuple[Diagnostic, ...]:
+        """The structural errors of a variant on the reduced model."""
+        resolved, about = bind(plan, self.tree, self.sizes, overlays)
+        return tuple(d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error)
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
@@ -164,7 +194,9 @@ class ModelLayouts:
             return LayoutReport((self._about_the_model(self.random),))
         resolved, about = bind(plan, tree, self.sizes, overlays)
         structure = [d for d in (*about, *check_structure(resolved, seq_len=None)) if d.is_error]
-        if structure:
+        if structure and self.fit(plan, (overlays,)):
+            resolved, _ = bind(plan, self.tree, self.sizes, overlays)
+        elif structure:
             return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
         report = self.layouts_of(plan, resolved, help=help)
         draws, undrawn = self._draws(report, of_model)

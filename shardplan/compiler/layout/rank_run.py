@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardplan.core.layout import Layout, P, in_one_row, over_features
 from shardplan.core.mesh import Axis
-from shardplan.core.module_program import ParameterProgram
+from shardplan.core.module_program import ArgumentSlice, ParameterProgram
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.recorder import Recorder, argument_names
 from shardplan.model.reduced.trace import Place, Trace
@@ -68,7 +68,15 @@ class RankRecorder(Recorder):
                 new = self._placed(one.destination, named[name], whole) if whole is not None else None
                 if new is not None:
                     moved[name] = new
+        for part in bound.slices:
+            moved[part.argument] = self._share(part, tensor_argument(bound, part.argument, named))
         return moved
+
+    def _share(self, part: ArgumentSlice, x: Tensor) -> Tensor:
+        """What this rank reads of an argument."""
+        rows = part.rows(x.shape, self.ranks)
+        own = x.detach().unflatten(part.dim, rows).narrow(part.dim + 1, *chunk(rows[1], self.ranks, self.rank))
+        return _like(x, own.flatten(part.dim, part.dim + 1))
 
     def moved_results(
         self, scope: tuple[str, int], module: nn.Module, results: list[tuple[str, Tensor]]
@@ -173,11 +181,22 @@ def chosen_arguments(
     if one.argument == "*":
         return tuple(n for n, v in named.items() if isinstance(v, Tensor) and v.is_floating_point())
     name = one.argument or argument_names(module)[0]
-    if not isinstance(named.get(name), Tensor):
-        assert bound.style is not None, bound  # a rule names an argument
-        what = "missing" if named.get(name) is None else f"a {type(named[name]).__name__}"
-        raise ValueError(f"style {bound.style.name} moves the argument {name!r}, which is {what} in this call")
+    tensor_argument(bound, name, named)
     return (name,)
+
+
+def tensor_argument(bound: BoundModule, name: str, named: Mapping[str, Any]) -> Tensor:
+    """An argument that a module's rule moves.
+
+    Raises:
+        ValueError: the call has no such tensor.
+    """
+    value = named.get(name)
+    if not isinstance(value, Tensor):
+        assert bound.style is not None, bound  # a rule names an argument
+        what = "missing" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"style {bound.style.name} moves the argument {name!r}, which is {what} in this call")
+    return value
 
 
 def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int) -> Tensor:

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.layout import P
-from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section
+from shardplan.core.plan import Assignment, Output, ResolvedPlan, Rule, Section, stated_options
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.styles import STYLES, Style
 from shardplan.styles.style_record import REMOVAL, TrialKind
@@ -110,8 +110,7 @@ def combined(one: Repair, other: Repair) -> Repair | None:
 
 def written(rule: Rule) -> str:
     """A rule's style and options as in a plan."""
-    default = Rule("", "", OURS).options
-    options = {name: value for name, value in rule.options.items() if value != default[name]}
+    options = stated_options(rule)
     if not options:
         return rule.style
     listed = ", ".join(f"{name}: {_value(value)}" for name, value in options.items())
@@ -119,9 +118,9 @@ def written(rule: Rule) -> str:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return f"{{{', '.join(f'{name}: {text}' for name, text in value)}}}"
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {_value(one)}' for name, one in value.items())}}}"
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
 def suspects(plan: ResolvedPlan, finding: Finding) -> tuple[str, ...]:
@@ -229,6 +228,7 @@ def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
         divide=old.divide,
         set=old.set,
         fused=old.fused,
+        split_arguments=old.split_arguments,
         divides=old.divides,
         packed=old.packed if style.packed_option else None,
         argument=old.argument if style.argument_option else None,

@@ -6,7 +6,14 @@ from collections.abc import Iterator, Mapping
 
 from shardplan.core.layout import I, LayoutKind
 from shardplan.core.mesh import Axis
-from shardplan.core.module_program import Draws, ExpertsProgram, InputMove, ModuleProgram, ParameterProgram
+from shardplan.core.module_program import (
+    ArgumentSlice,
+    Draws,
+    ExpertsProgram,
+    InputMove,
+    ModuleProgram,
+    ParameterProgram,
+)
 from shardplan.core.plan import Overlays, ResolvedPlan
 
 NUMBERS: dict[Draws, str] = {
@@ -51,6 +58,8 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
         again = ", gathered again in backward" if move.regather else ""
         shared = f", once with {move.shared_with}" if move.shared_with is not None else ""
         yield f"  in {_argument(move)}: {move.src} -> {move.dst}{again}{shared}"
+    for part in module.slices:
+        yield f"  in {part.argument}: {slicing(part)}"
     if module.leave is not None:
         yield f"  out: {leaving(module)}"
     if module.logits is not None:
@@ -94,6 +103,11 @@ def _member(module: str, parameter: str) -> str:
 
 def _argument(move: InputMove) -> str:
     return {None: "first argument", "*": "every floating-point argument"}.get(move.argument, str(move.argument))
+
+
+def slicing(part: ArgumentSlice) -> str:
+    """What a rank reads of an argument, in words."""
+    return f"R -> V({part.dim})" + (f" of each {part.heads}" if part.heads is not None else "")
 
 
 def leaving(module: ModuleProgram) -> str:

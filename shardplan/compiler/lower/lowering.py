@@ -75,6 +75,7 @@ def _lower_module(
         style=one.style.name if one.style else None,
         parameters=one.parameters,
         enter=_enter(plan, incoming, one),
+        slices=one.slices,
         leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
         means=_means(plan, one) if one.mean_ranks > 1 else None,

@@ -7,13 +7,14 @@ follows from the style records (`options`). The fields of a section are not writ
 
 from .document import Document, PlanDocument
 from .field_values import ATTRIBUTE, TAGS, WORD, Strict
-from .rule_models import RuleOptions
+from .rule_models import ArgumentHeads, RuleOptions
 from .section_models import SectionModel, glob_lists
 
 __all__ = [
     "ATTRIBUTE",
     "TAGS",
     "WORD",
+    "ArgumentHeads",
     "Document",
     "PlanDocument",
     "RuleOptions",

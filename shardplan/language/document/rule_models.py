@@ -37,6 +37,24 @@ Attributes = Annotated[
 
 Settings = Annotated[dict[AttributeName, ExpressionText], Field(min_length=1)]
 
+DimNumber = Annotated[int, Field(ge=0, le=8, description="The dim that has the heads.")]
+
+
+class ArgumentHeads(Strict):
+    """An argument one of whose dims is [batch * heads]."""
+
+    dim: int = Field(ge=0, le=8, description="The dim.", examples=[0])
+    heads: ExpressionText = Field(description="How many heads follow each other in it.", examples=["n_head"])
+
+
+ArgumentSplits = Annotated[
+    dict[
+        AttributeName,
+        Annotated[DimNumber | ArgumentHeads, Either({int: "a dim", dict: "a mapping with `dim` and `heads`"})],
+    ],
+    Field(min_length=1),
+]
+
 ALONE = ("sum_outputs", "optional", "when")  # what a rule without a style may say
 NOT_EMPTY: JsonDict = {
     "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
@@ -117,6 +135,12 @@ class RuleOptions(Strict):
         description="False: the module does not take a path for training that computes modules below it in one kernel, which "
         "would skip their moves. `training` is False for it, not for the modules below, while its own code runs.",
         examples=[False],
+    )
+    split_arguments: Given[ArgumentSplits] = Field(
+        default=None,
+        description="Arguments of the module's `forward` that every rank has whole, and of which it reads the share of its heads: a "
+        "mask or a bias of all heads. Each with the dim that has the heads; where that is [batch * heads], with their number.",
+        examples=[{"position_bias": 0}, {"alibi": {"dim": 0, "heads": "n_head"}}],
     )
     divides: Given[Expressions] = Field(
         default=None,

@@ -38,18 +38,24 @@ def like(large: int, tp: int, *, at_least: int, multiple_of: int = 1, avoid: Col
     raise AssertionError("unreachable")
 
 
-def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2) -> dict[int, int]:
+def small_counts(values: Iterable[int], tp: int, *, at_least: int = 2, times: int = 1) -> dict[int, int]:
     """Small counts (of heads, say) for several: order, equality, divisibility by each other and by tp are
     kept.
 
     A count with several per rank keeps at least two per rank, one that divides tp is not changed. `{32: 16, 8: 4}` at tp 2
     gives `{8: 4, 32: 8}`.
+
+    Args:
+        values: the counts.
+        tp: the number of ranks.
+        at_least: of a count that tp does not divide.
+        times: how many times as many as usual of a count that tp divides.
     """
     small: dict[int, int] = {}
     floor = 1
     values = sorted({v for v in values if v > 0})
     # With heads that several ranks compute with, these have several queries for each: code that repeats a head shows how often.
-    most = 4 * tp if any(value < tp and tp % value == 0 for value in values) else 2 * tp
+    most = times * (4 * tp if any(value < tp and tp % value == 0 for value in values) else 2 * tp)
     for value in values:
         if value < tp and tp % value == 0:  # heads with which several ranks compute: as many for each
             small[value], floor = value, value + 1

@@ -103,6 +103,7 @@ def make_reduced_model(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     inputs: Inputs | None = None,
+    heads_times: int = 1,
 ) -> ReducedModel:
     """A reduced model.
 
@@ -122,6 +123,7 @@ def make_reduced_model(
         attn_implementation: "sdpa" or "eager"; None: the class's default.
         experts_implementation: "eager" (a loop over the experts), "grouped_mm" or "batched_mm"; None: the
             default.
+        heads_times: how many times as many heads as usual: of models whose plan splits groups of heads.
         inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
 
     Raises:
@@ -152,7 +154,9 @@ def make_reduced_model(
         named = named_by_user(reduced, tree, name, seed)
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
-    reduced_config, kept, adapted = reduced_config_of(config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied)
+    reduced_config, kept, adapted = reduced_config_of(
+        config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied, heads_times=heads_times
+    )
     build = maker(cls, reduced_config, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(build()).tied) != tied:
         raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")

@@ -98,6 +98,7 @@ def reduced_config_of(
     tp: int,
     ep: int = 1,
     tied: bool | None,
+    heads_times: int = 1,
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
     that adds the adapters and the live model's changes to its model."""
@@ -109,7 +110,9 @@ def reduced_config_of(
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
     for kept in candidates(tree, count, vars(text), others):
         try:
-            reduced = reduced_config(config, tp=tp, ep=ep, seq_len=sequence_length(tp), kept=kept, tied=tied)
+            reduced = reduced_config(
+                config, tp=tp, ep=ep, seq_len=sequence_length(tp), kept=kept, tied=tied, heads_times=heads_times
+            )
             if labels_of(cls) == "class" and text_config(reduced).pad_token_id is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding
             adapted = _adapting(adapters, live, lists, kept)

@@ -55,8 +55,13 @@ def scale_of(
     seq_len: int,
     kept: Kept,
     limits: tuple[float, float] = WIDTHS_OF_HIDDEN,
+    heads_times: int = 1,
 ) -> Scale:
-    """Chooses the small values for the model that `config` describes; token ids are those of the `whole`."""
+    """Chooses the small values for the model that `config` describes; token ids are those of the `whole`.
+
+    Args:
+        heads_times: how many times as many heads as usual.
+    """
     by_role: dict[Role, set[int]] = {}
     for name, value in _numbers(config):
         what = role(name)
@@ -66,7 +71,7 @@ def scale_of(
         by_role.setdefault("width", set()).update(
             v for n, v in vars(whole).items() if role(n) == "width" and is_size(v)
         )
-    heads = small_counts(by_role.get("heads", ()), tp)
+    heads = small_counts(by_role.get("heads", ()), tp, times=heads_times)
     main_heads = config_value(config, "num_attention_heads", config_value(config, "num_heads"))
     hidden = hidden_size(config)
     main_dim = config_value(config, "head_dim")

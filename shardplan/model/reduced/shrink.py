@@ -28,7 +28,14 @@ OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)
 
 
 def reduced_config(
-    config: PreTrainedConfig, *, tp: int, ep: int = 1, seq_len: int, kept: Kept, tied: bool | None = None
+    config: PreTrainedConfig,
+    *,
+    tp: int,
+    ep: int = 1,
+    seq_len: int,
+    kept: Kept,
+    tied: bool | None = None,
+    heads_times: int = 1,
 ) -> PreTrainedConfig:
     """A configuration of the same class with small numbers.
 
@@ -39,12 +46,13 @@ def reduced_config(
         seq_len: windows are made smaller than this, position tables not.
         kept: the layers of the text model to keep.
         tied: whether embedding and head share their weight; None: as the original.
+        heads_times: how many times as many heads as usual.
 
     Raises:
         Exception: whatever the configuration's class raises on a combination that it refuses.
     """
     text = text_config(config)
-    scale = replace(scale_of(text, config, tp, seq_len, kept), ep=ep)
+    scale = replace(scale_of(text, config, tp, seq_len, kept, heads_times=heads_times), ep=ep)
     data = _shrunk(config, scale, text)
     if tied is not None:
         data["tie_word_embeddings"] = tied

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from shardplan.core.layout import I, Layout, P, R, in_one_row
-from shardplan.core.module_program import InputMove, ModuleProgram, OutputMove
+from shardplan.core.layout import I, Layout, P, R, V, in_one_row
+from shardplan.core.module_program import ArgumentSlice, InputMove, ModuleProgram, OutputMove
 from shardplan.torchlib.attributes import owner_of
 
 from .collectives import all_gather
@@ -37,6 +37,10 @@ class Enter:
         program = self.programs[self.shared.regime.variant]
         for boundary in program.enter:
             args, kwargs = self._move(boundary, args, kwargs, program)
+        for part in program.slices:
+            args, kwargs = self._exchange(
+                part.argument, lambda x, part=part: _share(x, part, self.mesh), args, kwargs, program
+            )
         return args, kwargs
 
     def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
@@ -65,7 +69,12 @@ class Enter:
                 return moved(x) if isinstance(x, Tensor) and x.is_floating_point() else x
 
             return tuple(each(x) for x in args), {name: each(x) for name, x in kwargs.items()}
-        name = boundary.argument or self.parameters[0]
+        return self._exchange(boundary.argument or self.parameters[0], moved, args, kwargs, program)
+
+    def _exchange(
+        self, name: str, moved: Callable[[Tensor], Tensor], args: tuple, kwargs: dict, program: ModuleProgram
+    ) -> tuple:
+        """The arguments with a named one moved."""
         position = self.parameters.index(name) if name in self.parameters else len(args)
         value = args[position] if position < len(args) else kwargs.get(name)
         if not isinstance(value, Tensor):
@@ -128,6 +137,14 @@ class Leave:
             return False
         assert self.shared.link is not None
         return self.shared.link.keeps_partial(program.name)
+
+
+def _share(x: Tensor, part: ArgumentSlice, mesh: DeviceMesh) -> Tensor:
+    """What this rank reads of an argument."""
+    times, heads = part.rows(x.shape, mesh.size())
+    if times == 1:
+        return move(x, mesh, R, V(part.dim))
+    return move(x.unflatten(part.dim, (times, heads)), mesh, R, V(part.dim + 1)).flatten(part.dim, part.dim + 1)
 
 
 def _moved(x: Tensor, argument: Any, mesh: DeviceMesh, boundary: OutputMove, dst: Layout) -> Tensor:

@@ -124,7 +124,7 @@ class ModuleStyle(ParallelStyle):
         programs = self.programs.values()
         if any(pr.link == "scope" for pr in programs):
             self._hook_scope(module, mesh)
-        if any(pr.enter for pr in programs):
+        if any(pr.enter or pr.slices for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
             module.register_forward_hook(Leave(module, self.programs, self.shared, mesh), with_kwargs=True)
