@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,9 +39,7 @@ class Enter:
         for boundary in program.enter:
             args, kwargs = self._move(boundary, args, kwargs, program)
         for part in program.slices:
-            args, kwargs = self._exchange(
-                part.argument, lambda x, part=part: _share(x, part, self.mesh), args, kwargs, program
-            )
+            args, kwargs = self._exchange(part.argument, partial(_share, part, self.mesh), args, kwargs, program)
         return args, kwargs
 
     def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
@@ -139,7 +138,7 @@ class Leave:
         return self.shared.link.keeps_partial(program.name)
 
 
-def _share(x: Tensor, part: ArgumentSlice, mesh: DeviceMesh) -> Tensor:
+def _share(part: ArgumentSlice, mesh: DeviceMesh, x: Tensor) -> Tensor:
     """What this rank reads of an argument."""
     times, heads = part.rows(x.shape, mesh.size())
     if times == 1:
