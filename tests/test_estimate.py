@@ -419,3 +419,10 @@ def test_wrong_command_lines(words, message, capsys):
 def test_findings_are_printed(capsys):
     assert main([*WORDS, "--mesh", "tp=3"]) == 1
     assert "error[SP301]" in capsys.readouterr().out
+
+
+def test_a_parameter_with_two_names_counts_once():
+    """Also where neither FSDP2 nor tp replaces it."""
+    settings = TINY | {"tie_word_embeddings": True}
+    one = estimated("qwen2", {"tp": 1}, settings=settings, data_parallel=False)
+    assert one.held == one.parameters

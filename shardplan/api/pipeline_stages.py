@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack
 
 from shardplan.compiler.pipeline import Changes, compile_variant
-from shardplan.compiler.pipeline_cut import even_sizes
 from shardplan.compiler.user_inputs import AnyPlan, Model
 
 from .apply import ApplyOptions, LiveModelOptions, program_or_raise
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
     from shardplan.core.plan import ResolvedPlan
     from shardplan.core.schedules import Schedule
+    from shardplan.model import FoundModel
     from shardplan.runtime.apply.plan_mesh import PlanMesh
     from shardplan.runtime.pipeline import Pipeline
 
@@ -110,7 +111,8 @@ def apply_pipeline(
         program = for_stages(program, record, wrapped=_wrapped(plan_mesh, program))
         plan_mesh.check_sections(program.resolved)
         autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
-        layout = lay_out(plan_mesh, program.resolved, record, stages_per_rank, micro_batches, _balance)
+        balance = partial(_balance, compiled.given.both[0], plan_mesh.sizes.pp, seq_len)
+        layout = lay_out(plan_mesh, program.resolved, record, stages_per_rank, micro_batches, balance)
         agreement.say(f"{intention(program)}\nautocast {autocast}\n{layout.cut}\n{record.name} {micro_batches}")
     proof = "not proven: it cannot be (allow_unproven)"
     if (plan_mesh.sizes.tp or 1) == 1:
@@ -150,5 +152,9 @@ def _wrapped(mesh: PlanMesh, program: Program) -> bool:
     return section is not None and mesh.data_parallel(BACKENDS[section.backend]) is not None
 
 
-def _balance(resolved: ResolvedPlan, schedule: Schedule, stages: int) -> tuple[int, ...]:
-    return even_sizes(len(resolved.pp_blocks), stages)
+def _balance(
+    found: FoundModel, pp: int, seq_len: int | None, resolved: ResolvedPlan, schedule: Schedule, stages: int
+) -> tuple[int, ...]:
+    from shardplan.cost.stage_sizes import stage_sizes
+
+    return stage_sizes(found, resolved, pp, schedule, stages // pp, seq_len)

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 
 from shardplan import __version__
+from shardplan.core.schedules import SCHEDULES
 
 from .argument_parts import (
     MODEL_HELP,
@@ -139,14 +140,22 @@ def _verify(parser: Parser) -> None:
 
 def _estimate(parser: Parser) -> None:
     model_and_plan(parser)
-    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of dp_replicate, dp_shard, tp and ep")
+    parser.add_argument(
+        "--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of pp, dp_replicate, dp_shard, tp and ep"
+    )
     text = "instead of --mesh: every mesh for N devices, those that fit first"
     parser.add_argument("--sweep", type=size, metavar="N", help=text)
     text = "with --sweep: over how many ranks experts are distributed, several sizes to try (1)"
     parser.add_argument("--ep", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
+    text = "with --sweep: over how many ranks pipeline stages are laid, several sizes to try (1)"
+    parser.add_argument("--pp", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
     parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
     text = "sequences in one forward of a data-parallel rank (1)"
     parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
+    text = "forwards and backwards before the optimizer steps (1): of a pipeline, or accumulated"
+    parser.add_argument("--micro-batches", type=size, default=1, metavar="N", help=text)
+    text = "the pipeline's, with pp above 1 (1f1b)"
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help=text)
     text = "the dtype of stored parameters, gradients and optimizer state (bf16); the plan's mixed_precision adds to it"
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help=text)
     parser.add_argument(

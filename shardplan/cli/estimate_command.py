@@ -60,6 +60,8 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "precision": args.precision,
         "optimizer": args.optimizer,
         "expert_load": args.expert_load,
+        "micro_batches": args.micro_batches,
+        "schedule": args.schedule,
         "device": args.device,
         "sequence_parallel": bool(args.sequence_parallel),
         "logits": args.logits,
@@ -69,7 +71,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "progress": progress,
     }
     if args.sweep is not None:
-        return api.sweep(model_of(args), args.plan, args.sweep, ep=args.ep, **options)
+        return api.sweep(model_of(args), args.plan, args.sweep, ep=args.ep, pp=args.pp, **options)
     return api.estimate(model_of(args), args.plan, dict(args.mesh), **options)
 
 

@@ -9,10 +9,12 @@ from typing import Literal, get_args
 
 from .dtypes import dtype_name
 from .mesh import Axis, MeshSizes
+from .schedules import schedule_of
 
 Phase = Literal["forward", "backward", "optimizer step"]
 # What may bound the time of a step.
-Term = Literal["compute", "memory", "links in a node", "network"]
+# "pipeline": the slowest rank's micro-batches one after the other, and what it waits for others.
+Term = Literal["compute", "memory", "links in a node", "network", "pipeline"]
 Precision = Literal["bf16", "fp16", "fp32"]
 SHORT: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 OptimizerName = Literal["adamw", "sgd", "none"]
@@ -63,6 +65,9 @@ class TrainingStep:
         optimizer: "adamw", "sgd" or "none".
         expert_load: the share of the busiest ep rank of all rows for experts, over the mean of the ranks: the rank whose cost it is.
             1 is an even load; at most ep.
+        micro_batches: forwards and backwards before the optimizer steps; with pp the number that the schedule runs, else gradients
+            are accumulated.
+        schedule: of the pipeline, where pp is above 1: a name that `shardplan.core.schedules` has, or torch's.
 
     Raises:
         ValueError: a size that is not a positive integer, a load that is no number from 1 on, an unknown word.
@@ -73,9 +78,12 @@ class TrainingStep:
     precision: Precision = "bf16"
     optimizer: OptimizerName = "adamw"
     expert_load: float = 1.0
+    micro_batches: int = 1
+    schedule: str = "1f1b"
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "micro_batch"):
+        object.__setattr__(self, "schedule", schedule_of(self.schedule).name)
+        for name in ("seq_len", "micro_batch", "micro_batches"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, not {value!r}")
@@ -107,7 +115,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of rank 0, which has the largest shards, in a training step after the first.
+    """The memory of the rank with the largest shards and, of pipeline stages, with the most bytes, in a training step after the first.
 
     Args:
         peak: category -> bytes on the device at the moment of the largest sum.
@@ -168,6 +176,30 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineEstimate:
+    """The stages of a pipeline, and what their schedule does.
+
+    Args:
+        schedule: its name.
+        micro_batches: of a step.
+        sizes: how many blocks each stage has.
+        bubble: the share of the step, over all ranks, in which they wait: 0 to 1. The seconds of stages are those of the device; without one,
+            their operations.
+        fullest: the pp rank whose memory is estimated.
+        in_flight: the stages of that rank -> micro-batches whose backward is not done, where these keep the most.
+        busiest: the pp rank that computes the longest, whose operations and communication are estimated.
+    """
+
+    schedule: str
+    micro_batches: int
+    sizes: tuple[int, ...]
+    bubble: float
+    fullest: int
+    in_flight: Mapping[int, int]
+    busiest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """What a training step of a planned model costs one rank.
 
@@ -184,6 +216,7 @@ class Estimate:
         traced: the depths that were traced; the rest is extrapolated. Just `layers` where nothing is.
         not_modelled: what the figures leave out.
         device, bound: where a device was named.
+        pipeline: where pp is above 1.
     """
 
     asked: Question
@@ -199,11 +232,14 @@ class Estimate:
     not_modelled: tuple[str, ...]
     device: Device | None = None
     bound: Bound | None = None
+    pipeline: PipelineEstimate | None = None
 
     @property
     def tokens(self) -> int:
         """Tokens of all data-parallel ranks in a step."""
-        return self.asked.step.micro_batch * self.asked.step.seq_len * self.sizes.dp_shard * self.sizes.dp_replicate
+        step = self.asked.step
+        rows = step.micro_batch * step.micro_batches * self.sizes.dp_shard * self.sizes.dp_replicate
+        return rows * step.seq_len
 
     @property
     def fits(self) -> bool | None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 
-import torch
-from torch import nn
-
 from shardplan.compiler.lower.program import Program
-from shardplan.core.estimates import OFFLOADED, Category, Device, Estimate, Memory, Question, Traffic, TrainingStep
-from shardplan.model.config_numbers import config_value, text_config
+from shardplan.core.estimates import OFFLOADED, Category, Device, Estimate, Memory, Question, Traffic
 from shardplan.model.found import FoundModel
-from shardplan.runtime.apply.phases import apply_program
-from shardplan.runtime.parallel.expert_routes import LOAD
 from shardplan.styles.backends import BACKENDS
-from shardplan.torchlib.gathering import without_advice
 
-from .depth import cut, depths_of, restricted, whole
-from .fake_rank import fake_mesh
+from .depth import Depths, cut, depths_of, whole
 from .least_time import bound_of
 from .ledger import Bytes, Ledger
-from .step_inputs import inputs_of
-from .traced_step import trace
+from .pipeline_estimate import pipeline_ledger
+from .step_ledgers import step_ledger
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ALWAYS_LEFT_OUT = (
     "the memory of the device's driver, its libraries and the communicators",
     "fragmentation: the peak is the sum of what is allocated, not of what the allocator reserves",
@@ -49,6 +39,7 @@ def estimate_mesh(
 
     Raises:
         PlanError: SP560.
+        Unschedulable: the schedule of pipeline stages does not work here.
         ValueError: a data-parallel backend other than fsdp2; data-parallel ranks, and no such section in the plan; a
             dtype that the device has no speed for; a process group exists.
     """
@@ -58,14 +49,15 @@ def estimate_mesh(
         known = ", ".join(name for name, backend in BACKENDS.items() if backend.traceable)
         raise ValueError(f"estimate supports the data-parallel backend {known}, not {section.backend}")
     offloaded = section is not None and bool(section.cpu_offload)
-    depths = depths_of(found, program)
-    ledgers = []
-    for depth in depths.traced:
-        layers = f", {depth} of {depths.count} layers" if depth != depths.count else ""
-        progress(f"tracing {sizes.text() or 'one device'}{layers}")
-        shorten = partial(cut, depths=depths, depth=depth)
-        ledgers.append(step_ledger(found, program, asked, offloaded=offloaded, shorten=shorten))
-    ledger = whole(ledgers, depths)
+    if sizes.pp > 1:
+        made, layers, depth = pipeline_ledger(found, program, asked, device, offloaded=offloaded, progress=progress)
+        ledger, memory, pipeline = made.ledger, made.memory, made.pipeline
+        traced: tuple[int, ...] = (depth,)
+        seconds: float | None = made.seconds
+    else:
+        ledger, depths = _whole_ledger(found, program, asked, offloaded=offloaded, progress=progress)
+        layers, traced, pipeline = depths.count, depths.traced, None
+        memory, seconds = _memory(ledger, offloaded), None
     traffic = tuple(
         Traffic(axis, name, calls, ledger.bytes[axis, name]) for (axis, name), calls in sorted(ledger.calls.items())
     )
@@ -81,66 +73,36 @@ def estimate_mesh(
         sizes=sizes,
         parameters=sum(parameter.numel for _, parameter in found.tree.parameters.values()) - _tied(found),
         held=ledger.stored,
-        memory=_memory(ledger, offloaded),
+        memory=memory,
         flops=dict(sorted(ledger.flops.items())),
         traffic=traffic,
         touched=ledger.touched,
-        layers=depths.count,
-        traced=depths.traced,
+        layers=layers,
+        traced=traced,
         not_modelled=tuple(left_out),
         device=device,
-        bound=bound_of(device, sizes, ledger.flops, traffic, ledger.touched) if device is not None else None,
+        bound=bound_of(device, sizes, ledger.flops, traffic, ledger.touched, seconds) if device is not None else None,
+        pipeline=pipeline,
     )
 
 
-def step_ledger(
+def _whole_ledger(
     found: FoundModel,
     program: Program,
     asked: Question,
     *,
-    offloaded: bool = False,
-    shorten: Callable[[nn.Module], None] = lambda model: None,
-) -> Ledger:
-    """The measured step of a model, at its whole depth or at a smaller one.
-
-    Args:
-        offloaded: parameters and optimizer state are in the host's memory.
-        shorten: removes layers.
-    """
-    model = found.build("meta", DTYPES[asked.step.precision]).train()
-    shorten(model)
-    with fake_mesh(program.resolved.sizes) as mesh, without_advice(), _loaded(asked.step, program):
-        mesh.check_sections(program.resolved)
-        applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
-        return trace(
-            applied,
-            mesh,
-            inputs_of(found, model, asked.step.micro_batch, asked.step.seq_len),
-            optimizer=asked.step.optimizer,
-            logits=_logits(found, asked, program.resolved.sizes.tp or 1),
-            offloaded=offloaded,
-            name=found.name,
-        )
-
-
-@contextmanager
-def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
-    """While it lasts, this rank is the busiest one with experts."""
-    token = LOAD.set(min(step.expert_load, program.resolved.sizes.ep))  # of fewer ranks in a sweep: one has all rows
-    try:
-        yield
-    finally:
-        LOAD.reset(token)
-
-
-def _logits(found: FoundModel, asked: Question, tp: int) -> list[tuple[int, int]]:
-    """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for every token or all but the last of
-    each sequence."""
-    rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
-    if not isinstance(rows, int):
-        return []
-    tokens = [asked.step.micro_batch * length for length in (asked.step.seq_len, asked.step.seq_len - 1)]
-    return [(n * width, width) for n in tokens for width in (rows, -(-rows // tp))]
+    offloaded: bool,
+    progress: Callable[[str], None],
+) -> tuple[Ledger, Depths]:
+    """The ledger of a model on a mesh without stages."""
+    depths = depths_of(found, program)
+    ledgers = []
+    for depth in depths.traced:
+        layers = f", {depth} of {depths.count} layers" if depth != depths.count else ""
+        progress(f"tracing {program.resolved.sizes.text() or 'one device'}{layers}")
+        shorten = partial(cut, depths=depths, depth=depth)
+        ledgers.append(step_ledger(found, program, asked, offloaded=offloaded, shorten=shorten))
+    return whole(ledgers, depths), depths
 
 
 def _memory(ledger: Ledger, offloaded: bool) -> Memory:

@@ -10,9 +10,40 @@ from shardplan.core.mesh import COSTED, Axis, MeshSizes
 
 
 def bound_of(
-    device: Device, sizes: MeshSizes, flops: Mapping[str, int], traffic: Iterable[Traffic], touched: int
+    device: Device,
+    sizes: MeshSizes,
+    flops: Mapping[str, int],
+    traffic: Iterable[Traffic],
+    touched: int,
+    pipeline: float | None = None,
 ) -> Bound:
     """The bound.
+
+    Args:
+        pipeline: seconds of the schedule of pipeline stages.
+
+    Raises:
+        ValueError: the device file has no speed for a dtype that is computed in.
+    """
+    terms: dict[Term, float] = {
+        "compute": computing(device, flops),
+        "memory": touched / device.memory_bandwidth,
+        "links in a node": 0.0,
+        "network": 0.0,
+    }
+    for one in traffic:
+        inside, crosses = placed(one.axis, sizes, device.node_gpus)
+        if inside > 1:
+            terms["links in a node"] += one.bytes / device.node_bandwidth
+        if crosses:  # the group's ranks in a node share the way out of it
+            terms["network"] += one.bytes / inside / device.network_bandwidth
+    if pipeline is not None:
+        terms["pipeline"] = pipeline
+    return Bound(terms)
+
+
+def computing(device: Device, flops: Mapping[str, int]) -> float:
+    """Seconds of operations at full speed.
 
     Raises:
         ValueError: the device file has no speed for a dtype that is computed in.
@@ -20,25 +51,14 @@ def bound_of(
     for dtype in flops:
         if dtype not in device.flops:
             raise ValueError(f"device {device.name} has no flops for {dtype}, only for {', '.join(device.flops)}")
-    terms: dict[Term, float] = {
-        "compute": sum(n / device.flops[dtype] for dtype, n in flops.items()),
-        "memory": touched / device.memory_bandwidth,
-        "links in a node": 0.0,
-        "network": 0.0,
-    }
-    for one in traffic:
-        inside, crosses = _placed(one.axis, sizes, device.node_gpus)
-        if inside > 1:
-            terms["links in a node"] += one.bytes / device.node_bandwidth
-        if crosses:  # the group's ranks in a node share the way out of it
-            terms["network"] += one.bytes / inside / device.network_bandwidth
-    return Bound(terms)
+    return sum(n / device.flops[dtype] for dtype, n in flops.items())
 
 
-def _placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
+def placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
     """How many ranks of a group of that axis are in one node, and whether the group has others."""
+    outer_first = (Axis.PP, *COSTED)
     inner = (
-        COSTED[COSTED.index(axis) + 1 :] if axis in COSTED else ()
+        outer_first[outer_first.index(axis) + 1 :] if axis in outer_first else ()
     )  # neighbouring ranks are of one tp group, and of one of ep
     stride, size = math.prod(map(sizes.of, inner)), sizes.of(axis)
     inside = max(1, min(size, node // stride))

@@ -8,18 +8,25 @@ from shardplan.core.estimates import Estimate
 from shardplan.core.mesh import MeshSizes
 
 
-def meshes_of(gpus: int, ep: Sequence[int] = (1,)) -> tuple[MeshSizes, ...]:
-    """Each way to write a number as dp_replicate x dp_shard x tp, the smallest tp first, with each ep that fits it.
+def meshes_of(gpus: int, ep: Sequence[int] = (1,), pp: Sequence[int] = (1,)) -> tuple[MeshSizes, ...]:
+    """Each way to write a number as pp x dp_replicate x dp_shard x tp, the smallest tp first, with each ep that fits it.
+
+    Args:
+        pp: the sizes of that axis.
 
     Raises:
-        ValueError: no positive integer; an ep that no mesh has.
+        ValueError: no positive integer; an ep that no mesh has, a pp that does not divide it.
     """
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ValueError(f"the number of devices must be a positive integer, not {gpus!r}")
+    for stages in pp:
+        if gpus % stages:
+            raise ValueError(f"pp {stages} does not divide {gpus} devices")
     meshes = tuple(
-        MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=gpus // tp // dp_shard, ep=size)
-        for tp in _divisors(gpus)
-        for dp_shard in reversed(_divisors(gpus // tp))
+        MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=gpus // stages // tp // dp_shard, ep=size, pp=stages)
+        for stages in pp
+        for tp in _divisors(gpus // stages)
+        for dp_shard in reversed(_divisors(gpus // stages // tp))
         for size in ep
         if (dp_shard * tp) % size == 0 and (tp % size == 0 or size % tp == 0)
     )

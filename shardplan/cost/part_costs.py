@@ -38,6 +38,14 @@ class Stored:
             self.states + other.states,
         )
 
+    def __sub__(self, other: Stored) -> Stored:
+        return Stored(
+            self.elements - other.elements,
+            self.bytes - other.bytes,
+            self.whole - other.whole,
+            self.states - other.states,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PartCosts:

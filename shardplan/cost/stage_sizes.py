@@ -16,6 +16,7 @@ from .fake_rank import without_memory
 from .meter import Log, Meter
 from .part_costs import part_costs
 from .running_module import Places
+from .traced_parts import FIRST, LAST, PartNames, Parts
 from .step_inputs import inputs_of
 from .traced_parts import FIRST, LAST, PartNames, Parts
 from .traced_step import run_step
@@ -68,11 +69,7 @@ def block_costs(found: FoundModel, resolved: ResolvedPlan, seq_len: int) -> Bloc
     depths = repeated(found, section.every if section is not None else 1)
     model = found.build("meta").train()
     cut(model, depths, depths.traced[-1])
-    present = {name for name, _ in model.named_modules()}
-    names = PartNames(
-        tuple(name for name in resolved.pp_blocks if name in present),
-        *(tuple(resolved.pp_first), tuple(resolved.pp_last)),
-    )
+    names = PartNames.of(resolved).within({name for name, _ in model.named_modules()})
     again = tuple(f"{name}." for name in resolved.ac_modules) if section is not None and section.mode == "full" else ()
     places, parts = Places(), Parts(names)
     meter = Meter(places, {}, (), parts)

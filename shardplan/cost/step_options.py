@@ -17,6 +17,8 @@ class StepOptions(TypedDict, total=False):
     precision: Precision
     optimizer: OptimizerName
     expert_load: float
+    micro_batches: int
+    schedule: str
 
 
 def modelled(sizes: MeshSizes) -> MeshSizes:
@@ -26,8 +28,8 @@ def modelled(sizes: MeshSizes) -> MeshSizes:
         ValueError: an axis that estimates leave out; an ep that the other axes do not have.
     """
     for axis in AXES:
-        if axis not in (*COSTED, Axis.EP) and sizes.of(axis) > 1:
-            raise ValueError(f"an estimate supports the axes {', '.join((*COSTED, Axis.EP))}, not {axis}")
+        if axis not in (*COSTED, Axis.EP, Axis.PP) and sizes.of(axis) > 1:
+            raise ValueError(f"an estimate supports the axes {', '.join((Axis.PP, *COSTED, Axis.EP))}, not {axis}")
     sizes.check_ep()
     return replace(sizes, tp=sizes.tp or 1)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +29,16 @@ class PartNames:
 
     @classmethod
     def of(cls, resolved: ResolvedPlan) -> PartNames:
+        """Those of a compiled plan."""
         return cls(resolved.pp_blocks, resolved.pp_first, resolved.pp_last, resolved.pp_carried)
+
+    def within(self, present: Collection[str]) -> PartNames:
+        """Those of a model that has these modules."""
+        return replace(
+            self,
+            blocks=tuple(name for name in self.blocks if name in present),
+            carried=tuple(name for name in self.carried if name in present),
+        )
 
 
 class Parts:

@@ -17,6 +17,7 @@ from shardplan.core.mesh import Axis
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.reduced.outcome import loss_of
 from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
 from .cost_codes import NOT_TRACED
@@ -71,7 +72,9 @@ def trace(
     following = parts.following(model) if parts is not None else nullcontext()
     rounds = min(micro_batches, 2)
     with without_memory(), meter.running(), places.following(model), following:
+        ties = tied_groups(model)
         model.to_empty(device="cpu")
+        restore_ties(model, ties)  # a plain parameter with two names has become two
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         make = OPTIMIZERS[optimizer]
         updates = make(model.parameters()) if make is not None else None
@@ -92,7 +95,8 @@ def trace(
         stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
         updated = sum(3 * p.nbytes for p in parameters) + sum(2 * x.nbytes for x in states) if updates else 0
-        costs = part_costs(log, parts.handed, _stored(model, updates, parts)) if parts is not None else {}
+        each, tied = _stored(model, updates, parts) if parts is not None else ({}, Stored())
+        costs = part_costs(log, parts.handed, each) if parts is not None else {}
 
     def all_of(measured: int) -> int:
         return measured * micro_batches // rounds
@@ -108,14 +112,21 @@ def trace(
         stored,
         all_of(weights) + updated,
         costs,
+        tied,
     )
 
 
-def _stored(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts) -> dict[str, Stored]:
-    """The parameters of each part, on this rank."""
+def _stored(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts
+) -> tuple[dict[str, Stored], Stored]:
+    """The parameters of each part on this rank; and those that a second part has too."""
     found: dict[str, Stored] = {}
-    for name, parameter in model.named_parameters():
+    tied = Stored()
+    seen: set[tuple[nn.Parameter, str]] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         part, local = parts.of(name) or SHARED, _local(parameter)
+        if (parameter, part) in seen:
+            continue
         states = [] if optimizer is None else [x for x in optimizer.state[parameter].values() if isinstance(x, Tensor)]
         ranks = 1
         if isinstance(parameter, DTensor):
@@ -124,7 +135,10 @@ def _stored(model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Pa
             ranks = math.prod(parameter.device_mesh.size(i) for i in gathered)
         one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(_local(x).nbytes for x in states))
         found[part] = found[part] + one if part in found else one
-    return found
+        if any(other is parameter for other, _ in seen):
+            tied = tied + one
+        seen.add((parameter, part))
+    return found, tied
 
 
 def run_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardplan.core.estimates import CATEGORIES, Estimate, Memory, Question, Sweep
+from shardplan.core.estimates import CATEGORIES, Estimate, Memory, PipelineEstimate, Question, Sweep
 
 from .records import (
     VERSION,
@@ -11,9 +11,11 @@ from .records import (
     EstimateRecord,
     EstimateReport,
     FlopsRecord,
+    InFlightRecord,
     MemoryPart,
     MemoryRecord,
     Mesh,
+    PipelineRecord,
     RefusedRecord,
     SweepReport,
     TermRecord,
@@ -48,6 +50,8 @@ def _asked(asked: Question) -> AskedRecord:
         asked.step.precision,
         asked.step.optimizer,
         asked.step.expert_load,
+        asked.step.micro_batches,
+        asked.step.schedule,
     )
 
 
@@ -62,6 +66,19 @@ def _estimate(one: Estimate) -> EstimateRecord:
         layers=one.layers,
         traced=one.traced,
         bound=_bound(one),
+        pipeline=_pipeline(one.pipeline),
+    )
+
+
+def _pipeline(one: PipelineEstimate | None) -> PipelineRecord | None:
+    if one is None:
+        return None
+    return PipelineRecord(
+        sizes=one.sizes,
+        bubble=one.bubble,
+        fullest=one.fullest,
+        in_flight=tuple(InFlightRecord(stage, count) for stage, count in one.in_flight.items()),
+        busiest=one.busiest,
     )
 
 

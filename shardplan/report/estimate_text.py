@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shardplan.core.estimates import CATEGORIES, Estimate, Memory, Sweep
+from collections.abc import Mapping
+
+from shardplan.core.estimates import CATEGORIES, Estimate, Memory, PipelineEstimate, Sweep
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 
 from .color import Paint
@@ -22,6 +24,7 @@ def estimate_text(estimate: Estimate, *, color: bool, width: int | None = None) 
     paint = Paint(color)
     parts = [
         _asked(estimate, paint),
+        *([_pipeline(estimate.pipeline, paint)] if estimate.pipeline else []),
         _memory(estimate, paint, width),
         _traffic(estimate, paint, width),
         _computation(estimate),
@@ -61,7 +64,7 @@ def sweep_text(sweep: Sweep, *, color: bool, width: int | None = None) -> str:
 
 def mesh_text(sizes: MeshSizes) -> str:
     """ "dp_shard 64 x tp 8"."""
-    return sizes.text((*APPLIED, Axis.EP)) or "1 device"
+    return sizes.text((Axis.PP, *APPLIED, Axis.EP)) or "1 device"
 
 
 def bytes_text(number: float) -> str:
@@ -76,18 +79,37 @@ def _title(estimate: Estimate) -> str:
     asked = estimate.asked
     overlay = ", sequence parallel" if asked.sequence_parallel else ""
     load = f", expert load {asked.step.expert_load:g}" if asked.step.expert_load != 1 else ""
+    count = f"{asked.step.micro_batches:,} micro-batches of " if asked.step.micro_batches > 1 else ""
     return (
         f"{printable(asked.model)} ({estimate.parameters:,} parameters), plan {printable(asked.plan)}{overlay}\n"
-        f"{asked.step.micro_batch:,} x {asked.step.seq_len:,} tokens on a data-parallel rank, {asked.step.precision}, optimizer "
+        f"{count}{asked.step.micro_batch:,} x {asked.step.seq_len:,} tokens on a data-parallel rank, {asked.step.precision}, optimizer "
         f"{asked.step.optimizer}{load}"
     )
 
 
 def _asked(estimate: Estimate, paint: Paint) -> str:
     traced = " and ".join(map(str, estimate.traced))
-    layers = f"{traced} of {estimate.layers} layers traced" if len(estimate.traced) > 1 else "all layers traced"
+    layers = (
+        f"{traced} of {estimate.layers} layers traced" if estimate.traced != (estimate.layers,) else "all layers traced"
+    )
     size = f"{mesh_text(estimate.sizes)} ({estimate.sizes.world_size:,} devices), {layers}"
     return "\n".join([paint("strong", _title(estimate)), size])
+
+
+def _pipeline(one: PipelineEstimate, paint: Paint) -> str:
+    rows = [
+        paint("strong", f"pipeline: schedule {one.schedule}, {one.micro_batches:,} micro-batches"),
+        f"  blocks of the stages: {', '.join(map(str, one.sizes))}",
+        f"  ranks wait {one.bubble:.1%} of the step",
+        f"  memory is that of pp rank {one.fullest}, with {_flight(one.in_flight)} in flight",
+        f"  operations and communication are those of pp rank {one.busiest}, which computes the longest",
+    ]
+    return "\n".join(rows)
+
+
+def _flight(counts: Mapping[int, int]) -> str:
+    parts = [f"{count} of stage {stage}" for stage, count in counts.items()]
+    return f"micro-batches {' and '.join(parts)}"
 
 
 def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:
@@ -151,7 +173,7 @@ def _sweep_row(one: Estimate) -> tuple[str, ...]:
         bytes_text(one.memory.total),
         "yes" if one.fits else "no",
         seconds_text(one.bound.seconds),
-        one.bound.by,
+        f"pipeline, {one.pipeline.bubble:.0%} waiting" if one.pipeline and one.bound.by == "pipeline" else one.bound.by,
         f"{one.tokens_per_second or 0:,.0f}",
     )
 

@@ -169,6 +169,8 @@ class AskedRecord:
     precision: Annotated[str, "the dtype in which parameters, gradients and optimizer state are stored"]
     optimizer: str
     expert_load: Annotated[float, "the busiest ep rank's share of the experts' rows, over the mean of the ranks"]
+    micro_batches: Annotated[int, "forwards and backwards before the optimizer steps"]
+    schedule: Annotated[str, "of pipeline stages, where pp is above 1"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ class FlopsRecord:
 
 @dataclass(frozen=True, slots=True)
 class TermRecord:
-    what: Literal["compute", "memory", "links in a node", "network"]
+    what: Literal["compute", "memory", "links in a node", "network", "pipeline"]
     seconds: Annotated[float, "at full speed, alone"]
 
 
@@ -221,9 +223,26 @@ class BoundRecord:
     device_memory: Annotated[int, "bytes"]
     fits: Annotated[bool, "whether the peak is within the device's memory"]
     seconds: Annotated[float, "the longest of the terms"]
-    by: Literal["compute", "memory", "links in a node", "network"]
+    by: Literal["compute", "memory", "links in a node", "network", "pipeline"]
     terms: tuple[TermRecord, ...]
     tokens_per_second: Annotated[float | None, "at most, of one device"]
+
+
+@dataclass(frozen=True, slots=True)
+class InFlightRecord:
+    stage: int
+    micro_batches: Annotated[int, "whose backward is not done"]
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineRecord:
+    """The stages of a pipeline, and what their schedule does."""
+
+    sizes: Annotated[tuple[int, ...], "how many blocks each stage has"]
+    bubble: Annotated[float, "the share of the step, over all ranks, in which they wait: 0 to 1"]
+    fullest: Annotated[int, "the pp rank whose memory is estimated"]
+    in_flight: Annotated[tuple[InFlightRecord, ...], "of its stages, where they keep the most"]
+    busiest: Annotated[int, "the pp rank whose operations and communication are estimated"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +258,7 @@ class EstimateRecord:
     layers: Annotated[int, "of the model; 1 where they are not looked at"]
     traced: Annotated[tuple[int, ...], "the numbers of layers that were traced; the rest is extrapolated"]
     bound: Annotated[BoundRecord | None, "null without a device"]
+    pipeline: Annotated[PipelineRecord | None, "null where pp is 1"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,213 @@
+"""One mesh with pipeline stages: the parts of the model are traced on one of them, and a schedule puts them together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from shardplan.compiler.lower.program import Program
+from shardplan.compiler.pipeline_cut import pipeline_cut
+from shardplan.core.estimates import (
+    OFFLOADED,
+    Category,
+    Device,
+    Memory,
+    Phase,
+    PipelineEstimate,
+    Question,
+)
+from shardplan.core.mesh import Axis
+from shardplan.core.schedules import SCHEDULES
+from shardplan.core.stages import PipelineCut
+from shardplan.model.found import FoundModel
+from shardplan.runtime.pipeline.refused_plans import for_stages
+from shardplan.torchlib.schedule_actions import actions_of
+
+from .depth import cut, depths_of
+from .ledger import Ledger
+from .part_costs import Stored
+from .pipeline_time import play
+from .stage_costs import StageCosts, hand_over, sends, stage_time, stages_of
+from .traced_parts import PartNames
+from .stage_sizes import stage_sizes
+from .step_ledgers import step_ledger
+
+
+class Unschedulable(ValueError):
+    """A schedule that a mesh or a plan does not allow."""
+
+
+class PipelineLedger:
+    """What a step of a pipeline costs its ranks.
+
+    Args:
+        pipeline: its schedule.
+        seconds: of the played schedule; of operations without a device.
+        memory: of the fullest rank.
+        ledger: flops, calls and bytes of the busiest rank, and what the fullest one stores.
+    """
+
+    def __init__(self, pipeline: PipelineEstimate, seconds: float, memory: Memory, ledger: Ledger) -> None:
+        self.pipeline, self.seconds, self.memory, self.ledger = pipeline, seconds, memory, ledger
+
+
+def pipeline_ledger(
+    found: FoundModel,
+    program: Program,
+    asked: Question,
+    device: Device | None,
+    *,
+    offloaded: bool,
+    progress: Callable[[str], None],
+) -> tuple[PipelineLedger, int, int]:
+    """The ledger, the number of layers, and how many were traced.
+
+    Raises:
+        Unschedulable: the schedule does not work with the micro-batches, the mesh, the plan or the number of blocks.
+    """
+    sizes, step, schedule = program.resolved.sizes, asked.step, SCHEDULES[asked.step.schedule]
+    pp, count = sizes.pp, step.micro_batches
+    if (why := schedule.misfit(pp, count)) is not None:
+        raise Unschedulable(f"{why}: see --micro-batches and --schedule")
+    wrapped = program.resolved.data_parallel is not None and sizes.dp_shard * sizes.dp_replicate > 1
+    try:
+        program = for_stages(program, schedule, wrapped=wrapped)
+        progress("balancing pipeline stages")
+        lengths = stage_sizes(found, program.resolved, pp, schedule, None, step.seq_len)
+    except ValueError as error:
+        raise Unschedulable(str(error)) from None
+    resolved = program.resolved
+    divided = pipeline_cut(resolved, lengths)
+    depths = depths_of(found, program)
+    depth = depths.traced[-1]
+    inner = Program(replace(resolved, sizes=replace(sizes, pp=1)), program.variants)
+    layers = f", {depth} of {depths.count} layers" if depth != depths.count else ""
+    progress(f"tracing the stages of {sizes.text((Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP))}{layers}")
+    once = replace(asked, step=replace(step, micro_batches=1))
+    shorten = partial(cut, depths=depths, depth=depth)
+    ledger = step_ledger(found, inner, once, shorten=shorten, names=PartNames.of(resolved))
+    stages = stages_of(divided, ledger.parts, depths)
+    owner = {stage: schedule.rank_of(stage, pp) for stage in range(divided.stages)}
+    own = {rank: [s for s in owner if owner[s] == rank] for rank in range(pp)}
+    times = [stage_time(stage, device, sizes) for stage in stages]
+    largest = max(stage.handed for stage in stages)
+    played = play(
+        actions_of(schedule, pp, count),
+        times,
+        hand_over(largest, Axis.PP, device, sizes) if device is not None else 0.0,
+    )
+    keep = resolved.data_parallel is not None and resolved.data_parallel.reshard_after_forward is False
+    memories = [
+        _memory(
+            divided,
+            stages,
+            own[rank],
+            played.in_flight[rank],
+            count,
+            ledger,
+            wrapped=wrapped,
+            whole=keep,
+            offloaded=offloaded,
+        )
+        for rank in range(pp)
+    ]
+    fullest = max(range(pp), key=lambda rank: memories[rank].total)
+    busiest = max(range(pp), key=lambda rank: played.busy[rank])
+    pipeline = PipelineEstimate(
+        schedule.name, count, lengths, played.bubble, fullest, played.in_flight[fullest], busiest
+    )
+    totals = _totals(stages, own[busiest], owner, count, stored=_stored(divided, stages, own[fullest], ledger))
+    return PipelineLedger(pipeline, played.seconds, memories[fullest], totals), depths.count, depth
+
+
+def _totals(
+    stages: tuple[StageCosts, ...], own: list[int], owner: dict[int, int], micro_batches: int, *, stored: Stored
+) -> Ledger:
+    """A step of one rank."""
+    flops: Counter[str] = Counter()
+    calls: Counter[tuple[Axis, str]] = Counter()
+    sent: Counter[tuple[Axis, str]] = Counter()
+    touched = 0
+    for stage in own:
+        one = stages[stage]
+        flops.update({dtype: n * micro_batches for dtype, n in one.flops("forward", "backward").items()})
+        for key, (count, size) in one.traffic(micro_batches).items():
+            calls[key] += count
+            sent[key] += size
+        touched += one.touched * micro_batches + (
+            3 * one.stored.bytes + 2 * one.stored.states if one.stored.states else 0
+        )
+    calls[Axis.PP, "send"], sent[Axis.PP, "send"] = sends(stages, own, owner, micro_batches)
+    return Ledger({}, dict(flops), dict(calls), dict(sent), stored.elements, touched)
+
+
+def _stored(divided: PipelineCut, stages: tuple[StageCosts, ...], own: list[int], ledger: Ledger) -> Stored:
+    """The parameters of a rank; a tied one is there once where its stages are on one rank."""
+    total = sum((stages[stage].stored for stage in own), Stored())
+    if {0, divided.stages - 1} <= set(own):
+        total = total - ledger.tied
+    return total
+
+
+def _memory(
+    divided: PipelineCut,
+    stages: tuple[StageCosts, ...],
+    own: list[int],
+    in_flight: dict[int, int],
+    micro_batches: int,
+    ledger: Ledger,
+    *,
+    wrapped: bool,
+    whole: bool,
+    offloaded: bool,
+) -> Memory:
+    """The memory of a rank where its forwards keep the most, or where its optimizer steps.
+
+    Args:
+        whole: parameters stay gathered between micro-batches.
+    """
+    stored = _stored(divided, stages, own, ledger)
+    traced = sum((part.stored for part in ledger.parts.values()), Stored())
+    gathered = max((one.most.get("gathered parameters", 0) for one in ledger.moments.values()), default=0)
+    if whole and traced.whole:
+        gathered = gathered * stored.whole // traced.whole
+    # Until the last micro-batch, FSDP2 adds gradients up before it reduces them: in the size of the whole parameters.
+    added = stored.whole if wrapped and micro_batches > 1 else stored.bytes
+    kept: Counter[Category] = Counter()
+    for stage, count in in_flight.items():
+        kept.update({category: size * count for category, size in stages[stage].kept.items()})
+    (burst, where), _ = max((stages[stage].burst, stage) for stage in own)
+    # torch receives each micro-batch, and each gradient, into a buffer of its own.
+    buffers = micro_batches * sum(stages[stage].received + stages[stage].handed for stage in own)
+    peak: Counter[Category] = Counter(kept)
+    peak["parameters"] = stored.bytes
+    peak["optimizer state"] = stored.states
+    peak["gathered parameters"] = gathered
+    peak["gradients"] = added
+    peak["temporaries"] += burst + buffers
+    phase: Phase = "backward"
+    stepping = ledger.moments.get(("optimizer step", ""))
+    share = stored.bytes / traced.bytes if traced.bytes else 0
+    temporary = int(stepping.most.get("temporaries", 0) * share) if stepping is not None else 0
+    after: Counter[Category] = Counter(
+        {
+            "parameters": stored.bytes,
+            "optimizer state": stored.states,
+            "gathered parameters": gathered if whole else 0,
+            "gradients": stored.bytes,
+            "temporaries": temporary + buffers,
+        }
+    )
+    most = {category: max(peak[category], after[category]) for category in {*peak, *after}}
+    host: dict[Category, int] = {}
+    if offloaded:
+        host = {category: most.pop(category) for category in OFFLOADED if category in most}
+        for category in OFFLOADED:
+            peak.pop(category, None)
+            after.pop(category, None)
+    if sum(after.values()) > sum(peak.values()):
+        peak, phase, where = after, "optimizer step", ""
+    module = where if where in divided.blocks else ""
+    return Memory({c: n for c, n in peak.items() if n}, phase, module, {c: n for c, n in most.items() if n}, host)

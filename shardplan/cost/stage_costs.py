@@ -1,0 +1,145 @@
+"""What pipeline stages cost: the parts of a traced model put together as a cut divides them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardplan.core.estimates import Category, Device
+from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.stages import PipelineCut
+
+from .depth import Depths
+from .least_time import computing, placed
+from .part_costs import PartCosts, Stored
+from .pipeline_time import StageTime
+from .traced_parts import FIRST, LAST, SHARED
+
+OF_A_MICRO_BATCH = (Axis.TP, Axis.EP)  # what the other axes move, they move once in a step
+NOTHING = PartCosts()
+
+
+@dataclass(frozen=True, slots=True)
+class StageCosts:
+    """One micro-batch in a stage.
+
+    Args:
+        names, parts: of what it is made of, in the order in which it runs.
+        received: bytes that the stage before hands on; 0 for the first.
+        handed: bytes that it hands on; 0 for the last.
+    """
+
+    names: tuple[str, ...]
+    parts: tuple[PartCosts, ...]
+    received: int
+    handed: int
+
+    @property
+    def kept(self) -> dict[Category, int]:
+        total: Counter[Category] = Counter()
+        for part in self.parts:
+            total.update(part.kept)
+        return dict(total)
+
+    @property
+    def stored(self) -> Stored:
+        return sum((part.stored for part in self.parts), Stored())
+
+    @property
+    def touched(self) -> int:
+        return sum(part.touched for part in self.parts)
+
+    def flops(self, *kinds: str) -> dict[str, int]:
+        """dtype -> operations of the forward, of the backward, or of the gradients of weights in it."""
+        total: Counter[str] = Counter()
+        for part in self.parts:
+            for kind in kinds:
+                total.update(getattr(part, kind))
+        return dict(total)
+
+    @property
+    def burst(self) -> tuple[int, str]:
+        """How much more there is for a moment than what the stage keeps of the micro-batch, and where: while a part runs, those
+        after it keep nothing yet, or no longer."""
+        most, where, after = 0, self.names[-1], 0
+        for name, part in reversed(list(zip(self.names, self.parts, strict=True))):
+            kept = sum(part.kept.values())
+            if part.burst - kept - after > most:
+                most, where = part.burst - kept - after, name
+            after += kept
+        return most, where
+
+    def traffic(self, micro_batches: int) -> dict[tuple[Axis, str], tuple[int, int]]:
+        """(axis, collective) -> (calls, bytes) of a step."""
+        calls: Counter[tuple[Axis, str]] = Counter()
+        sent: Counter[tuple[Axis, str]] = Counter()
+        for part in self.parts:
+            for key, (count, size) in part.traffic.items():
+                times = micro_batches if key[0] in OF_A_MICRO_BATCH else 1
+                calls[key] += times * count
+                sent[key] += times * size
+        return {key: (calls[key], sent[key]) for key in calls}
+
+
+def stages_of(cut: PipelineCut, costs: Mapping[str, PartCosts], depths: Depths) -> tuple[StageCosts, ...]:
+    """The costs of each stage.
+
+    Args:
+        costs: of each part at the traced depth.
+    """
+
+    def of(name: str) -> PartCosts:
+        return costs.get(depths.like(name), NOTHING)
+
+    carried = sum(of(name).handed for name in cut.carried)
+    made: list[StageCosts] = []
+    for stage in range(cut.stages):
+        blocks = cut.blocks_of(stage)
+        last = stage == cut.stages - 1
+        names = ((FIRST,) if stage == 0 else ()) + (SHARED, *blocks) + ((LAST,) if last else ())
+        received = made[-1].handed if made else 0
+        made.append(StageCosts(names, tuple(map(of, names)), received, 0 if last else of(blocks[-1]).handed + carried))
+    return tuple(made)
+
+
+def stage_time(stage: StageCosts, device: Device | None, sizes: MeshSizes) -> StageTime:
+    """Seconds of a stage at full speed: products, reading parameters, and what tp and ep send, overlapped perfectly; without a
+    device, its operations."""
+    forward, weights = stage.flops("forward"), stage.flops("weights")
+    inputs = Counter(stage.flops("backward"))
+    inputs.subtract(weights)
+    kept = sum(stage.kept.values())
+    if device is None:
+        return StageTime(sum(forward.values()), sum(inputs.values()), sum(weights.values()), kept)
+    reading = stage.touched / 3 / device.memory_bandwidth
+    sending = sum(
+        hand_over(size, axis, device, sizes)
+        for (axis, _), (_, size) in stage.traffic(1).items()
+        if axis in OF_A_MICRO_BATCH
+    )
+    return StageTime(
+        max(computing(device, forward), reading, sending / 2),
+        max(computing(device, inputs), reading, sending / 2),
+        max(computing(device, weights), reading),
+        kept,
+    )
+
+
+def hand_over(size: int, axis: Axis, device: Device, sizes: MeshSizes) -> float:
+    """Seconds in which a rank sends bytes over an axis: over the network where a group is in several nodes."""
+    inside, crosses = placed(axis, sizes, device.node_gpus)
+    return size / inside / device.network_bandwidth if crosses else size / device.node_bandwidth
+
+
+def sends(
+    stages: Sequence[StageCosts], own: Iterable[int], owner: Mapping[int, int], micro_batches: int
+) -> tuple[int, int]:
+    """(calls, bytes) that a rank sends to other stages in a step: results forward, gradients backward."""
+    calls = size = 0
+    for stage in own:
+        for other, sent in ((stage + 1, stages[stage].handed), (stage - 1, stages[stage].received)):
+            if other in owner and owner[other] != owner[stage]:
+                calls += micro_batches
+                size += micro_batches * sent
+    return calls, size

@@ -1,0 +1,80 @@
+"""A model, sharded by a program and traced, as one ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from shardplan.compiler.lower.program import Program
+from shardplan.core.estimates import Question, TrainingStep
+from shardplan.model.config_numbers import config_value, text_config
+from shardplan.model.found import FoundModel
+from shardplan.runtime.apply.phases import apply_program
+from shardplan.runtime.parallel.expert_routes import LOAD
+from shardplan.torchlib.gathering import without_advice
+
+from .depth import restricted
+from .fake_rank import fake_mesh
+from .ledger import Ledger
+from .traced_parts import PartNames
+from .step_inputs import inputs_of
+from .traced_step import trace
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def step_ledger(
+    found: FoundModel,
+    program: Program,
+    asked: Question,
+    *,
+    offloaded: bool = False,
+    shorten: Callable[[nn.Module], None] = lambda model: None,
+    names: PartNames | None = None,
+) -> Ledger:
+    """The measured step of a model, at its whole depth or at a smaller one.
+
+    Args:
+        offloaded: parameters and optimizer state are in the host's memory.
+        shorten: removes layers.
+        names: the parts whose costs are asked for.
+    """
+    model = found.build("meta", DTYPES[asked.step.precision]).train()
+    shorten(model)
+    with fake_mesh(program.resolved.sizes) as mesh, without_advice(), _loaded(asked.step, program):
+        mesh.check_sections(program.resolved)
+        applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
+        return trace(
+            applied,
+            mesh,
+            inputs_of(found, model, asked.step.micro_batch, asked.step.seq_len),
+            optimizer=asked.step.optimizer,
+            logits=_logits(found, asked, program.resolved.sizes.tp or 1),
+            offloaded=offloaded,
+            name=found.name,
+            names=names.within({name for name, _ in model.named_modules()}) if names is not None else None,
+            micro_batches=asked.step.micro_batches,
+        )
+
+
+@contextmanager
+def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
+    """While it lasts, this rank is the busiest one with experts."""
+    token = LOAD.set(min(step.expert_load, program.resolved.sizes.ep))  # of fewer ranks in a sweep: one has all rows
+    try:
+        yield
+    finally:
+        LOAD.reset(token)
+
+
+def _logits(found: FoundModel, asked: Question, tp: int) -> list[tuple[int, int]]:
+    """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for every token or all but the last of
+    each sequence."""
+    rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
+    if not isinstance(rows, int):
+        return []
+    tokens = [asked.step.micro_batch * length for length in (asked.step.seq_len, asked.step.seq_len - 1)]
+    return [(n * width, width) for n in tokens for width in (rows, -(-rows // tp))]

@@ -1,0 +1,173 @@
+"""`estimate` and `sweep` of meshes with an axis pp."""
+
+import json
+
+import jsonschema
+import pytest
+
+import shardplan
+from shardplan.cli.main import main
+from shardplan.core.schedules import SCHEDULES
+from shardplan.cost.pipeline_estimate import Unschedulable
+from shardplan.cost.pipeline_time import StageTime, play
+from shardplan.report.report_schema import report_schema
+from shardplan.torchlib.schedule_actions import actions_of
+
+SEQ, HIDDEN = 32, 64
+SETTINGS = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 160,
+    "vocab_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 64,
+}
+LAYERS = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": ["model.norm", "lm_head"]}
+EVEN = LAYERS | {"balance": "layers"}
+
+
+def estimated(mesh, section=EVEN, settings=SETTINGS, model="llama", **options):
+    options = {"seq_len": SEQ, "micro_batches": 8, "data_parallel": False} | options
+    return shardplan.estimate(model, "auto", mesh, settings=settings, pipeline_parallel=section, **options)
+
+
+# Played schedules: forward, input and weight gradients of one unit each.
+
+
+def played(name, pp, micro_batches, kept=1):
+    schedule = SCHEDULES[name]
+    return play(actions_of(schedule, pp, micro_batches), [StageTime(1, 1, 1, kept)] * (pp * schedule.stages_per_rank))
+
+
+@pytest.mark.parametrize("m", [8, 16])
+def test_bubbles_are_those_of_the_papers(m):
+    """GPipe and 1F1B: (p - 1) / (m + p - 1); interleaved with v stages: (p - 1) / (v m + p - 1)."""
+    p, v = 4, 2
+    for name in ("gpipe", "1f1b"):
+        assert played(name, p, m).bubble == pytest.approx((p - 1) / (m + p - 1))
+    assert played("interleaved", p, m).bubble == pytest.approx((p - 1) / (v * m + p - 1))
+    split = [played(name, p, m).bubble for name in ("zero_bubble", "zbv", "dualpipev")]
+    assert max(split) < played("interleaved", p, m).bubble / 2
+
+
+def test_activations_in_flight():
+    assert [sum(one.values()) for one in played("gpipe", 4, 8).in_flight] == [8] * 4
+    assert [sum(one.values()) for one in played("1f1b", 4, 8).in_flight] == [4, 3, 2, 1]
+    assert played("1f1b", 4, 8, kept=7).kept == (28, 21, 14, 7)
+    assert played("zbv", 4, 8).in_flight[0] == {0: 7, 7: 1}
+
+
+def test_the_hand_over_takes_time():
+    table = actions_of(SCHEDULES["gpipe"], 2, 1)
+    assert play(table, [StageTime(1, 1, 1)] * 2).seconds == 6
+    assert play(table, [StageTime(1, 1, 1)] * 2, hand_over=0.5).seconds == 7
+
+
+def test_the_parts_are_the_whole():
+    """With one rank a stage and one micro-batch, what all stages do is what the whole model does."""
+    whole = shardplan.estimate(
+        "llama", "auto", {"tp": 1}, seq_len=SEQ, settings=SETTINGS, data_parallel=False, micro_batches=8
+    )
+    one = estimated({"pp": 2})
+    assert one.parameters == whole.parameters and one.tokens == whole.tokens
+    blocks = 8 * (2 * HIDDEN * 64 + 2 * HIDDEN * 32 + 3 * HIDDEN * 160 + 2 * HIDDEN)
+    assert whole.held == blocks + 2 * 96 * HIDDEN + HIDDEN
+    assert one.pipeline.sizes == (4, 4) and one.pipeline.fullest == 0
+    assert one.held == blocks // 2 + 96 * HIDDEN
+    head = 6 * SEQ * HIDDEN * 96 * 8
+    assert one.pipeline.busiest == 1
+    assert one.flops["bfloat16"] == (whole.flops["bfloat16"] - head) // 2 + head
+
+
+def test_memory_grows_with_the_micro_batches_in_flight():
+    for name, times in (("1f1b", 1), ("gpipe", 2)):
+        few, many = (estimated({"pp": 4}, schedule=name, micro_batches=m).memory.peak for m in (8, 16))
+        assert many["activations"] == times * few["activations"] and many.get("logits", 0) == times * few.get("logits", 0)
+        for category in ("parameters", "gradients", "optimizer state"):
+            assert many[category] == few[category]
+
+
+def test_what_is_handed_over():
+    """The first block's result, forward and backward, in the layout that the plan has there."""
+    one = estimated({"pp": 2})
+    (sent,) = (t for t in one.traffic if t.axis == "pp")
+    assert (sent.collective, sent.calls, sent.bytes) == ("send", 8, 8 * SEQ * HIDDEN * 2)
+    split = estimated({"pp": 2, "tp": 2}, sequence_parallel=True)
+    (half,) = (t for t in split.traffic if t.axis == "pp")
+    assert half.bytes * 2 == sent.bytes
+    middle = estimated({"pp": 4}, section=EVEN | {"sizes": [1, 4, 2, 1], "balance": "cost"})
+    assert middle.pipeline.busiest == 1
+    (both,) = (t for t in middle.traffic if t.axis == "pp")
+    assert both.bytes == 2 * sent.bytes
+
+
+def test_data_parallel_ranks_add_gradients_up_before_they_reduce_them():
+    one = estimated({"pp": 2, "dp_shard": 2}, data_parallel=None)
+    alone = estimated({"pp": 2})
+    assert one.memory.peak["parameters"] * 2 == pytest.approx(alone.memory.peak["parameters"], rel=0.01)
+    assert one.memory.peak["gradients"] == pytest.approx(alone.memory.peak["gradients"], rel=0.01)
+    gathers = {t.collective: t for t in one.traffic if t.axis == "dp_shard"}
+    again = estimated({"pp": 2, "dp_shard": 2}, data_parallel=None, micro_batches=16)
+    assert gathers == {t.collective: t for t in again.traffic if t.axis == "dp_shard"}  # once in a step
+
+
+def test_a_tied_parameter_is_in_both_stages_and_once_where_one_rank_has_both():
+    settings = {k: v for k, v in SETTINGS.items() if k != "head_dim"} | {"tie_word_embeddings": True}
+    apart = estimated({"pp": 2}, settings=settings, model="qwen2")
+    vee = estimated({"pp": 2}, settings=settings, model="qwen2", schedule="zbv")
+    blocks = (apart.parameters - 96 * HIDDEN - HIDDEN) // 2
+    assert apart.held == blocks + 96 * HIDDEN
+    assert vee.pipeline.fullest == 0 and vee.held == blocks + 96 * HIDDEN + HIDDEN
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_has_an_estimate(name):
+    one = estimated({"pp": 2}, schedule=name, device="h100")
+    assert one.pipeline.schedule == name and 0 < one.pipeline.bubble < 0.5
+    assert one.bound.terms["pipeline"] > one.bound.terms["compute"]
+    assert len(one.pipeline.sizes) == 2 * SCHEDULES[name].stages_per_rank
+
+
+def test_refused():
+    with pytest.raises(Unschedulable, match="a micro-batch for each of its 4 stages, there are 2: see --micro-batches"):
+        estimated({"pp": 4}, micro_batches=2)
+    with pytest.raises(Unschedulable, match="8 blocks cannot be cut into 16 stages"):
+        estimated({"pp": 16}, micro_batches=16)
+    with pytest.raises(ValueError, match="did you mean gpipe"):
+        estimated({"pp": 2}, schedule="gpip")
+
+
+def test_accumulated_gradients():
+    """Without stages, micro-batches are forwards and backwards on one rank: gradients of earlier ones stay."""
+
+    def of(count, **mesh):
+        return shardplan.estimate(
+            "llama", "auto", mesh, seq_len=SEQ, settings=SETTINGS, micro_batches=count, sequence_parallel=True
+        )
+
+    one, three = of(1, tp=2, dp_shard=2), of(3, tp=2, dp_shard=2)
+    assert three.tokens == 3 * one.tokens and three.flops["bfloat16"] == 3 * one.flops["bfloat16"]
+    assert {t.bytes / u.bytes for t, u in zip(three.traffic, one.traffic, strict=True)} == {3}
+    assert three.memory.most == one.memory.most | {
+        "gradients": three.memory.most["gradients"],
+        "temporaries": three.memory.most["temporaries"],
+    }
+    assert three.memory.total > one.memory.total and of(8, tp=2, dp_shard=2).memory == three.memory
+
+
+@pytest.mark.slow
+def test_a_sweep_and_its_json(capsys, tmp_path):
+    plan = tmp_path / "staged.json"
+    plan.write_text(json.dumps({"version": "1", "name": "staged", "extends": "llama", "pipeline_parallel": EVEN}))
+    arguments = ["estimate", "llama", str(plan), "--sweep", "4", "--pp", "1,2,4", "--seq-len", "32", "--device", "h100"]
+    arguments += ["--micro-batches", "2", "--json", *(f"--set={k}={v}" for k, v in SETTINGS.items())]
+    assert main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    jsonschema.validate(report, report_schema())
+    stages = [one["mesh"]["pp"] for one in report["estimates"]]
+    assert {1, 2} == set(stages) and all(
+        (one["pipeline"] is None) == (one["mesh"]["pp"] == 1) for one in report["estimates"]
+    )
+    assert [(one["mesh"]["pp"], "each of its 4 stages" in one["reason"]) for one in report["refused"]] == [(4, True)]
