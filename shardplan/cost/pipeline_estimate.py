@@ -30,9 +30,9 @@ from .ledger import Ledger
 from .part_costs import Stored
 from .pipeline_time import play
 from .stage_costs import StageCosts, hand_over, sends, stage_time, stages_of
-from .traced_parts import PartNames
 from .stage_sizes import stage_sizes
 from .step_ledgers import step_ledger
+from .traced_parts import PartNames
 
 
 class Unschedulable(ValueError):

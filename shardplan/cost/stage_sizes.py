@@ -16,7 +16,6 @@ from .fake_rank import without_memory
 from .meter import Log, Meter
 from .part_costs import part_costs
 from .running_module import Places
-from .traced_parts import FIRST, LAST, PartNames, Parts
 from .step_inputs import inputs_of
 from .traced_parts import FIRST, LAST, PartNames, Parts
 from .traced_step import run_step

@@ -19,8 +19,8 @@ from shardplan.torchlib.gathering import without_advice
 from .depth import restricted
 from .fake_rank import fake_mesh
 from .ledger import Ledger
-from .traced_parts import PartNames
 from .step_inputs import inputs_of
+from .traced_parts import PartNames
 from .traced_step import trace
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

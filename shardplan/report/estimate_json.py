@@ -15,8 +15,8 @@ from .records import (
     MemoryPart,
     MemoryRecord,
     Mesh,
-    PipelineRecord,
     RefusedRecord,
+    ScheduleRecord,
     SweepReport,
     TermRecord,
     TrafficRecord,
@@ -70,10 +70,10 @@ def _estimate(one: Estimate) -> EstimateRecord:
     )
 
 
-def _pipeline(one: PipelineEstimate | None) -> PipelineRecord | None:
+def _pipeline(one: PipelineEstimate | None) -> ScheduleRecord | None:
     if one is None:
         return None
-    return PipelineRecord(
+    return ScheduleRecord(
         sizes=one.sizes,
         bubble=one.bubble,
         fullest=one.fullest,

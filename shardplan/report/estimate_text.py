@@ -108,8 +108,7 @@ def _pipeline(one: PipelineEstimate, paint: Paint) -> str:
 
 
 def _flight(counts: Mapping[int, int]) -> str:
-    parts = [f"{count} of stage {stage}" for stage, count in counts.items()]
-    return f"micro-batches {' and '.join(parts)}"
+    return " and ".join(f"{count:,} micro-batches of stage {stage}" for stage, count in counts.items())
 
 
 def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:

@@ -235,7 +235,7 @@ class InFlightRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineRecord:
+class ScheduleRecord:
     """The stages of a pipeline, and what their schedule does."""
 
     sizes: Annotated[tuple[int, ...], "how many blocks each stage has"]
@@ -258,7 +258,7 @@ class EstimateRecord:
     layers: Annotated[int, "of the model; 1 where they are not looked at"]
     traced: Annotated[tuple[int, ...], "the numbers of layers that were traced; the rest is extrapolated"]
     bound: Annotated[BoundRecord | None, "null without a device"]
-    pipeline: Annotated[PipelineRecord | None, "null where pp is 1"]
+    pipeline: Annotated[ScheduleRecord | None, "null where pp is 1"]
 
 
 @dataclass(frozen=True, slots=True)
