@@ -38,8 +38,7 @@ exhaustive: $(VENV)/.installed  ## what test-all has a sample of
 	$(PYTEST) -m exhaustive
 
 ep: $(VENV)/.installed  ## expert parallelism: every plan that distributes experts, and on real processes
-	$(PYTEST) -m exhaustive tests/test_expert_plans.py
-	$(PYTEST) -m slow $(wildcard tests/test_processes_expert*.py tests/test_expert*.py)
+	$(PYTEST) -m "slow or exhaustive" $(wildcard tests/test_*expert*.py)
 
 pp: $(VENV)/.installed  ## pipeline parallelism: every schedule, mesh and family, on real processes
 	$(PYTEST) -m "slow or exhaustive" $(wildcard tests/test_processes_pipeline*.py)

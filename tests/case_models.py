@@ -154,6 +154,23 @@ def llama_with(**options: object) -> nn.Module:
     return get_peft_model(LlamaForCausalLM(config), config_of(**options))
 
 
+def mixtral_with_lora() -> nn.Module:
+    """LoRA at the stacks of experts."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    return get_peft_model(MixtralForCausalLM(config), LoraConfig(target_parameters=["mlp.experts.down_proj"]))
+
+
 def llama_with_dora() -> nn.Module:
     """DoRA at the matrices of attention."""
     return llama_with(target_modules=["q_proj", "o_proj"], use_dora=True)
@@ -170,7 +187,7 @@ def llama_with_prompts() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """Eight experts; each token's result has the mean of all tokens taken off."""
+    """Eight experts, token by token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,26 +201,54 @@ class Experts(nn.Module):
             token, slot = torch.where(ids == expert)
             added = torch.relu(tokens[token] @ self.up[expert].T) @ self.down[expert].T
             result = result.index_add(0, token, added * weights[token, slot].unsqueeze(1))
+        return result
+
+
+class ExpertsWithAMean(Experts):
+    """Each token's result has the mean of all tokens taken off."""
+
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        result = super().forward(tokens, ids, weights)
         return result - result.mean(0)
 
 
-class Routed(nn.Module):
-    """A block of experts."""
+class ChoosingExperts(Experts):
+    """Is called with the scores of all experts, and chooses among them itself."""
 
-    def __init__(self) -> None:
+    def forward(self, tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        weights, ids = scores.topk(2)
+        return super().forward(tokens, ids, weights)
+
+
+class Routed(nn.Module):
+    """A block of experts, and `identities` more that add nothing and have no stack."""
+
+    def __init__(self, kind: type[Experts] = Experts, identities: int = 0) -> None:
         super().__init__()
-        self.gate = nn.Linear(16, 8, bias=False)
-        self.experts = Experts()
+        self.gate = nn.Linear(16, 8 + identities, bias=False)
+        self.experts = kind()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.flatten(0, -2)
-        weights, ids = self.gate(rows).softmax(-1).topk(2)
-        return x + self.experts(rows, ids, weights).view_as(x)
+        scores = self.gate(rows).softmax(-1)
+        weights, ids = scores.topk(2)
+        chosen = (scores,) if isinstance(self.experts, ChoosingExperts) else (ids, weights)
+        return x + self.experts(rows, *chosen).view_as(x)
 
 
 def experts_with_a_mean() -> nn.Module:
     """Two blocks whose experts are not token by token."""
-    return Stack([Routed(), Routed()])
+    return Stack([Routed(ExpertsWithAMean), Routed(ExpertsWithAMean)])
+
+
+def choosing_experts() -> nn.Module:
+    """Two blocks whose experts get no ids."""
+    return Stack([Routed(ChoosingExperts), Routed(ChoosingExperts)])
+
+
+def identity_experts() -> nn.Module:
+    """Two blocks whose routers choose among more experts than their stacks have."""
+    return Stack([Routed(identities=8), Routed(identities=8)])
 
 
 def sequences(seed: int) -> dict[str, torch.Tensor]:

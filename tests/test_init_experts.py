@@ -57,9 +57,23 @@ def test_a_model_that_could_have_experts_and_has_none() -> None:
                 "model.layers.*.mlp.shared_expert.{gate,up,down}_proj.weight": "none",
             },
         ),
+        # Its router is a module around a matrix, and gives logits to a loss.
+        (
+            "afmoe",
+            {
+                "model.layers.*.mlp.shared_experts": "none",
+                "model.layers.*.mlp.shared_experts.{gate,up,down}_proj": "token_wise",
+                "model.layers.*.mlp.shared_experts.{gate,up,down}_proj.weight": "none",
+            },
+        ),
+        # One norm is in front of attention and experts, and gathers for both where these are split.
+        (
+            "cohere2_moe",
+            {"model.layers.*.self_attn": "gather_seq_input", "model.layers.*.input_layernorm": "sequence_parallel"},
+        ),
     ],
 )
-def test_shared_experts_with_the_sequence_split(name: str, expected: dict[str, str]) -> None:
+def test_experts_with_the_sequence_split(name: str, expected: dict[str, str]) -> None:
     """What is written is right on a larger mesh too."""
     made = init_plan(name, sequence_parallel=True, expert_parallel=True)
     plan = parse_text(made.text).plan

@@ -12,6 +12,7 @@ from torch import nn
 from shardplan.compiler.bind import bind
 from shardplan.compiler.layout import LayoutReport, Workbench, check_layout
 from shardplan.compiler.layout.spread import Spread, spread_of
+from shardplan.compiler.layout.spreads import Spreads
 from shardplan.compiler.lower import lower
 from shardplan.core.layout import SEQ, I, P, R, V
 from shardplan.core.mesh import MeshSizes
@@ -20,6 +21,7 @@ from shardplan.language import parse_plan
 from shardplan.model import find_model
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.trace import Event, Trace
 from shardplan.styles import STYLES
 from shardplan.styles.sound import missing
 from shardplan.styles.style_record import Lookup, ParameterStyle, Style
@@ -315,6 +317,29 @@ def test_equal_slices_are_told_apart_by_their_number() -> None:
     found = spread_of([torch.stack((a, a)), torch.stack((b, b))], whole)
     assert found == Spread("split", 0, ((0, 2), (1, 3)))
     assert spread_of([torch.stack((a, a)), torch.stack((b, a))], whole) is None
+
+
+def test_an_order_that_another_value_has_is_taken_where_it_holds() -> None:
+    whole = torch.randn(4, 3)
+    locals_, order = [whole[[0, 2]], whole[[1, 3]]], ((0, 2), (1, 3))
+    other, uneven = ((0, 3), (1, 2)), ((0,), (1, 2, 3))
+    for known in ([], [order], [other, uneven], [other, order]):
+        assert spread_of(locals_, whole, orders=known) == Spread("split", 0, order)
+    assert spread_of([whole[[0, 2]], whole[[1, 1]]], whole, orders=[order]) is None
+
+
+def test_an_order_in_which_ranks_share_slices_is_not_taken_for_another_value() -> None:
+    """Four ranks, two of them with each half of four rows; the same rows are not all of eight."""
+    rows = torch.randn(8, 3)
+    events = [Event("op", "mul", ("", 0, i), (), (i,)) for i in range(2)]
+    at = {event.place: event for event in events}
+    halves = [rows[:2], rows[:2], rows[2:4], rows[2:4]]
+    reference, *runs = (
+        Trace(events, values, [True] * 2, [0.0] * 2, at=at) for values in ([rows[:4], rows], *([x, x] for x in halves))
+    )
+    spreads = Spreads({}, reference, runs)
+    assert spreads.of(events[0], 0) == Spread("split", 0, ((0, 1), (0, 1), (2, 3), (2, 3)))
+    assert spreads.of(events[1], 0) is None
 
 
 def test_a_sum_over_the_split_dim_is_a_partial_sum() -> None:

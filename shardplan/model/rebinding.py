@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dis
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -39,6 +40,8 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     memo = {} if memo is None else memo
     for module in model.modules():
         memo |= handles_in(vars(module).values())
+        # copy.deepcopy takes most of its time for their empty dictionaries of hooks
+        memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
     result = copy.deepcopy(model, memo)
     # deepcopy does not copy functions: those in the copy are still the original's.
     rebinding = Rebinding(memo, model)

@@ -25,8 +25,8 @@ from shardplan.core.report import Comparison
 from shardplan.model.reduced.precision import in_dtype
 from shardplan.runtime.apply.plan_mesh import read_mesh
 
-from .compare import worst_of
-from .rank import rank_rows
+from .compare import compare_steps, worst_of
+from .rank import rank_steps
 from .steps import STEPS, Steps, cast, reference_steps
 
 TIMEOUT = timedelta(seconds=120)  # a rank that failed must not leave the others waiting
@@ -98,7 +98,9 @@ def _prove(case: Case) -> tuple[Comparison, ...]:
     index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
     reference = _combined_reference(case, index, replicas)
     model = in_dtype(case.build(), case.dtype)
-    return rank_rows(model, mesh, case.program, _batches(case, index, replicas), reference)
+    return compare_steps(
+        reference, {"": rank_steps(model, mesh, case.program, _batches(case, index, replicas), reference)}
+    )
 
 
 def _batches(case: Case, index: int, replicas: int) -> list[dict[str, Any]]:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.report import Comparison
 from shardplan.model.rebinding import copied
 from shardplan.runtime.apply.plan_mesh import read_mesh
+from shardplan.runtime.apply.slices import Packing
+from shardplan.runtime.apply.state import packed_parameters
 from shardplan.torchlib.modes import NothingEmpty
+from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
-from .compare import worst_of
+from .compare import compare_steps
 from .exact import in_precision_of
-from .rank import rank_rows
+from .rank import Left, rank_steps
 from .steps import Batch, Steps
 from .threads import OnRanks
 
@@ -27,8 +30,8 @@ from .threads import OnRanks
 def simulate(
     build: Callable[[], nn.Module], batches: Sequence[Batch], program: Program, reference: Steps, on_ranks: OnRanks
 ) -> tuple[Comparison, ...]:
-    """Apply a program on every rank, run the steps, and compare them with the unsharded ones; each row is the worst over the
-    ranks.
+    """Apply a program on every rank, run the steps, and compare them with the unsharded ones; each row is the worst
+    over the ranks.
 
     Args:
         build: makes the model on the CPU, with the weights of the reference.
@@ -39,32 +42,49 @@ def simulate(
     # What other ranks are sent is a matter of the exchange alone: the ranks of tp stand for all.
     ep = tp if "expert_parallel" in program.resolved.overlays else 1
     first = build()
-    models = [first, *(_sharing(copied(first), first) for _ in range(tp - 1))]
+    models = [first, *(_copy_of(first) for _ in range(tp - 1))]
 
-    def rows(rank: int) -> tuple[Comparison, ...]:
+    def steps(rank: int) -> Left:
         mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), ep=ep)
         with NothingEmpty():
-            return rank_rows(models[rank], mesh, program, [_copied(batch) for batch in batches], reference)
+            return rank_steps(models[rank], mesh, program, [_copied(batch) for batch in batches], reference, apart)
+
+    def apart(gradient: DTensor) -> bool:
+        return _split_dim(gradient) is not None
 
     with in_precision_of(first):  # the default dtype is no thread's own
-        found = on_ranks(rows)
-    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for row in chain.from_iterable(found):
-        errors[row.kind, row.name].append(row.error)
-    alike = {key for key, seen in errors.items() if len(seen) == tp and len(set(seen)) == 1}
-    return worst_of(
-        replace(row, where="all ranks" if (row.kind, row.name) in alike else f"rank {rank}")
-        for rank, mine in enumerate(found)
-        for row in mine
+        ranks = on_ranks(steps)
+    packed = packed_parameters(program)
+    joined = {}
+    for name, gradient in ranks[0].gradients.items():
+        parts = [part for left in ranks if isinstance(part := left.gradients.get(name), DTensor)]
+        if isinstance(gradient, DTensor) and len(parts) == tp:  # else some rank has none, and differs
+            joined[name] = _joined(parts, packed.get(name))
+    return compare_steps(
+        reference,
+        {f"rank {i}": replace(left, gradients={**left.gradients, **joined}) for i, left in enumerate(ranks)},
     )
 
 
-def _sharing(model: nn.Module, first: nn.Module) -> nn.Module:
-    """The model with the memory of another's trained parameters, which no forward changes. Applying leaves each rank its part."""
-    for mine, other in zip(model.parameters(), first.parameters(), strict=True):
-        if mine.requires_grad:
-            mine.data = other.data
-    return model
+def _split_dim(gradient: DTensor) -> int | None:
+    """The dim of which each rank has a part: all of them make one tensor, which need not be made by each."""
+    if not all(isinstance(p, Shard) or p.is_replicate() for p in gradient.placements):
+        return None
+    mesh = gradient.device_mesh
+    cuts = [(axis, p.dim) for axis, p in enumerate(gradient.placements) if isinstance(p, Shard) and mesh.size(axis) > 1]
+    return cuts[0][1] if len(cuts) == 1 and mesh.size(cuts[0][0]) == mesh.size() else None
+
+
+def _joined(parts: Sequence[DTensor], packed: Packing | None) -> Tensor:
+    dim = _split_dim(parts[0])
+    assert dim is not None, parts[0].placements
+    whole = torch.cat([part.to_local() for part in parts], dim)
+    return unpack(whole, packed.dim, packed.parts, len(parts)) if packed is not None else whole
+
+
+def _copy_of(model: nn.Module) -> nn.Module:
+    """A copy on the memory of the trained parameters, which no forward changes. Applying leaves each rank its part."""
+    return copied(model, {id(p): type(p)(p.data, requires_grad=True) for p in model.parameters() if p.requires_grad})
 
 
 def _copied(batch: Batch) -> Batch:

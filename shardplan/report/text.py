@@ -39,7 +39,7 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     if report.allowed_tp is not None:
         body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
     if report.checked_tp == 1 and report.sizes is not None and report.sizes.ep > 1:
-        body += "\nat tp 1 no layer is split; experts are distributed, which was tried on the tokens of a reduced model"
+        body += f"\n{_distributed(report)}" if report.ok else ""
     elif report.checked_tp == 1 and report.sizes is not None and report.sizes.pp > 1:
         body += "\nat tp 1 no layer is split; pipeline stages have some of them each"
     elif report.checked_tp == 1:
@@ -48,6 +48,12 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     if report.stages[-1] == "names":
         body += "\nlooked at: the plan, and names and sizes in the checkpoint's files; not the model's structure and layouts"
     return body
+
+
+def _distributed(report: Report) -> str:
+    """What was looked at of experts on ranks that split nothing else."""
+    tried = "was" if "layouts" in report.stages else "was not"
+    return f"at tp 1 no layer is split; experts are distributed, which {tried} tried on the tokens of a reduced model"
 
 
 def _by_size(report: Report) -> str:

@@ -103,8 +103,18 @@ class Distribution:
 
     def _sections(self, rules: Rules, sliced: Rules) -> dict[str, Rules]:
         sums: Rules = {p: {"sum_outputs": []} for p in self._sums()} if len(rules) > 1 else {}
-        sequence = sliced if self.draft.sequence_parallel else WITHOUT
+        sequence = {**self._apart(rules), **sliced} if self.draft.sequence_parallel else WITHOUT
         return {"expert_parallel": {**sums, **rules}, "expert_parallel.sequence_parallel": sequence}
+
+    def _apart(self, rules: Rules) -> Rules:
+        """The norm that gathers the sequence for the block and other parts does not, and the other parts do: tokens are sent from
+        their slices."""
+        found: dict[str, Options] = {}
+        for norm, parts in self.draft.together.items():
+            gathers = (self.draft.sequence_parallel or {}).get(norm, {}).get("output") == "gather"
+            if gathers and any(rules.get(pattern, {}).get("style") == NONE for pattern in parts):
+                found |= {pattern: options for pattern, options in parts.items() if pattern not in rules}
+        return found
 
     def _has_rule(self, name: str) -> bool:
         pattern = self.tree.pattern(name)

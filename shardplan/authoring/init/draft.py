@@ -36,12 +36,15 @@ class Draft:
 
     Args:
         tensor_parallel, sequence_parallel: pattern -> style and options.
+        together: norms that gather the sequence for several parts of a block -> the rules of the norm and of these where
+            each gathers it itself.
         sums: section -> pattern -> `sum_outputs`, and `optional`.
         distributed: section -> the rules of expert parallelism.
     """
 
     tensor_parallel: Rules
     sequence_parallel: Rules | None = None
+    together: Mapping[str, Rules] = field(default_factory=dict)
     sums: Mapping[str, Rules] = field(default_factory=dict)
     distributed: Mapping[str, Rules] = field(default_factory=dict)
 
@@ -59,7 +62,7 @@ class Draft:
         sums, distributed = (
             {on: named(rules) for on, rules in found.items()} for found in (self.sums, self.distributed)
         )
-        return Draft(named(self.tensor_parallel), overlay, sums, distributed)
+        return Draft(named(self.tensor_parallel), overlay, sums=sums, distributed=distributed)
 
     @property
     def sections(self) -> Mapping[str, Rules]:

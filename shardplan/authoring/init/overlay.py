@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -24,7 +24,7 @@ COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
     """The draft with a sequence-parallel section that the layout check has no reason to; else its reason."""
     overlay = Overlay(board, flow, draft)
-    candidates = [replace(draft, sequence_parallel=rules) for rules in overlay.candidates()]
+    candidates = list(overlay.candidates())
     if not candidates:
         return "there is no list of blocks that run one after the other"
     if overlay.length % board.tp:
@@ -85,16 +85,16 @@ class Overlay:
     def __init__(self, board: Board, flow: Flow, draft: Draft):
         self.board, self.flow, self.draft, self.tree = board, flow, draft, board.tree
 
-    def candidates(self) -> Iterator[Rules]:
-        """Sections that may be right, the one that communicates least first."""
+    def candidates(self) -> Iterator[Draft]:
+        """With sections that may be right, the one that communicates least first."""
         if not self.order_of_blocks:
             return
         seen: list[Rules] = []
-        for shared, table in product((self.shared, {}), (self.partial, {})):
-            rules = {**table, **self.entrance, **self.within, **shared, **self.exit}
+        for together, table in product((self.together, {}), (self.partial, {})):
+            rules = {**table, **self.entrance, **self.within, **self._shared(together), **self.exit}
             if rules not in seen:
                 seen.append(rules)
-                yield rules
+                yield replace(self.draft, sequence_parallel=rules, together=together)
 
     @cached_property
     def starts(self) -> dict[str, int]:
@@ -171,10 +171,10 @@ class Overlay:
         return rules
 
     @cached_property
-    def shared(self) -> Rules:
-        """Norms that several split parts of a block read, and that gather the sequence once for all of them, in place of
-        their block inputs."""
-        rules: dict[str, Options] = {}
+    def together(self) -> Mapping[str, Rules]:
+        """Norms that several split parts of a block read -> the rules of the norm and of these, of which each gathers the sequence
+        itself."""
+        found: dict[str, Rules] = {}
         for name in self.order_of_blocks:
             parts = self.tree.children[name]
             left = {
@@ -185,17 +185,21 @@ class Overlay:
                 if event.kind == "enter" and event.module in parts:
                     for source in (left[number] for number in event.inputs if number in left):
                         readers.setdefault(source, []).append(event.module)
-            for source, found in readers.items():
-                block_inputs = [
-                    reader
-                    for reader in found
-                    if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING
+            for source, own in readers.items():
+                gathering = [
+                    reader for reader in own if self.within.get(self.tree.pattern(reader), {}).get("style") in GATHERING
                 ]
-                if self._is_norm(source) and len(block_inputs) > 1 and len(block_inputs) == len(found):
-                    rules[self.tree.pattern(source)] = {"style": "sequence_parallel", "output": "gather"}
-                    rules.update(
-                        {self.tree.pattern(d): self._without_block_input(self.tree.pattern(d)) for d in block_inputs}
-                    )
+                if self._is_norm(source) and len(gathering) > 1 and len(gathering) == len(own):
+                    patterns = [self.tree.pattern(one) for one in (source, *gathering)]
+                    found[patterns[0]] = {pattern: self.within[pattern] for pattern in patterns}
+        return found
+
+    def _shared(self, together: Mapping[str, Rules]) -> Rules:
+        """Norms that gather the sequence once for all that read them, in place of their block inputs."""
+        rules: dict[str, Options] = {}
+        for norm, parts in together.items():
+            rules |= {pattern: self._without_block_input(pattern) for pattern in parts if pattern != norm}
+            rules[norm] = {"style": "sequence_parallel", "output": "gather"}
         return rules
 
     def _is_norm(self, name: str) -> bool:

@@ -5,7 +5,6 @@ No process group is needed: a move's result is known from the unsharded run, who
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -214,10 +213,7 @@ def local_part(whole: Tensor, parameter: ParameterProgram, ranks: int, rank: int
 
 def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, rank: int) -> nn.Module:
     """A copy of the model with a rank's shards; tied parameters are two, as each is read on its own."""
-    memo: dict[int, Any] = {id(p): p for p in model.parameters()}  # each is exchanged below
-    for module in model.modules():  # copy.deepcopy takes most of its time for their empty dictionaries of hooks
-        memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
-    local = copied(model, memo)
+    local = copied(model, {id(p): p for p in model.parameters()})  # each is exchanged below
     for bound in plan.values():
         module = local.get_submodule(bound.name)
         for parameter in bound.parameters:

@@ -168,6 +168,8 @@ def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
 def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
     """Changes to try: first the likeliest of each suspect, then the rest."""
     lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
+    if finding.kind == "output":
+        lists += [list(_returned(plan, name)) for name in _around(plan, finding)]
     seen: set[tuple[str, str]] = set()
     for width, start in ((3, 0), (12, 3)):
         for changes in lists:
@@ -176,6 +178,31 @@ def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
                 if key not in seen:
                     seen.add(key)
                     yield repair
+
+
+def _around(plan: ResolvedPlan, finding: Finding) -> Iterator[str]:
+    """The modules in a block without a rule around those that a value comes from: it may be their result that is read."""
+    for origin in dict.fromkeys(_alternating(operand.origins for operand in finding.operands)):
+        limit = block(origin)
+        for name in ancestors(origin):
+            if name == limit or not name:
+                break
+            if name not in plan.assignments and plan.tree.modules[name].kind == "other":
+                yield name
+
+
+def _returned(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
+    """That a result of a module is read outside of its block."""
+    for style, output in choices("other", overlaid=False):
+        if style is not None and output is None and _reads_outside(style):
+            for position in (0, 1):
+                yield change(
+                    plan, name, None, replace(_rule(style, None, None), read_outside=(position,)), "tensor_parallel"
+                )
+
+
+def _reads_outside(style: Style) -> bool:
+    return style.read_outside_option and style.shards_parameters is False and style.weight.computed == "R"
 
 
 def choices(kind: TrialKind, *, overlaid: bool) -> tuple[Choice, ...]:
@@ -249,7 +276,7 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
     for packed in (2, 3) if style.packed_option else ():
         if packed != old.packed:
             yield change(plan, name, old, replace(old, packed=packed, location=OURS), section)
-    if style.read_outside_option and style.shards_parameters is False and style.weight.computed == "R":
+    if _reads_outside(style):
         for position in (0, 1) if not old.read_outside else ():
             yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
 

@@ -44,6 +44,8 @@ class Workbench:
 
     Attributes:
         random: the places of its code that draw random numbers which change its result.
+        token_wise: of a call of experts, their number and that of the ranks, why these cannot make it together (see
+            `token_findings`); all variants of a plan have the same calls.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Workbench:
             self.reference = record(fresh, inputs, self.atoms)
         self.random = acting_sites(model, inputs) if watch.drew else ()
         self.cross_module_reads = find_cross_module_reads(self.reference)
+        self.token_wise: dict[tuple[Place, int, int], str] = {}
 
 
 def prove(plan: ResolvedPlan, bench: Workbench, stop: Callable[[Finding], bool] = lambda finding: False) -> Proof:

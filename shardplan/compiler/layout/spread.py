@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
@@ -18,6 +18,7 @@ HALF = (torch.bfloat16, torch.float16)
 HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
 
 
+Order = tuple[tuple[int, ...], ...]  # per rank the indices that it has
 SpreadKind = Literal["whole", "split", "sum"]
 
 
@@ -36,7 +37,7 @@ class Spread:
 
     kind: SpreadKind
     dim: int | None = None
-    order: tuple[tuple[int, ...], ...] | None = None
+    order: Order | None = None
     joined: bool = False
     empty: bool = False
 
@@ -86,7 +87,13 @@ def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(length, size - start)
 
 
-def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spread | None:
+def spread_of(
+    locals_: Sequence[Tensor],
+    reference: Tensor,
+    noise: float = 0.0,
+    rounding: float = 0.0,
+    orders: Collection[Order] = (),
+) -> Spread | None:
     """How the ranks' tensors make up the reference; None where they do not.
 
     Args:
@@ -94,6 +101,7 @@ def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, 
         reference: the unsharded model's.
         noise: the largest operand, of which rounding leaves something in the result.
         rounding: of the operations that the value comes from, relative to it, where these are in half precision.
+        orders: that other values have, each index on one rank: to find one takes much longer than to see that it is the same.
     """
     if any(x.ndim != reference.ndim or x.dtype != reference.dtype for x in locals_):
         return None
@@ -102,7 +110,8 @@ def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, 
     differing = {d for x in locals_ for d in range(x.ndim) if x.shape[d] != reference.shape[d]}
     dim = min(differing)
     if differing == {dim, dim + 1}:
-        found = spread_of([x.flatten(dim, dim + 1) for x in locals_], reference.flatten(dim, dim + 1), noise, rounding)
+        flat = [x.flatten(dim, dim + 1) for x in locals_]
+        found = spread_of(flat, reference.flatten(dim, dim + 1), noise, rounding, orders)
         return found and replace(found, joined=True)
     if len(differing) != 1:
         return None
@@ -110,7 +119,9 @@ def spread_of(locals_: Sequence[Tensor], reference: Tensor, noise: float = 0.0, 
     if total < size:
         return None
     tolerance = _tolerance(reference, noise, rounding)
-    return _split(locals_, reference, dim, tolerance) if total == size else _shared(locals_, reference, dim, tolerance)
+    if total > size:
+        return _shared(locals_, reference, dim, tolerance)
+    return _split(locals_, reference, dim, tolerance, orders)
 
 
 def _tolerance(reference: Tensor, noise: float, rounding: float) -> float:
@@ -136,7 +147,9 @@ def _sum(locals_: Sequence[Tensor]) -> Tensor:
     return sum(locals_[1:], locals_[0])
 
 
-def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: float) -> Spread | None:
+def _split(
+    locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: float, orders: Collection[Order]
+) -> Spread | None:
     ranks, size = len(locals_), reference.shape[dim]
     chunks = [chunk(size, ranks, rank) for rank in range(ranks)]
     if all(x.shape[dim] == length for x, (_, length) in zip(locals_, chunks, strict=True)) and all(
@@ -144,6 +157,13 @@ def _split(locals_: Sequence[Tensor], reference: Tensor, dim: int, tolerance: fl
         for x, (start, length) in zip(locals_, chunks, strict=True)
     ):
         return Spread("split", dim)
+    lengths = [x.shape[dim] for x in locals_]
+    for known in orders:
+        if [*map(len, known)] == lengths and all(
+            close(x, reference.index_select(dim, torch.tensor(indices)), tolerance)
+            for x, indices in zip(locals_, known, strict=True)
+        ):
+            return Spread("split", dim, known)
     order: list[tuple[int, ...]] = []
     for x in locals_:
         indices = _indices(x, reference, dim, tolerance)

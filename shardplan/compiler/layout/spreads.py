@@ -12,7 +12,7 @@ from shardplan.core.tree import full_name
 from shardplan.model.reduced.trace import Event, Trace
 from shardplan.styles.bound import BoundModule
 
-from .spread import Spread, scale, spread_of
+from .spread import Order, Spread, scale, spread_of
 
 
 class Spreads:
@@ -27,6 +27,7 @@ class Spreads:
     def __init__(self, plan: Mapping[str, BoundModule], reference: Trace, runs: Sequence[Trace]):
         self.plan, self.reference, self.runs = plan, reference, runs
         self._known: dict[tuple[int, bool], Spread | None] = {}
+        self._orders: dict[Order, None] = {}
 
     def of(self, event: Event, index: int, *, inputs: bool = False) -> Spread | Literal["?"] | None:
         """How a value of an event of the first rank is spread; None where the ranks' values do not make up the
@@ -44,10 +45,12 @@ class Spreads:
             whole = self._unsharded(event, numbers[0], index)
             locals_ = [run.values[n[index]] for run, n in zip(self.runs, numbers[1:], strict=True)]
             rounding = self.reference.rounding[numbers[0][index]]
-            found = spread_of(locals_, whole, rounding=rounding)
+            found = spread_of(locals_, whole, rounding=rounding, orders=self._orders)
             if found is None:
                 noise = max((scale(self.reference.values[i]) for i in others[0].inputs), default=0.0)
-                found = spread_of(locals_, whole, noise, rounding)
+                found = spread_of(locals_, whole, noise, rounding, self._orders)
+            if found is not None and found.order is not None and found.copies == 1:
+                self._orders[found.order] = None
             self._known[key] = found
         return self._known[key]
 

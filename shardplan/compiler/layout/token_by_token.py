@@ -32,7 +32,11 @@ def token_findings(plan: ResolvedPlan, benches: Iterable[Workbench], ranks: int)
     found: dict[tuple[int, str], list[str]] = {}
     for bench in benches:
         for name, event, result in _calls(bench, distributed):
-            why = _reason(bench, bench.model.get_submodule(name), event, result, distributed[name], ranks)
+            call = (event.place, distributed[name], ranks)
+            if call not in bench.token_wise:
+                module = bench.model.get_submodule(name)
+                bench.token_wise[call] = _reason(bench, module, event, result, distributed[name], ranks)
+            why = bench.token_wise[call]
             names = found.setdefault((id(plan.modules[name].rule), why), []) if why else []
             if name not in names:
                 names.append(name)
@@ -52,7 +56,7 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
         return NO_ROLES
     tokens, ids, weights = (value.detach() for value in found)
     if int(ids.max()) >= count or int(ids.min()) < 0:
-        return f"its call has ids up to {int(ids.max())}, but its stacks have {count} experts"
+        return f"its call has ids that are not from 0 to {count - 1}, the experts of its stacks"
     if result is None or result.shape != tokens.shape:
         return "it does not return one result for each token"
     together = torch.zeros_like(result)

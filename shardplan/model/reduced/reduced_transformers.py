@@ -18,7 +18,7 @@ from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.offline import offline
-from shardplan.model.rebinding import NotBound
+from shardplan.model.rebinding import NotBound, copied
 
 from .carry import carry
 from .layers import Kept, candidates, layer_lists, skeleton
@@ -28,7 +28,7 @@ from .own_copies import LARGEST, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
 from .reduced_codes import NO_REDUCED_MODEL
 from .shrink import reduced_config
-from .weights import fill_zero_buffers, randomise
+from .weights import randomise
 
 Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a reduced model
 
@@ -36,24 +36,15 @@ Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into
 def maker(
     cls: type[PreTrainedModel], config: PreTrainedConfig, adapted: Adapting, seed: int, options: Mapping[str, Any]
 ) -> Callable[[], nn.Module]:
-    """What builds models that all have the same random weights."""
-
-    def make() -> nn.Module:
-        return adapted(_construct(cls, config, "cpu", seed, **options)).train()
+    """What builds models that all have the same random weights: copies of one, which cost a third of another."""
 
     @cache
-    def state() -> dict[str, torch.Tensor]:
-        first = make()
-        randomise(first, seed)
-        return {key: value.clone() for key, value in first.state_dict().items()}
+    def first() -> nn.Module:
+        made = adapted(_construct(cls, config, "cpu", seed, **options)).train()
+        randomise(made, seed)
+        return made
 
-    def build() -> nn.Module:
-        fresh = make()
-        fresh.load_state_dict(state())
-        fill_zero_buffers(fresh, seed)  # those that no state holds
-        return fresh
-
-    return build
+    return lambda: copied(first())
 
 
 def original_of(
