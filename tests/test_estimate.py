@@ -170,6 +170,30 @@ def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
     assert "uneven routes" in one.not_modelled[-1]
 
 
+@pytest.mark.parametrize(("n", "chosen"), [(2, 2), (2, 4), (4, 4)])
+def test_a_token_that_is_sent_once_costs_no_more_than_gathering_all_of_them(n: int, chosen: int):
+    """With the sequence split, beside experts that are distributed inside tp: in rows of the hidden size. The ids and weights of a
+    row come on top, which of rows as short as these are a tenth."""
+    experts, layers = 8, 2
+    settings = TINY | {"num_local_experts": experts, "num_experts_per_tok": chosen}
+    inside = {
+        "model.layers.*.mlp": {"style": "input_with_grad_allreduce", "output": "all_reduce"},
+        "model.layers.*.mlp.gate": {"style": "replicated_with_grad_allreduce", "read_outside": [0]},
+        "model.layers.*.mlp.experts": "ep_experts",
+        "sequence_parallel": {"model.layers.*.mlp": {"style": "gather_seq_input", "output": "reduce_scatter"}},
+    }
+    plan, mesh = {"version": "1", "extends": "mixtral", "expert_parallel": inside}, {"tp": n, "ep": n}
+    options = {"seq_len": SEQ, "settings": settings, "sequence_parallel": True}
+    once, gathered = (
+        sum(t.bytes for t in shardplan.estimate("mixtral", which, mesh, **options).traffic)
+        for which in ("mixtral", plan)
+    )
+    rows = round(SEQ / n * _reaches(experts, n, chosen))  # to each rank
+    beside = layers * (n - 1) * (rows * 3 * chosen * 4 + 3 * 8)
+    assert once - beside <= gathered
+    assert once < gathered or chosen > n
+
+
 @pytest.mark.parametrize("exchange", ["once", "pairs"])
 def test_the_busiest_rank_gets_its_share_of_the_rows(exchange):
     """load times the mean from each rank, at most all tokens where a token is sent once; its products and what it keeps follow."""
