@@ -60,6 +60,16 @@ def blocks() -> nn.Module:
     return Stack([Block(), Block()])
 
 
+def four_bit() -> nn.Module:
+    """Two blocks with weights as bitsandbytes stores them: two values in each byte, of shape [n, 1]."""
+    stack = Stack([Block(), Block()])
+    for module in stack.modules():
+        if isinstance(module, nn.Linear):
+            packed = torch.zeros(module.weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = nn.Parameter(packed, requires_grad=False)
+    return stack
+
+
 class NarrowBlock(Block):
     """Does something else where the features are fewer than 64."""
 

@@ -332,6 +332,18 @@ def llama_with_adapters(*, dora: bool) -> ModuleTree:
     return replace(tree, modules=modules)
 
 
+def llama_four_bit(layers: int = 2) -> ModuleTree:
+    """Llama-3.1-8B whose matrices bitsandbytes stores: two values in each byte, of shape [n, 1]."""
+    tree = llama_8b(layers)
+    modules = dict(tree.modules)
+    for name, module in tree.modules.items():
+        if module.kind == "linear" and name != "lm_head":
+            (weight,) = module.parameters
+            packed = ParameterInfo("weight", (weight.numel // 2, 1), "uint8", False)
+            modules[name] = replace(module, class_name="Linear4bit", parameters=(packed,))
+    return replace(tree, modules=modules)
+
+
 def mamba2_7b(layers: int = 64) -> ModuleTree:
     """Mamba-Codestral 7B: heads of a state, in groups, packed with the gate and the step."""
     hidden, inner, heads, groups, state, vocab = 4096, 8192, 128, 8, 128, 32768
@@ -378,6 +390,7 @@ TREES: dict[str, Callable[[], ModuleTree]] = {
     "mamba-codestral-7b": mamba2_7b,
     "my_models:llama_with_lora": lambda: llama_with_adapters(dora=False),
     "my_models:llama_with_dora": lambda: llama_with_adapters(dora=True),
+    "my_models:llama_in_4_bits": llama_four_bit,
     "mixtral-scalar-gate": lambda: mixtral_with(ParameterInfo("scale", ())),
     "my_models:encoder_decoder": lambda: replace(
         llama_8b(), numbers={**llama_8b().numbers, "is_encoder_decoder": True}

@@ -12,6 +12,7 @@ from shardplan.core.tree import ModuleInfo, ModuleKind, ModuleTree, ParameterInf
 
 from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
 from .config_numbers import Number, config_fields, config_numbers, module_numbers, own_numbers
+from .float8 import is_float8, plain_class
 from .ties import tied_groups
 
 KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
@@ -44,7 +45,7 @@ def tree_of(module: nn.Module) -> ModuleTree:
     known: dict[int, Mapping[str, Number]] = {}  # of each configuration, which most modules share
     modules: dict[str, ModuleInfo] = {}
     for name, child in module.named_modules():
-        own = getattr(child, "config", None)
+        own = None if is_float8(child) else getattr(child, "config", None)
         if id(own) not in known:
             known[id(own)] = own_numbers(own)
         modules[name] = _info(name, child, known[id(own)], wrapper=name in wrappers, inside=name in inside)
@@ -129,7 +130,7 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
     parameters = () if inside else module.named_parameters(recurse=wrapper, remove_duplicate=False)
     return ModuleInfo(
         name=name,
-        class_name=type(layer).__name__,
+        class_name=plain_class(layer).__name__,
         kind=kind,
         parameters=tuple(
             ParameterInfo(

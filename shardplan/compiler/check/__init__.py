@@ -21,6 +21,7 @@ from . import (
     fsdp,
     half_covered,
     kinds,
+    packed_weights,
     parameter_hooks,
     sequence,
     summed_outputs,
@@ -31,6 +32,7 @@ from .facts import Facts
 
 _RULES = (
     kinds,
+    packed_weights,
     divisibility,
     declared,
     declared_heads,

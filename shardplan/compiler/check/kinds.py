@@ -93,6 +93,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     """One finding for each rule and reason."""
     groups: dict[tuple[int, str, str], tuple[Rule, list[str]]] = {}
     for name, assignment in facts.misfits.items():
+        if name in facts.packed:
+            continue
         code, what = _reason(facts, assignment)
         groups.setdefault((id(assignment.rule), code.code, what), (assignment.rule, []))[1].append(name)
     for (_, number, what), (rule, names) in groups.items():

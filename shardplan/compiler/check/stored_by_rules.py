@@ -50,6 +50,17 @@ class StoredParameter:
         return self.parameter.shape[self.dim]
 
 
+def is_packed(module: ModuleInfo) -> bool:
+    """Whether the weight of a linear module has not one element for each pair of features: quantised ones are stored so."""
+    weight, into, out = (
+        module.parameter("weight"),
+        module.numbers.get("in_features"),
+        module.numbers.get("out_features"),
+    )
+    known = module.kind == "linear" and weight is not None and is_count(into) and is_count(out)
+    return known and weight.numel != into * out  # type: ignore[operator, union-attr]  # all are known
+
+
 @dataclass(frozen=True)
 class StorageFacts:
     """A bound plan and how it stores its parameters.
@@ -68,6 +79,12 @@ class StorageFacts:
         """The assignments whose style does not fit what they name; `compiler/check/kinds.py` reports them."""
         return {name: a for name, a in self.resolved.assignments.items() if not self._fits(a)}
 
+    @cached_property
+    def packed(self) -> Mapping[str, Assignment]:
+        """Those of them whose weight is stored in packed form; `compiler/check/packed_weights.py` reports them."""
+        modules = self.resolved.tree.modules
+        return {name: a for name, a in self.misfits.items() if not a.is_parameter and is_packed(modules[name])}
+
     def _fits(self, assignment: Assignment) -> bool:
         style = self.style(assignment)
         if assignment.is_parameter:
@@ -76,6 +93,8 @@ class StorageFacts:
             return style.on_parameters and (whole or split_dim(module, parameter, style.weight) is not None)
         module = self.resolved.tree.modules[assignment.name]
         if style.kinds is not None and module.kind not in style.kinds:
+            return False
+        if style.weight.shard is not None and is_packed(module):
             return False
         return style.weight.shard is None or style.experts is not None or module.parameter("weight") is not None
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardplan.model.float8 import is_float8, plain_attributes, plain_class
 from shardplan.model.rebinding import NotBound, Rebinding, handles_in
 
 from .layers import NUMBER
@@ -51,7 +52,7 @@ class _Carrying:
 
     def _know(self, own: nn.Module, reduced: nn.Module) -> None:
         self.counterparts[id(own)] = reduced
-        if hasattr(own, "config"):
+        if hasattr(own, "config") and not is_float8(own):
             self.counterparts[id(own.config)] = reduced.config
         for leaf, tensor in (*own._parameters.items(), *own._buffers.items()):
             new = getattr(reduced, leaf, None)
@@ -78,7 +79,7 @@ class _Carrying:
                 self._attributes(own, plain, reduced)
         for child, new in self.made:
             with _At(type(child).__name__):
-                for key in vars(child).keys() - IGNORED - set(FLAGS):
+                for key in plain_attributes(child).keys() - IGNORED - set(FLAGS):
                     self._attribute(key, child, None, new)
         self._all_are_there()
         return self.target
@@ -91,9 +92,9 @@ class _Carrying:
                 raise NotBound(f"{name}: differs from its class and configuration ({found[0][0]})")
 
     def _structure(self, own: nn.Module, plain: nn.Module, reduced: nn.Module) -> None:
-        if type(own) is not type(plain):
+        if plain_class(own) is not plain_class(plain):
             try:
-                reduced.__class__ = type(own)
+                reduced.__class__ = plain_class(own)
             except TypeError as error:
                 raise NotBound(str(error)) from error
         self._parameters(own, plain, reduced)
@@ -101,7 +102,7 @@ class _Carrying:
         self._children(own, plain, reduced)
 
     def _attributes(self, own: nn.Module, plain: nn.Module, reduced: nn.Module) -> None:
-        here, there = vars(own), vars(plain)
+        here, there = plain_attributes(own), plain_attributes(plain)
         for key in here:
             if key in IGNORED or key in FLAGS or not not_noise(own, key):
                 continue
@@ -213,7 +214,7 @@ class _Carrying:
         """A module that class and configuration do not build, in the reduced model's sizes."""
         if id(child) in self.counterparts:
             return self.counterparts[id(child)]
-        new = type(child).__new__(type(child))
+        new = plain_class(child).__new__(plain_class(child))
         nn.Module.__init__(new)
         self.counterparts[id(child)] = new
         self._parameters(child, None, new)
@@ -221,7 +222,7 @@ class _Carrying:
         for leaf, inner in child._modules.items():
             new._modules[leaf] = None if inner is None else self._made(inner)
         self.made.append((child, new))
-        if hasattr(child, "config"):
+        if hasattr(child, "config") and not is_float8(child):
             new.config = self.counterparts.get(id(child.config), self.target.config)
         return new
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardplan.model.adapters import copies_of, is_wrapper, layer_of
 from shardplan.model.build_tree import kind_of
+from shardplan.model.float8 import plain_attributes, plain_class
 from shardplan.model.rebinding import NotBound
 
 from .fields import role
@@ -115,12 +116,12 @@ def _adapted_alone(name: str, model: nn.Module) -> None:
 
 
 def _differences(own: nn.Module, plain: nn.Module) -> Iterator[Difference]:
-    if type(own) is not type(plain):
+    if plain_class(own) is not plain_class(plain):
         yield "class", f"{type(own).__module__}.{type(own).__qualname__}"
     configs = [one for one in (getattr(own, "config", None), getattr(plain, "config", None)) if hasattr(one, "to_dict")]
     if len(configs) == 2 and not same_config(*configs):
         raise NotBound(f"{type(own).__name__} has a configuration that is not the model's")
-    here, there = vars(own), vars(plain)
+    here, there = plain_attributes(own), plain_attributes(plain)
     for key in (*here, *(key for key in there if key not in here)):
         if key in IGNORED or key in FLAGS or not_noise(own, key) is False:
             continue

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardplan.core.diagnostics import PlanError
+from shardplan.model.float8 import without_float8
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.rebinding import NotBound, copied
@@ -45,7 +46,7 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            original = _on_cpu(model, name)
+            original = without_float8(_on_cpu(model, name))
         return maker_of(original, seed, dtype)
     except NotBound as error:
         raise not_carried(name, error) from error

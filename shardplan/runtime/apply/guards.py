@@ -7,6 +7,7 @@ from torch import nn
 from shardplan.model.adapters import unwrapped
 
 from .before_weights import refuse_before_weights
+from .later_float8 import refuse_later_float8
 from .plan_mesh import PlanMesh
 from .same_inputs import compare_inputs
 from .same_weights import compare_weights
@@ -25,4 +26,5 @@ def guard(model: nn.Module, mesh: PlanMesh, *, compare: bool) -> None:
         sample_alike(unwrapped(model), mesh.tp)
     if compare:
         compare_weights(model, mesh.mesh)
+    refuse_later_float8(model)
     refuse_before_weights(model)  # last, as its hook runs first: there is nothing to compare without weights

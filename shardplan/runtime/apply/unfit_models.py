@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from shardplan.model.float8 import has_weight_casts
+
 WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, DataParallel)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 QUANTIZED = (torch.int8, torch.uint8)
@@ -18,7 +20,7 @@ def refuse_unfit(model: object) -> nn.Module:
     Raises:
         TypeError: it is no module.
         ValueError: it has no forward; it, or a module in it, is compiled or in a data-parallel wrapper, or its weights are
-            quantized; a dropout probability is not from 0 to 1.
+            quantized, or gathered in float8; a dropout probability is not from 0 to 1.
     """
     if not isinstance(model, nn.Module):
         said = f"the word {model!r}" if isinstance(model, str) else f"a {type(model).__name__}"
@@ -39,6 +41,10 @@ def refuse_unfit(model: object) -> nn.Module:
             raise ValueError(
                 f"{where} is in the wrapper {type(module).__name__}: unwrap it (`.module`), and write `data_parallel` in the "
                 "plan, which wraps after it shards"
+            )
+        if has_weight_casts(module):
+            raise ValueError(
+                f"{where} has a weight that FSDP2 gathers in float8: convert the model with enable_fsdp_float8_all_gather=False"
             )
         # torch looks only when it is made, and lets NaN pass.
         if isinstance(module, DROPOUTS) and not 0 <= module.p <= 1:
