@@ -101,14 +101,14 @@ def test_random_weights_are_those_of_the_whole_model(name: str) -> None:
 
 def first_steps(recipe: Recipe, folder: str) -> None:
     pipeline = pipeline_of(recipe)
-    optimizer = optimizer_of(pipeline)
+    optimizer = optimizer_of(recipe, pipeline)
     steps_of(recipe, pipeline, optimizer, range(1))
     shardplan.save_training_state(pipeline, optimizer, folder, extra={"step": 1})
 
 
 def other_steps(recipe: Recipe, folder: str) -> list[Any]:
     pipeline = pipeline_of(recipe)
-    optimizer = optimizer_of(pipeline)
+    optimizer = optimizer_of(recipe, pipeline)
     assert shardplan.load_training_state(pipeline, optimizer, folder) == {"step": 1}
     return steps_of(recipe, pipeline, optimizer, range(1, STEPS))
 
