@@ -35,6 +35,7 @@ QUICK = {
     "test_check_words",
     "test_cli",
     "test_cli_fuzz",
+    "test_cli_lint",
     "test_cli_list",
     "test_conditions",
     "test_fuzz_parse",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,10 @@ def test_every_command_has_its_module():
 def test_version_is_the_package_s(capsys):
     assert main(["--version"]) == 0
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-    assert capsys.readouterr().out == f"shardplan {declared}\n" == f"shardplan {shardplan.__version__}\n"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"shardplan {declared}" == f"shardplan {shardplan.__version__}"
+    assert [line.split()[0] for line in lines[1:]] == ["torch", "transformers", "Python"]
+    assert lines[1] == f"torch {version('torch')}" and lines[2] == f"transformers {version('transformers')}"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@
 | pipeline_stages | apply_pipeline |
 | cost | estimate, sweep |
 | comparing | diff_plans |
+| fixing | fix_plan |
 | locking | lock_plan, check_lock |
 """
 
@@ -15,12 +16,14 @@ from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate, sweep
+from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
 from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
 
 __all__ = [
     "ConvertedPlan",
+    "FixedPlan",
     "applied",
     "apply_pipeline",
     "apply_plan",
@@ -30,6 +33,7 @@ __all__ = [
     "coverage",
     "diff_plans",
     "estimate",
+    "fix_plan",
     "init_plan",
     "load_plan",
     "lock_plan",

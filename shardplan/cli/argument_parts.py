@@ -10,6 +10,17 @@ if TYPE_CHECKING:
 
 Parser = argparse.ArgumentParser
 
+
+class Versions(argparse.Action):
+    """Prints what is installed, and ends. Nothing is imported for it."""
+
+    def __call__(self, parser: Parser, *rest: Any) -> None:
+        from shardplan.core.versions import installed_versions
+
+        print(*(f"{name} {version}" for name, version in installed_versions().items()), sep="\n")
+        parser.exit()
+
+
 MODEL_HELP = (
     "a folder or config.json in Hugging Face form, a hub id (from the local cache), a Hugging Face model "
     "type (its default configuration), or module:callable returning an nn.Module"
@@ -147,3 +158,5 @@ def findings_output(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--sarif", metavar="FILE", help="also write the findings to FILE as SARIF 2.1.0")
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    text = "also print the findings as annotations of a GitHub workflow, which shows them at the plan's lines"
+    parser.add_argument("--github", action="store_true", help=text)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from shardplan import __version__
 from shardplan.core.schedules import SCHEDULES
 
 from .argument_parts import (
     MODEL_HELP,
     Parser,
+    Versions,
     allow_unproven,
     configuration,
     data_parallel_size,
@@ -40,7 +40,7 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--version", action="version", version=f"shardplan {__version__}", help="print shardplan's version"
+        "--version", action=Versions, nargs=0, help="print the versions of shardplan, torch, transformers and Python"
     )
     debug(parser, default=False)
     parser.epilog = "example:\n  shardplan validate llama plans/llama.yaml --tp 8"
@@ -77,6 +77,9 @@ def _validate(parser: Parser) -> None:
     text = "skip the numeric proof, for editors; the report says so"
     parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
     allow_unproven(parser)
+    text = "write the proposed changes, which were tried, into PLAN: a YAML file; comments and order stay"
+    parser.add_argument("--fix", action="store_true", help=text)
+    parser.add_argument("--diff", action="store_true", help="show what --fix would write, as a unified diff")
     parser.add_argument("--verbose", action="store_true", help="also print findings that follow from others")
     findings_output(parser)
 
@@ -193,7 +196,8 @@ def _show(parser: Parser) -> None:
 
 
 def _lint(parser: Parser) -> None:
-    parser.add_argument("plans", nargs="+", metavar="PLAN", help="plan files or built-in plans' names")
+    text = "plan files, folders with plan files (.yaml, .yml, .json, at any depth) or built-in plans' names"
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help=text)
     findings_output(parser)
 
 
@@ -208,8 +212,14 @@ def _explain(parser: Parser) -> None:
     parser.add_argument("code", metavar="CODE", help="a code as printed with a finding, such as SP301")
 
 
+def _completion(parser: Parser) -> None:
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), metavar="SHELL", help="bash, zsh or fish")
+
+
 def _schema(parser: Parser) -> None:
     parser.add_argument("--report", action="store_true", help="the schema of what --json prints, instead of a plan's")
+    text = "write the schema of plans into FOLDER/.vscode (.), and the settings with which VS Code uses it for plans/"
+    parser.add_argument("--install", nargs="?", const=".", metavar="FOLDER", help=text)
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
@@ -263,6 +273,15 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "shardplan list qwen3 --set num_key_value_heads=4",
         _list,
     ),
+    "completion": (
+        "Print what completes commands, options and plans in a shell.",
+        "shardplan completion bash > ~/.local/share/bash-completion/completions/shardplan",
+        _completion,
+    ),
     "explain": ("Explain a diagnostic code.", "shardplan explain SP301", _explain),
-    "schema": ("Print the JSON Schema of plans.", "shardplan schema > plan.schema.json", _schema),
+    "schema": (
+        "Print the JSON Schema of plans, or install it for VS Code.",
+        "shardplan schema > plan.schema.json",
+        _schema,
+    ),
 }

@@ -15,6 +15,7 @@ from shardplan.core.sources import SourceMap
 from shardplan.report import text, wants_color
 
 from .argument_parts import model_of
+from .editor_settings import schema_line
 from .exits import CLEAN, UsageError
 from .output import finish, progress, write_file
 
@@ -43,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is None:
         print(made.text, end="")
     else:
-        write_file(args.output, made.text)
+        line = schema_line(Path(args.output))
+        write_file(args.output, line + made.text)
+        if not line:
+            print("`shardplan schema --install` gives editors the plan's schema", file=sys.stderr)
         print(f"{args.output}: proven at tp={args.tp}", file=sys.stderr)
     return CLEAN

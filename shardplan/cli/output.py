@@ -20,6 +20,12 @@ def finish(report: Report, args: argparse.Namespace) -> int:
         from shardplan.report import json_text, to_sarif
 
         write_file(args.sarif, json_text(to_sarif(report)) + "\n")
+    if getattr(args, "github", False):
+        from shardplan.report.github import github_lines
+
+        if args.json:
+            raise UsageError("--github prints text: it does not go with --json")
+        print("".join(f"{line}\n" for line in github_lines(report)), end="")
     if getattr(args, "json", False):
         from shardplan.report import json_text, to_json
 
@@ -45,7 +51,7 @@ def columns(stream: TextIO) -> int | None:
 def write_file(name: str, content: str) -> None:
     """Raises UsageError where it cannot be written."""
     try:
-        Path(name).write_text(content, encoding="utf-8")
+        Path(name).write_text(content, encoding="utf-8", newline="")
     except OSError as error:
         raise UsageError(f"cannot write {name}: {error.strerror or error}") from None
 

@@ -1,18 +1,50 @@
-"""`shardplan schema`: the JSON Schema of plans, or of reports."""
+"""`shardplan schema`: the JSON Schema of plans, or of reports; for VS Code installed beside its settings."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from shardplan.report import json_text
 
-from .exits import CLEAN
+from .exits import CLEAN, UsageError
+from .output import write_file
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.install is not None:
+        if args.report:
+            raise UsageError("--install is for the schema of plans: it does not go with --report")
+        return _install(Path(args.install))
     if args.report:
         from shardplan.report.report_schema import report_schema as schema
     else:
         from shardplan.language import json_schema as schema
     print(json_text(schema()))
+    return CLEAN
+
+
+def _install(folder: Path) -> int:
+    """Write the schema and the settings; other settings stay."""
+    from shardplan.language import json_schema
+
+    from .editor_settings import SCHEMA, with_schema
+
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    place = folder / ".vscode"
+    settings = place / "settings.json"
+    try:
+        place.mkdir(exist_ok=True)
+        old = settings.read_text("utf-8") if settings.exists() else ""
+    except OSError as error:
+        raise UsageError(f"cannot write {place}: {error.strerror or error}") from None
+    try:
+        new = with_schema(old)
+    except ValueError as error:
+        raise UsageError(f"{settings}: {error}") from None
+    write_file(str(place / SCHEMA), json_text(json_schema()) + "\n")
+    write_file(str(settings), new)
+    print(f"{place / SCHEMA} and {settings}: written, for plans/*.yaml", file=sys.stderr)
     return CLEAN

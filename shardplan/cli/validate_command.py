@@ -5,21 +5,51 @@ from __future__ import annotations
 import argparse
 import sys
 from contextlib import redirect_stdout
+from difflib import unified_diff
 
 from shardplan import api
 from shardplan.compiler.early import NoCheckpoint
 from shardplan.core.report import Report
 
 from .argument_parts import model_of
-from .exits import UsageError
-from .output import finish, progress
+from .exits import CLEAN, FINDINGS, UsageError
+from .output import finish, progress, write_file
 
 
 def run(args: argparse.Namespace) -> int:
+    if (args.fix or args.diff) and args.quick:
+        raise UsageError("changes are tried on the model itself: --fix and --diff do not go with --quick")
     try:
+        if args.fix or args.diff:
+            return _fix(args)
         return finish(report_of(args), args)
     except NoCheckpoint as error:
         raise UsageError(str(error)) from None
+
+
+def _fix(args: argparse.Namespace) -> int:
+    """Write the changes that were tried into the plan, or show them."""
+    values = vars(args)
+    options = {name: values[name] for name in OPTIONS if name in values}
+    try:
+        with redirect_stdout(sys.stderr):
+            made = api.fix_plan(model_of(args), args.plan, progress=progress, **options)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        progress("")
+    changed = f"{made.changes} rule{'' if made.changes == 1 else 's'} changed"
+    if args.diff:
+        lines = (made.before.splitlines(keepends=True), made.after.splitlines(keepends=True))
+        sys.stdout.writelines(unified_diff(*lines, args.plan, args.plan))
+        print(f"{changed} in what is shown; --fix writes it", file=sys.stderr)
+        return FINDINGS if made.changes or not made.report.ok else CLEAN
+    if made.changes:
+        with open(args.plan, encoding="utf-8", newline="") as file:
+            end = "\r\n" if "\r\n" in file.read() else "\n"
+        write_file(args.plan, made.after.replace("\n", end))
+    print(f"{args.plan}: {changed}", file=sys.stderr)
+    return finish(made.report, args)
 
 
 def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
 
@@ -55,6 +55,26 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
+class Edit:
+    """A change of one rule that was tried and fixes a finding, as a change of a plan's text.
+
+    Args:
+        section: that the rule stands in, or should.
+        pattern, value: of the rule that should apply; `none` removes an inherited one. None as value: no rule should.
+        location: of the rule that applies now, where it stands in the same section; None: none does.
+        keep: patterns without alternatives for which that rule still applies.
+        override: that rule applies to more than `pattern` and cannot be divided.
+    """
+
+    section: str
+    pattern: str
+    value: str | None
+    location: Location | None = None
+    keep: tuple[str, ...] = ()
+    override: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnostic:
     """One finding. The first line (`severity[code]: message`) stands alone.
 
@@ -67,6 +87,7 @@ class Diagnostic:
         notes: facts, one per line (`model.layers.0.self_attn: num_key_value_heads is 4`).
         help: what to change, as an instruction.
         modules: the modules or parameters concerned; equal findings over layers are one diagnostic.
+        edits: the changes that fix it, where they were tried; empty where there is none.
     """
 
     code: str
@@ -77,6 +98,7 @@ class Diagnostic:
     notes: tuple[str, ...] = ()
     help: str | None = None
     modules: tuple[str, ...] = ()
+    edits: tuple[Edit, ...] = field(default=(), compare=False)
 
     @property
     def is_error(self) -> bool:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from shardplan.core.diagnostics import Code
 from shardplan.core.plan import SECTIONS, section_at, section_path
 from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.version import __version__
 from shardplan.styles import canonical_style
 
 from .document import ATTRIBUTE, TAGS, WORD, Document, PlanDocument
@@ -60,7 +61,8 @@ VERSION = Code(
     text="""
     A plan names the version of the plan language that it is written in, so that a later version can change the
     meaning of a word without changing the meaning of old plans. It is a text, in quotes: the number 1 and the
-    number 1.0 would be equal, `"1"` and `"1.0"` are not. There is one version: `"1"`.
+    number 1.0 would be equal, `"1"` and `"1.0"` are not. There is one version: `"1"`. A plan in a later version needs a later
+    shardplan: `shardplan --version` says which one is installed.
     """,
     bad="""
     version: 1
@@ -72,6 +74,7 @@ VERSION = Code(
     """,
 )
 
+KNOWN_VERSION = "1"
 _MISSING = "add a style, as in `{style: colwise, optional: true}`"
 _SWITCHES = {"yes": "true", "on": "true", "y": "true", "no": "false", "off": "false", "n": "false"}
 _SHAPES = {
@@ -152,7 +155,11 @@ def _report_version(node: Node | None, findings: Findings) -> None:
     if node is None:
         findings.add(VERSION, "the plan has no `version`", (), "key", help=help + " at its beginning")
     elif isinstance(node, Scalar) and isinstance(node.value, str):
-        message = f"there is no version {quoted(node.value)} of the plan language"
+        if node.value.isdecimal() and int(node.value) > int(KNOWN_VERSION):
+            message = f"the plan is in version {quoted(node.value)} of the plan language, of which shardplan {__version__} knows `1`"
+            help = f"upgrade shardplan (`pip install --upgrade shardplan`); for this one {help}"
+        else:
+            message = f"there is no version {quoted(node.value)} of the plan language"
         findings.add(VERSION, message, ("version",), help=help)
     else:
         message = f'the version must be the text "1", not {describe(node)}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+ID = "urn:shardplan:plan:1"  # the version of the plan language is a part of it
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -12,7 +13,7 @@ def json_schema() -> dict[str, Any]:
     from .document import PlanDocument
 
     schema = PlanDocument.model_json_schema()
-    return {"$schema": DIALECT, "title": schema["title"], **_plain(schema)}
+    return {"$schema": DIALECT, "$id": ID, "title": schema["title"], **_plain(schema)}
 
 
 def _plain(schema: Any) -> Any:

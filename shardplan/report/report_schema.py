@@ -10,6 +10,7 @@ from .diff_records import DiffReport
 from .lock_json import LockReport
 from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport, VerificationReport
 
+ID = "urn:shardplan:report:1"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport, ProgramReport, DiffReport, LockReport)
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
@@ -21,6 +22,7 @@ def report_schema() -> dict[str, Any]:
     kinds = [_schema(record, definitions) for record in REPORTS]
     return {
         "$schema": DIALECT,
+        "$id": ID,
         "title": "shardplan report",
         "description": "What shardplan prints with --json.",
         "oneOf": kinds,

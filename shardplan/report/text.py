@@ -25,6 +25,8 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     """
     paint = Paint(color)
     total = count_text(report.diagnostics)
+    if report.model is None and len(report.plans) > 1:
+        total += f" in {len(report.plans)} files"
     if report.secondary:
         total += f", and {len(report.secondary)} that follow{'s' if len(report.secondary) == 1 else ''} from them"
         total += "" if verbose else " (--verbose)"

@@ -17,6 +17,7 @@ from shardplan.core.tree import ancestors, full_name, starred
 from shardplan.model.reduced import ReducedModel
 
 from .drawing_operands import DrawingOperand
+from .edits import edits_of
 from .finding import Finding
 from .fused import advice, fused_repairs
 from .layout_diagnostics import diagnostic
@@ -147,7 +148,7 @@ def check_layout(
         first, fixed, following = _explain(resolved, bench, proof, search, help)
         for one, change in zip(first, fixed, strict=True):
             if one not in diagnostics:
-                diagnostics.append(one)
+                diagnostics.append(replace(one, edits=edits_of(resolved, change)))
                 changes.append(change)
         secondary += [one for one in following if one not in secondary]
         incoming = {**proof.incoming, **incoming}

@@ -1,0 +1,72 @@
+"""Changes that were tried, as changes of a plan's text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Edit, Location
+from shardplan.core.plan import ResolvedPlan, Rule, section_at
+from shardplan.language.globs import parse_glob
+
+from .repairs import OURS, Repair, written
+
+
+def edits_of(plan: ResolvedPlan, repair: Repair | None) -> tuple[Edit, ...]:
+    """The edits of a plan that do what a change does to its bound rules; empty where no edit of one rule does.
+
+    Args:
+        plan: bound to the reduced model, as the change is.
+    """
+    made: list[Edit] = []
+    while repair is not None:
+        edit = _edit(plan, repair)
+        if edit is None:
+            return ()
+        made.append(edit)
+        repair = repair.also
+    return tuple(made)
+
+
+def _edit(plan: ResolvedPlan, repair: Repair) -> Edit | None:
+    old, new = repair.old, repair.new
+    value = written(new) if new is not None else None
+    if old is None or old.location == OURS or section_at(old.location.path) != repair.section:
+        return None if value is None else Edit(repair.section, repair.pattern, value)
+    kept = _kept(plan, old, set(repair.names))
+    if kept is None and value is None:
+        return None
+    return Edit(
+        repair.section,
+        repair.pattern,
+        _with_flags(value, old),
+        Location(old.location.file, old.location.path),
+        kept or (),
+        override=kept is None or old.override,
+    )
+
+
+def _with_flags(value: str | None, old: Rule) -> str | None:
+    """The new rule may match nothing where the old one might."""
+    if value is None or not old.optional:
+        return value
+    inner = value[1:-1] if value.startswith("{") else f"style: {value}"
+    return f"{{{inner}, optional: true}}"
+
+
+def _kept(plan: ResolvedPlan, old: Rule, changed: set[str]) -> tuple[str, ...] | None:
+    """The alternatives of a rule's pattern that reach nothing of what is changed; None where one reaches both."""
+    kept = []
+    for text, names in _reached(plan, old):
+        if names & changed and names - changed:
+            return None
+        if not names & changed:
+            kept.append(text)
+    return tuple(kept)
+
+
+def _reached(plan: ResolvedPlan, rule: Rule) -> Iterator[tuple[str, set[str]]]:
+    """Each alternative of a pattern, and what the rule is for of what it matches."""
+    own = [name for name, a in plan.assignments.items() if a.rule.location == rule.location]
+    for text in parse_glob(rule.pattern).texts:
+        one = parse_glob(text)
+        yield text, {name for name in own if one.matches(plan.tree.address(name))}

@@ -1,0 +1,134 @@
+"""`lint` of folders, annotations for GitHub, completion, and the schema for editors."""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from shardplan.cli.arguments import COMMANDS
+from shardplan.cli.completion_scripts import SCRIPTS
+from shardplan.cli.editor_settings import SCHEMA, schema_line, with_schema
+from shardplan.cli.main import main
+from shardplan.language import json_schema
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "plans/a.yaml": 'version: "1"\nextends: llama\n',
+        "plans/deep/b.json": '{"version": "1", "extends": "llama"}',
+        "plans/.hidden/c.yaml": "nonsense",
+        "plans/notes.txt": "nonsense",
+        "empty/notes.txt": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_folder_is_all_plans_in_it(folder, capsys):
+    assert main(["lint", "plans"]) == 0
+    assert capsys.readouterr().out == "no findings in 2 files\n"
+    assert main(["lint", "plans", "plans/a.yaml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"] == ["plans/a.yaml", "plans/deep/b.json"]
+    (folder / "plans/deep/d.yml").write_text('version: "1"\ntensor_parallel: {a: colwyse}\n')
+    assert main(["lint", "plans"]) == 1
+    assert capsys.readouterr().out.endswith("1 error in 3 files\n")
+
+
+def test_a_folder_without_plans_is_a_wrong_command(folder, capsys):
+    assert main(["lint", "empty"]) == 2
+    assert "empty has no file that ends with .yaml, .yml, .json" in capsys.readouterr().err
+
+
+def test_annotations_stand_at_the_lines(folder, capsys):
+    (folder / "a,b.yaml").write_text('version: "1"\ntensor_parallel:\n  "x%:y": colwyse\n')
+    assert main(["lint", "a,b.yaml", "--github"]) == 1
+    line, *rest = capsys.readouterr().out.splitlines()
+    match = re.fullmatch(r"::error title=(\w+),line=3,endLine=3,col=11,endColumn=18,file=a%2Cb.yaml::(.*)", line)
+    match = match or re.fullmatch(
+        r"::error title=(\w+),file=a%2Cb.yaml,line=3,endLine=3,col=11,endColumn=18::(.*)", line
+    )
+    assert match and match[1] == "SP106" and "%0Ahelp: did you mean `colwise`?" in match[2]
+    assert any("error[SP106]" in text for text in rest)
+    assert main(["lint", "a,b.yaml", "--github", "--json"]) == 2
+
+
+class TestCompletion:
+    def bash(self, *words: str) -> list[str]:
+        script = SCRIPTS["bash"]()
+        line = " ".join(f"'{word}'" for word in ("shardplan", *words))
+        call = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf "%s\\n" "${{COMPREPLY[@]}}"'
+        done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    def test_commands(self):
+        assert self.bash("val") == ["validate"]
+        assert set(self.bash("")) == {*COMMANDS, "--help", "--version"}
+
+    def test_options_and_their_words(self):
+        assert self.bash("validate", "llama", "llama", "--no-p") == ["--no-proof"]
+        assert self.bash("estimate", "--precision", "") == ["bf16", "fp16", "fp32"]
+        assert self.bash("--debug", "lint", "--sa") == ["--sarif"]
+
+    def test_plans_and_files(self, folder, monkeypatch):
+        assert self.bash("lint", "qwen3_m") == ["qwen3_moe"]
+        assert self.bash("lint", "plan") == ["plans"]
+
+    def test_shells(self):
+        assert self.bash("completion", "z") == ["zsh"]
+
+    @pytest.mark.parametrize("shell", ["zsh", "fish"])
+    def test_the_other_shells_take_their_scripts(self, shell, tmp_path):
+        text = SCRIPTS[shell]()
+        assert all(name in text for name in COMMANDS) and "no-proof" in text and "qwen3_moe" in text
+        if shutil.which(shell) is None:
+            pytest.skip(f"{shell} is not installed: its script was not read by it")
+        path = tmp_path / "script"
+        path.write_text(text)
+        assert subprocess.run([shell, "-n", str(path)], capture_output=True, text=True).stderr == ""
+
+    def test_the_command_prints_it(self, capsys):
+        assert main(["completion", "fish"]) == 0
+        assert capsys.readouterr().out == SCRIPTS["fish"]()
+        assert main(["completion", "tcsh"]) == 2
+
+
+class TestSchema:
+    def test_it_has_a_name_with_its_version(self):
+        assert json_schema()["$id"] == "urn:shardplan:plan:1" and "-1." in SCHEMA
+
+    def test_it_is_installed_and_other_settings_stay(self, folder):
+        place = folder / ".vscode"
+        place.mkdir()
+        (place / "settings.json").write_text('{"editor.rulers": [110], "yaml.schemas": {"other.json": ["x"]}}')
+        assert main(["schema", "--install"]) == 0
+        settings = json.loads((place / "settings.json").read_text())
+        assert settings["editor.rulers"] == [110] and settings["yaml.schemas"]["other.json"] == ["x"]
+        (mine,) = (name for name in settings["yaml.schemas"] if SCHEMA in name)
+        assert json.loads((folder / mine).read_text()) == json_schema()
+        before = (place / "settings.json").read_text()
+        assert main(["schema", "--install", "."]) == 0
+        assert (place / "settings.json").read_text() == before
+
+    def test_settings_with_comments_are_not_rewritten(self, folder, capsys):
+        (folder / ".vscode").mkdir()
+        (folder / ".vscode/settings.json").write_text("{} // mine")
+        assert main(["schema", "--install"]) == 2
+        assert "add {" in capsys.readouterr().err
+        assert (folder / ".vscode/settings.json").read_text() == "{} // mine"
+        assert main(["schema", "--install", "no-such-folder"]) == 2
+        assert main(["schema", "--install", "--report"]) == 2
+
+    def test_globs_that_somebody_chose_stay(self):
+        chosen = json.dumps({"yaml.schemas": {f"./.vscode/{SCHEMA}": ["mine/*.yaml"]}})
+        assert json.loads(with_schema(chosen)) == json.loads(chosen)
+
+    def test_the_line_leads_to_the_installed_schema(self, folder):
+        assert schema_line(folder / "plans" / "new.yaml") == ""
+        main(["schema", "--install"])
+        line = schema_line(folder / "plans" / "new.yaml")
+        assert line == f"# yaml-language-server: $schema=../.vscode/{SCHEMA}\n"
