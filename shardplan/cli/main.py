@@ -12,6 +12,8 @@ from io import TextIOWrapper
 
 from .exits import BROKEN_PIPE, BUG, INTERRUPTED, USAGE, UsageError
 
+NOT_IN_CORE = ("torch", "transformers", "safetensors", "tqdm", "numpy")  # which `shardplan-core` does not bring
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (`shardplan.cli.exits`)."""
@@ -32,6 +34,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return BROKEN_PIPE
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in NOT_IN_CORE:
+            print(f"shardplan {args.command}: error: this needs {error.name}: pip install shardplan", file=sys.stderr)
+            return USAGE
+        _report_bug(error, debug=args.debug)
+        return BUG
     except Exception as error:
         _report_bug(error, debug=args.debug)
         return BUG

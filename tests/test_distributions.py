@@ -1,0 +1,120 @@
+"""The two distributions: they ask for what the project asks for, they build offline, and the first works without torch."""
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import shardplan
+
+ROOT = Path(__file__).parent.parent
+
+
+def project(folder: str) -> dict:
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def test_both_together_ask_for_what_the_project_does():
+    whole, core, full = project("."), project("packages/core"), project("packages/shardplan")
+    assert {whole["version"], core["version"], full["version"]} == {shardplan.__version__}
+    assert f"shardplan-core=={core['version']}" in full["dependencies"]
+    both = {*core["dependencies"], *full["dependencies"]} - {f"shardplan-core=={core['version']}"}
+    assert both == set(whole["dependencies"])
+    assert whole["scripts"] == core["scripts"] and "scripts" not in full
+    assert {core["requires-python"], full["requires-python"]} == {whole["requires-python"]}
+    assert full["optional-dependencies"].items() <= whole["optional-dependencies"].items()
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("wheels")
+    for name in ("core", "shardplan"):
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+        done = subprocess.run(
+            [*build, "-w", str(folder), str(ROOT / "packages" / name)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    return {path.name.partition("-")[0]: path for path in folder.glob("*.whl")}
+
+
+def test_they_build_and_share_no_file(wheels):
+    files = {name: set(zipfile.ZipFile(path).namelist()) for name, path in wheels.items()}
+    assert files.keys() == {"shardplan", "shardplan_core"}
+    code = {
+        f"shardplan/{path.relative_to(ROOT / 'shardplan').as_posix()}" for path in (ROOT / "shardplan").rglob("*.py")
+    }
+    assert code <= files["shardplan_core"] and not any("__pycache__" in name for name in files["shardplan_core"])
+    for folder in ("plans", "schemas"):
+        data = {f"shardplan/_data/{folder}/{path.name}" for path in (ROOT / folder).iterdir()}
+        assert data <= files["shardplan_core"]
+    assert all(".dist-info/" in name for name in files["shardplan"])
+
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "transformers", "safetensors", "tqdm", "numpy"):
+    sys.modules[name] = None
+from shardplan.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def core(wheels, tmp_path_factory) -> Path:
+    """What the wheel installs, outside of the repository."""
+    folder = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(wheels["shardplan_core"]).extractall(folder)
+    (folder / "run.py").write_text(WITHOUT_TORCH)
+    (folder / "mine.yaml").write_text('version: "1"\nextends: llama\n')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["lint", "mine.yaml", "llama"], 0, "no findings in 2 files"),
+        (["lint", "mine.yaml", "no.yaml"], 1, "SP101"),
+        (["explain", "SP401"], 0, "SP401: "),
+        (["schema"], 0, "urn:shardplan:plan:1"),
+        (["list"], 0, "qwen3"),
+        (["diff", "llama", "mine.yaml"], 1, "rules"),
+        (["completion", "bash"], 0, "complete -F"),
+        (["--version"], 0, "shardplan "),
+        (["validate", "llama", "mine.yaml"], 2, "pip install shardplan"),
+        (["estimate", "llama", "llama", "--mesh", "tp=2", "--seq-len", "8"], 2, "pip install shardplan"),
+        (["init", "llama"], 2, "pip install shardplan"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_the_core_works_without_torch(core, words, code, said):
+    done = subprocess.run([sys.executable, "run.py", *words], cwd=core, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.exhaustive  # it installs from an index
+def test_pre_commit_runs_the_hook(tmp_path):
+    pre_commit = shutil.which("pre-commit", path=f"{Path(sys.executable).parent}:/usr/bin:/usr/local/bin")
+    assert pre_commit is not None, "pre-commit belongs to the extra `dev`"
+    repository = tmp_path / "theirs"
+    (repository / "plans").mkdir(parents=True)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "--quiet"], cwd=repository, check=True)
+    plan = repository / "plans" / "mine.yaml"
+    for text, code in (('version: "1"\nextends: llama\n', 0), ('version: "1"\ntensor_parallel: {a: colwyse}\n', 1)):
+        plan.write_text(text)
+        subprocess.run([*git, "add", "."], cwd=repository, check=True)
+        command = [pre_commit, "try-repo", str(ROOT), "shardplan-lint", "--all-files", "--ref", "HEAD"]
+        done = subprocess.run(command, cwd=repository, capture_output=True, text=True, env={**_environment(tmp_path)})
+        assert done.returncode == code, done.stdout + done.stderr
+    assert "SP106" in done.stdout
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PRE_COMMIT_HOME": str(folder / "cache"), "NO_COLOR": "1"}
