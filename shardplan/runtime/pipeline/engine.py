@@ -58,14 +58,11 @@ class Engine:
             scale_grads=False,
         )
 
-    def run(self, inputs: Inputs, *, train: bool) -> list[Tensor]:
-        """Forward, and with `train` backward, of all micro-batches. Returns the losses where the last stage is."""
+    def run(self, inputs: Inputs) -> list[Tensor]:
+        """Forward and backward of all micro-batches. Returns the losses where the last stage is."""
         losses: list[Tensor] = []
         # torch asks for a target of each micro-batch wherever the last stage is.
         target = torch.zeros(self.micro_batches) if self.has_last else None
         own: dict[str, Any] = {"target": target, "losses": losses} if self.has_last else {}
-        if train:
-            self.schedule.step(**inputs.tensors, **own, return_outputs=False)
-        else:
-            self.schedule.eval(**inputs.tensors, **own)
+        self.schedule.step(**inputs.tensors, **own, return_outputs=False)
         return losses

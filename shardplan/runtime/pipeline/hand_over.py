@@ -66,7 +66,7 @@ class HandOvers:
         key = inputs.shapes
         if key not in self.known:
             found = next((found for one in self.known if (found := self._predicted(key, one)) is not None), None)
-            self.known[key] = found if found is not None else self._measured(inputs.first(micro_batches))
+            self.known[key] = found if found is not None else self._measured(inputs.split(micro_batches)[0])
         return self.known[key]
 
     def _predicted(self, key: Shapes, one: Shapes) -> Handing | None:

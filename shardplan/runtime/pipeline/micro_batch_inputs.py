@@ -44,10 +44,17 @@ class Inputs:
         """What the shapes of hand-overs follow from."""
         return tuple((name, tuple(x.shape), x.dtype) for name, value in self.tensors.items() for x in _tensors(value))
 
-    def first(self, micro_batches: int) -> dict[str, Any]:
-        """The first micro-batch."""
+    def split(self, micro_batches: int) -> list[dict[str, Any]]:
+        """The micro-batches."""
         rows = self.rows // micro_batches
-        return {name: _mapped(value, lambda x: x[:rows]) for name, value in self.tensors.items()}
+        places = [slice(i * rows, (i + 1) * rows) for i in range(micro_batches)]
+        return [
+            {name: _mapped(value, partial(_rows, place)) for name, value in self.tensors.items()} for place in places
+        ]
+
+
+def _rows(place: slice, x: Tensor) -> Tensor:
+    return x[place]
 
 
 def _tensors(value: Any) -> list[Tensor]:

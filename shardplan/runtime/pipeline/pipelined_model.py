@@ -24,8 +24,9 @@ from shardplan.runtime.apply.same_inputs import compare_inputs
 
 from .cut_model import Absent
 from .engine import Engine
+from .forward_only import forward_only
 from .hand_over import Handing, HandOvers
-from .micro_batch_inputs import read_inputs
+from .micro_batch_inputs import Inputs, read_inputs
 from .stage_forward import Call
 from .step_loss import LossFunction, StepLoss, count_by_step, tokens_of, zero_like_loss
 from .tied_copies import copies_of
@@ -105,6 +106,10 @@ class Pipeline(Parted):
             name: stage for tie in layout.cut.ties for name in tie if (stage := layout.cut.stage_of(name)) is not None
         }
         self.copies = copies_of(layout.cut.ties, stages, layout.owners, inner)
+        if not any("data parallel" in part.steps for part in record.parts):
+            for copies in self.copies:
+                if len(copies.own) > 1:
+                    copies.share()
         self._shifted = _next_token(next(iter(inner.values())))
         if (
             (last := inner.get(layout.cut.stages - 1)) is not None
@@ -224,7 +229,13 @@ class Pipeline(Parted):
         self._call.loss = StepLoss(tokens, self.micro_batches * calls, replicas, self.loss_function)
         try:
             handing = self._hand_overs.of(given, self.micro_batches)
-            losses = self._engine_for(handing).run(given, train=train)
+            losses = self._engine_for(handing).run(given) if train else self._evaluated(given, handing)
+        except Exception as error:
+            raise RuntimeError(
+                f"a pipeline step failed on pp rank {self._rank}, which has the stages {', '.join(map(str, self.layout.own))}: "
+                f"{error}\nWhere it is a communication that failed, another rank did first; its own error says why. The pipeline "
+                "is not to be used any more"
+            ) from error
         finally:
             self._call.loss, self._call.constants = None, {}
         if train:
@@ -293,6 +304,10 @@ class Pipeline(Parted):
             )
             self._engine = handing, engine
         return self._engine[1]
+
+    def _evaluated(self, given: Inputs, handing: Handing) -> list[Tensor]:
+        owners = self.layout.owners
+        return forward_only(self._called, owners, given, self.micro_batches, handing, self.group, self.device)
 
     def _mean(self, losses: list[Tensor], replicas: int) -> Tensor:
         """The sum of the micro-batches' shares, on all ranks."""

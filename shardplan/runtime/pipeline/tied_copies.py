@@ -38,6 +38,13 @@ class Copies:
         own = self.own
         return tuple(one for stage, one in own.items() if stage != first and one is not own.get(first))
 
+    def share(self) -> None:
+        """Make the copies of this rank one parameter. Not for FSDP2, which manages each model's parameters by itself."""
+        first, *others = self.own.items()
+        for stage, _ in others:
+            owner, leaf = self.names[stage].rpartition(".")[::2]
+            self.parts[stage].get_submodule(owner)._parameters[leaf] = first[1]
+
     def add_gradients(self, group: ProcessGroup, rank: int) -> None:
         """Make the gradient of each copy the sum over all of them, in the order of stages, so that all have the same numbers.
 

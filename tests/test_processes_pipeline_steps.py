@@ -1,0 +1,246 @@
+"""A pipeline's step in real processes: several calls, other losses, evaluation, other lengths, and what goes wrong."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pipeline_runs import LLAMA, Recipe, batch, pipeline_of, replica_of, unsharded
+from processes import RanksFailed, on_ranks
+from small_models import meta_model, whole
+from torch import Tensor, nn
+
+import shardplan
+from shardplan.proof.compare import TOLERANCE, relative_error
+
+TIED = Recipe("qwen2", {"pp": 2}, tied=True)
+SPLIT = Recipe("llama", {"pp": 2, "tp": 2})
+
+
+def gradients_of(pipeline: shardplan.Pipeline) -> dict[str, Tensor]:
+    return {name: whole(p.grad).clone() for name, p in pipeline.named_parameters() if p.grad is not None}
+
+
+def halves(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    return [
+        dict(zip(inputs, parts, strict=True))
+        for parts in zip(*(x.chunk(2) for x in inputs.values()), strict=True)
+    ]
+
+
+def in_two_calls(recipe: Recipe) -> dict[str, Any]:
+    pipeline = pipeline_of(replace(recipe, micro_batches=2))
+    inputs = batch(recipe, 0, replica_of(pipeline))
+    tokens = (inputs["labels"][:, 1:] != -100).sum()
+    if recipe.replicas > 1:
+        dist.all_reduce(tokens, group=pipeline.layout.mesh.mesh["dp_shard"].get_group())
+    first, second = halves(inputs)
+    loss = pipeline.step(**first, accumulate=True, tokens=tokens, calls=2)
+    with pytest.raises(ValueError, match="call it once more without"):
+        shardplan.get_grad_norm(pipeline)
+    with pytest.raises(ValueError, match="several calls for one optimizer step need `tokens`"):
+        pipeline.step(**second)
+    loss += pipeline.step(**second, tokens=tokens, calls=2)
+    with pytest.raises(ValueError, match="has a gradient of an earlier step"):
+        pipeline.step(**second)
+    with pytest.raises(ValueError, match="call get_grad_norm\\(pipeline"):
+        shardplan.get_grad_norm(pipeline.parameters())
+    return {"loss": loss.item(), "gradients": gradients_of(pipeline)}
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.slow)], ids=str)
+def test_two_calls_are_one_with_twice_the_micro_batches(sizes: dict[str, int]) -> None:
+    recipe = replace(TIED, sizes=sizes)
+    runs, (expected, *_) = on_ranks(recipe.ranks, in_two_calls, recipe), unsharded(recipe)
+    for run in runs:
+        assert run["loss"] == pytest.approx(expected.loss, rel=1e-6)
+        for name, gradient in run["gradients"].items():
+            wanted = expected.gradients.get(name, expected.gradients["model.embed_tokens.weight"])
+            assert wanted is not None
+            assert relative_error(gradient, wanted) <= TOLERANCE[torch.float64], name
+
+
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    """Of the tokens themselves, not of the next ones."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def with_own_loss(recipe: Recipe) -> dict[str, Any]:
+    pipeline = pipeline_of(replace(recipe, options={"loss_fn": nll}))
+    inputs = batch(recipe, 0, replica_of(pipeline))
+    with torch.no_grad():
+        evaluated = pipeline.step(**inputs)
+    assert not gradients_of(pipeline)
+    return {"evaluated": evaluated.item(), "loss": pipeline.step(**inputs).item(), "gradients": gradients_of(pipeline)}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("zbv", marks=pytest.mark.slow)])
+def test_a_loss_of_ones_own_and_evaluation(schedule: str) -> None:
+    recipe = replace(TIED, tied=False, schedule=schedule)
+    runs, model = on_ranks(2, with_own_loss, recipe), recipe.build()
+    inputs = batch(recipe, 0, 0)
+    labels = inputs.pop("labels")
+    loss = nll(model(**inputs, use_cache=False).logits, labels) / (labels != -100).sum()
+    loss.backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for run in runs:
+        assert run["evaluated"] == run["loss"] == pytest.approx(loss.item(), rel=1e-6)
+        for name, gradient in run["gradients"].items():
+            assert relative_error(gradient, expected[name]) <= TOLERANCE[torch.float64], name
+
+
+def of_other_lengths(recipe: Recipe) -> int:
+    pipeline = pipeline_of(recipe)
+    measured = 0
+    for length in (8, 16, 24, 8, 40):
+        pipeline.step(**batch(replace(recipe, lengths=(length,)), 0, 0))
+        pipeline.zero_grad()
+        measured += 1
+    known = pipeline._hand_overs.known
+    assert len(known) == 4
+    widths = {handed.shape for handing in known.values() for sent in handing for handed in sent}
+    assert widths == {(2, length // 2, 64) for length in (8, 16, 24, 40)}  # slices of the sequence
+    return measured
+
+
+@pytest.mark.slow
+def test_lengths_may_change_between_steps() -> None:
+    recipe = replace(SPLIT, sequence_parallel=True)
+    assert on_ranks(4, of_other_lengths, recipe) == [5] * 4
+
+
+# Calls that cannot be
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "rows": ({"input_ids": torch.zeros(6, 8, dtype=torch.long)}, "6 rows, which 4 micro-batches do not divide"),
+    "another first dim": (
+        {"input_ids": torch.zeros(8, 8, dtype=torch.long), "position_ids": torch.zeros(3, 8, 8)},
+        "position_ids has the shape",
+    ),
+    "a cache": ({"input_ids": torch.zeros(8, 8, dtype=torch.long), "use_cache": True}, "use_cache in a pipeline step"),
+    "hidden states": (
+        {"input_ids": torch.zeros(8, 8, dtype=torch.long), "output_hidden_states": True},
+        "output_hidden_states in a pipeline step",
+    ),
+    "no labels": ({"input_ids": torch.zeros(8, 8, dtype=torch.long)}, "needs labels"),
+    "nothing": ({}, "needs the batch by keywords"),
+}
+PLANS: dict[str, tuple[dict[str, Any], str]] = {
+    "stages per rank": ({"stages_per_rank": 2}, "1f1b has 1 stage on each rank, not 2"),
+    "sizes": (
+        {"pipeline_parallel": {"layers": "model.layers.*", "sizes": [1, 1, 1, 1]}},
+        "1f1b has 1 stage on each rank, not 2",
+    ),
+    "blocks": ({"schedule": "interleaved", "stages_per_rank": 3, "micro_batches": 6}, "4 blocks, too few for 6 stages"),
+    "no such schedule": ({"schedule": "2f2b"}, "there is no pipeline schedule '2f2b'"),
+    "compiled": ({"schedule": "zbv", "compile": {"modules": ["model.layers.*"]}}, "issues/161904"),
+    "micro-batches": ({"micro_batches": 0}, "micro_batches must be at least 1"),
+}
+
+
+def wrong_calls() -> None:
+    recipe = Recipe("llama", {"pp": 2})
+    for options, text in PLANS.values():
+        model = recipe.build()
+        with pytest.raises(ValueError, match=text):
+            _apply(model, {"pp": 2}, **options)
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))  # it is untouched
+    pipeline = pipeline_of(recipe)
+    for inputs, text in WRONG.values():
+        with pytest.raises(ValueError, match=text):
+            pipeline.step(**inputs)
+    with pytest.raises(TypeError, match="a pipeline has no forward"):
+        pipeline(input_ids=None)
+    with pytest.raises(ValueError, match="this model is unusable: it was cut into pipeline stages"):
+        given = recipe.build()
+        _apply(given, {"pp": 2})
+        shardplan.applied(given)
+    with pytest.raises(RuntimeError, match="it was cut into pipeline stages"):
+        given(input_ids=None)
+    assert "2 stages of 2, 2 blocks, schedule 1f1b, 4 micro-batches" in str(shardplan.applied(pipeline))
+
+
+def _apply(model: nn.Module, sizes: dict[str, int], **options: Any) -> shardplan.Pipeline:
+    given = {"pipeline_parallel": dict(LLAMA), "micro_batches": 4, "prove": False, **options}
+    return shardplan.apply_pipeline(model, shardplan.build_mesh(**sizes), "auto", **given)
+
+
+def test_wrong_calls_are_refused() -> None:
+    on_ranks(2, wrong_calls)
+
+
+def wrong_meshes() -> None:
+    recipe = Recipe("llama", {"pp": 2})
+    for sizes, options, text in (
+        ({"pp": 2, "cp": 2, "dp_shard": 1}, {}, "pipeline stages do not work with context parallelism"),
+        ({"dp_shard": 2, "tp": 2}, {}, "no axis pp"),
+        ({"pp": 2, "dp_shard": 2}, {"schedule": "zbv", "data_parallel": {"reshard_after_forward": True}}, "torch 2.13"),
+        (
+            {"pp": 2, "dp_replicate": 2, "dp_shard": 1},
+            {"schedule": "zbv", "data_parallel": {"backend": "ddp"}},
+            "issues/144530",
+        ),
+    ):
+        with pytest.raises(ValueError, match=text):
+            _apply(recipe.build(), sizes, **options)
+    with pytest.raises(ValueError, match="apply_pipeline cuts a model into stages"):
+        shardplan.apply_plan(recipe.build(), shardplan.build_mesh(pp=2), "auto")
+    last = recipe.build()
+    for name, parameter in last.named_parameters():
+        parameter.requires_grad_("layers.3" in name)
+    with pytest.raises(ValueError, match="nothing is trained before stage 3"):
+        _apply(last, {"pp": 2}, schedule="zero_bubble")
+
+
+@pytest.mark.slow
+def test_wrong_meshes_and_backends_are_refused() -> None:
+    on_ranks(4, wrong_meshes)
+
+
+# What belongs to others
+
+
+def stored_bytes(meta: bool) -> tuple[int, int]:
+    recipe = Recipe("llama", {"pp": 2}, dtype=torch.float32)
+    model = meta_model("llama", num_hidden_layers=4) if meta else recipe.build()
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    absent = [p for name, p in model.named_parameters() if f"layers.{3 - 2 * dist.get_rank()}." in name]
+    alive = [torch.utils.weak.WeakIdRef(p) for p in absent] if meta else []
+    pipeline = _apply(model, {"pp": 2})
+    if meta:
+        shardplan.materialize(pipeline, "cpu")
+    else:
+        import weakref
+
+        alive = [weakref.ref(p) for p in absent]
+        del absent
+        assert all(one() is None for one in alive), "the given model keeps what other stages have"
+    return sum(p.numel() * p.element_size() for p in pipeline.parameters()), total
+
+
+@pytest.mark.parametrize("meta", [False, True], ids=["cpu", "meta"])
+def test_what_other_stages_have_costs_nothing(meta: bool) -> None:
+    runs = on_ranks(2, stored_bytes, meta)
+    assert sum(own for own, _ in runs) == runs[0][1]
+    assert max(own for own, _ in runs) < 0.6 * runs[0][1]
+
+
+# A rank that dies
+
+
+def dies() -> None:
+    pipeline = pipeline_of(Recipe("llama", {"pp": 2}))
+    if dist.get_rank() == 1:
+        pipeline.parts[0].get_submodule("model.norm").register_forward_hook(lambda *_: os._exit(3))
+    pipeline.step(**batch(Recipe("llama", {"pp": 2}), 0, 0))
+
+
+def test_a_rank_that_dies_ends_all() -> None:
+    with pytest.raises(RanksFailed) as failed:
+        on_ranks(2, dies, seconds=60.0)
+    assert failed.value.errors[1] == "died with exit code 3"
+    assert "a pipeline step failed on pp rank 0, which has the stages 0" in failed.value.errors[0]
