@@ -26,10 +26,7 @@ def gradients_of(pipeline: shardplan.Pipeline) -> dict[str, Tensor]:
 
 
 def halves(inputs: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    return [
-        dict(zip(inputs, parts, strict=True))
-        for parts in zip(*(x.chunk(2) for x in inputs.values()), strict=True)
-    ]
+    return [dict(zip(inputs, parts, strict=True)) for parts in zip(*(x.chunk(2) for x in inputs.values()), strict=True)]
 
 
 def in_two_calls(recipe: Recipe) -> dict[str, Any]:
