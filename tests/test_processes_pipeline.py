@@ -22,12 +22,14 @@ EIGHT = {"pp 2 x dp 2 x tp 2": {"pp": 2, "dp_shard": 2, "tp": 2}, "pp 4 x tp 2":
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.proves("pp")
 def test_two_stages(schedule: str) -> None:
     compare(replace(LLAMA, schedule=schedule))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES[2:])
+@pytest.mark.proves("pp fsdp2")
 def test_a_tied_parameter_in_several_stages(schedule: str) -> None:
     compare(replace(TIED, schedule=schedule, sizes=DP))
 
@@ -56,6 +58,7 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.proves("pp tp sp", "pp tp", "pp ep fsdp2")
 def test_families(name: str) -> None:
     compare(FAMILIES[name])
 
@@ -94,6 +97,7 @@ WITH = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH)
+@pytest.mark.proves("pp tp sp checkpointing", "pp tp sp compile", "pp tp sp lora", "pp fsdp2 lora")
 def test_one_schedule_with(name: str) -> None:
     compare(WITH[name])
 
@@ -134,6 +138,7 @@ OTHERS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.proves("pp hsdp", "pp ddp", "pp fsdp2 compile", "pp fsdp2 checkpointing", "pp tp lora")
 def test_also(name: str) -> None:
     compare(OTHERS[name])
 
@@ -150,5 +155,6 @@ def test_each_schedule_on_each_mesh(recipe: Recipe, mesh: str, schedule: str) ->
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("sizes", EIGHT)
 @pytest.mark.parametrize("recipe", [LLAMA, TIED], ids=lambda recipe: recipe.model)
+@pytest.mark.proves("pp tp fsdp2", "pp tp sp fsdp2", "pp tp", "pp tp sp")
 def test_eight_ranks(recipe: Recipe, sizes: str, sequence_parallel: bool) -> None:
     compare(replace(recipe, sizes=EIGHT[sizes], sequence_parallel=sequence_parallel), seconds=500.0)

@@ -194,6 +194,7 @@ def wrong_meshes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.refuses("pp cp")
 def test_wrong_meshes_and_backends_are_refused() -> None:
     on_ranks(4, wrong_meshes)
 
