@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.layout import I, Layout, R, V
 from shardplan.core.module_program import ParameterProgram, StandIn
 from shardplan.core.plan import Assignment, ResolvedPlan, Rule
@@ -14,18 +13,15 @@ from shardplan.core.tree import ModuleInfo, ParameterInfo, ancestors, full_name,
 from . import STYLES, ParameterStyle, feature_dim
 from .adapter_styles import adapter_dim, adapter_style
 from .head_counts import copies_of, head_counts
+from .packed_lengths import packed_parts
 from .style_record import WHOLE
 from .token_layouts import tokens_layout
 
 
-def packed_parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
-    """The sizes of a packed dimension's parts: as the rule declares, by default two equal ones."""
-    packed = rule.packed if rule.packed is not None else 2
-    if isinstance(packed, str):
-        packed = evaluate(parse_expression(packed), plan.tree.numbers)
-    if isinstance(packed, int):
-        return (size // packed,) * packed
-    return tuple(evaluate(parse_expression(part), plan.tree.numbers) for part in packed)
+def _parts(rule: Rule, size: int, plan: ResolvedPlan) -> tuple[int, ...]:
+    """The lengths of a packed dimension's parts; parts that do not fit are a finding."""
+    parts = packed_parts(rule, size, plan.tree.numbers)
+    return parts if isinstance(parts, tuple) else (size,)
 
 
 def parameter_style(assignment: Assignment, parameter: ParameterInfo) -> ParameterStyle:
@@ -115,7 +111,7 @@ def _split(
 ) -> ParameterProgram:
     """A parameter that is stored in shards; with fewer key-value heads than ranks, several compute with each."""
     size, ranks = parameter.shape[dim], plan.sizes.tp or 1
-    parts = packed_parts(rule, size, plan) if placement.packed else ()
+    parts = _parts(rule, size, plan) if placement.packed else ()
     if placement.shard == "expert":
         return ParameterProgram(parameter.name, *(replace(V(dim), axis=placement.axis),) * 2)
     if placement.computed != "V":
@@ -148,7 +144,7 @@ def counts_of_heads(plan: ResolvedPlan, around: str) -> tuple[int, ...]:
             dim = split_dim(module, parameter, placement)
             if dim is not None:
                 size = parameter.shape[dim]
-                lengths = packed_parts(assignment.rule, size, plan) if placement.packed else (size,)
+                lengths = _parts(assignment.rule, size, plan) if placement.packed else (size,)
                 heads = heads_of(plan, module, placement, assignment.rule, lengths)
                 found += [count for count in heads if count is not None]
     return tuple(found)

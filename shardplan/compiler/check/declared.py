@@ -8,9 +8,9 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.expressions import count_of
 from shardplan.core.plan import Rule
 from shardplan.styles.divided_numbers import attribute
+from shardplan.styles.packed_lengths import packed_parts
 
 from .check_words import by_rule, sizes
-from .declared_numbers import packed_parts
 from .facts import Facts
 
 PARTS = Code(
@@ -132,7 +132,7 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     """(code, reason, rule, module or parameter) of everything that does not exist or does not add up."""
     resolved = facts.resolved
     for stored in facts.splits:
-        parts = packed_parts(resolved, stored) if stored.placement.packed else ()
+        parts = packed_parts(stored.rule, stored.size, resolved.tree.numbers) if stored.placement.packed else ()
         if isinstance(parts, str):
             yield from ((PARTS, parts, stored.rule, name) for name in stored.assigned)
     for assignment in resolved.assignments.values():

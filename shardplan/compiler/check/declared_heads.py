@@ -9,9 +9,9 @@ from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.expressions import EvaluationError, count_of, evaluate, parse_expression
 from shardplan.core.plan import Assignment, Rule
 from shardplan.core.tree import is_count
+from shardplan.styles.packed_lengths import packed_parts
 
 from .check_words import by_rule
-from .declared_numbers import packed_parts
 from .facts import Facts
 from .stored_by_rules import StoredParameter
 
@@ -89,7 +89,11 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
 
 def _of_heads(facts: Facts, stored: StoredParameter) -> Iterator[str]:
     rule, numbers = stored.rule, facts.resolved.tree.numbers
-    parts = packed_parts(facts.resolved, stored) if stored.placement.packed else (stored.size,)
+    parts = (
+        packed_parts(stored.rule, stored.size, facts.resolved.tree.numbers)
+        if stored.placement.packed
+        else (stored.size,)
+    )
     if isinstance(parts, str):  # compiler/check/declared.py reports it
         return
     if rule.heads and len(rule.heads) != len(parts):

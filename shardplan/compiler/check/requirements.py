@@ -19,9 +19,9 @@ from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
 from shardplan.styles.divided_numbers import attribute, group_length
 from shardplan.styles.head_counts import can_share, head_counts, number_or_none
+from shardplan.styles.packed_lengths import packed_parts
 
 from .check_words import feature_words, head_words
-from .declared_numbers import packed_parts
 from .stored_by_rules import StorageFacts, StoredParameter
 from .vocabulary_rows import leaves_rank_empty, vocabulary_rows
 
@@ -124,7 +124,11 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
 def _pieces(facts: StorageFacts, stored: StoredParameter) -> tuple[tuple[int, int | None, str], ...]:
     """The lengths that are split each on its own, the packed parts or the dim; how many heads each has, or groups of a mean; and
     what the rule calls their number."""
-    parts = packed_parts(facts.resolved, stored) if stored.placement.packed else (stored.size,)
+    parts = (
+        packed_parts(stored.rule, stored.size, facts.resolved.tree.numbers)
+        if stored.placement.packed
+        else (stored.size,)
+    )
     if isinstance(parts, str):
         return ()
     rule, numbers = stored.rule, facts.resolved.tree.numbers

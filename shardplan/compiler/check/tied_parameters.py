@@ -9,8 +9,8 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.layout import LayoutKind
 from shardplan.core.plan import Rule
 from shardplan.core.tree import parent
+from shardplan.styles.packed_lengths import packed_parts
 
-from .declared_numbers import packed_parts
 from .facts import Facts
 from .field_places import field_label
 from .fsdp import fully_shards, severity
@@ -103,7 +103,7 @@ def _place(facts: Facts, name: str) -> Place:
         return Place(None, (), "I")
     if stored.dim is None:
         return Place(None, (), stored.placement.computed)
-    parts = packed_parts(facts.resolved, stored) if stored.placement.packed else ()
+    parts = packed_parts(stored.rule, stored.size, facts.resolved.tree.numbers) if stored.placement.packed else ()
     return Place(stored.dim, parts if isinstance(parts, tuple) else (), stored.placement.computed)
 
 
