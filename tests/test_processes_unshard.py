@@ -72,14 +72,17 @@ class Recipe:
         with torch.no_grad():
             assert relative_error(self.logs(self.model, step), self.logs(self.reference, step)) <= LIMIT
 
-    def check_training(self, step: int, shares: int) -> None:
-        """One step of both, equal afterwards."""
+    def check_training(self, step: int, shares: int, *, evaluating: bool = False) -> None:
+        """One step of both, equal afterwards; `evaluating`: with a forward without gradients in front of the optimizer's step."""
         self.logs(self.model, step).mean().backward()
         for share in range(shares):
             ids = batch(step, share)
             (log_probabilities(self.reference(input_ids=ids).logits, ids, shift=True).mean() / shares).backward()
         for (name, own), other in zip(self.model.named_parameters(), self.reference.parameters(), strict=True):
             assert relative_error(whole(own.grad), other.grad) <= LIMIT, name
+        if evaluating:
+            with torch.no_grad(), unshard(self.model):
+                self.logs(self.model, step)
         for model in (self.model, self.reference):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
@@ -104,7 +107,7 @@ def inference_between_steps(sizes: dict[str, int], reshard: bool | int | str, fi
         assert state_of(model) == before
 
     # The optimizer's step is seen by the next one; and a forward outside behaves as if nothing had been.
-    recipe.check_training(1, shares)
+    recipe.check_training(1, shares, evaluating=True)
     with unshard(model):
         recipe.check_logs(2)
     recipe.check_logs(3)

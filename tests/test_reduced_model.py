@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from transformers import LlamaConfig
+from transformers import AutoConfig, LlamaConfig
 
 from shardplan.core.diagnostics import PlanError
 from shardplan.model import find_model, found_from_config, tree_of
@@ -67,6 +67,20 @@ def test_relations(name, tp):
     assert (small["product"] < small["hidden_size"]) == (large["product"] < large["hidden_size"])
     if "num_experts_per_tok" in large:
         assert small["num_experts_per_tok"] == 2 and small["num_local_experts"] >= 4
+
+
+def test_an_indexer_has_more_positions_than_it_chooses():
+    """So what it computes decides on the result: choosing all of them, it could be wrong unseen."""
+    original = found_from_config(AutoConfig.for_model("deepseek_v32"))
+    reduced_model = make_reduced_model(original, tp=2)
+    inputs = reduced_model.inputs()
+    assert reduced_model.config.index_topk < inputs["input_ids"].shape[1]
+    model = reduced_model.build()
+    before = model(**inputs).loss
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:
+            parameter.data.neg_()
+    assert (model(**inputs).loss - before).abs() > 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -28,6 +28,7 @@ Role = Literal[
     "experts",
     "shared_experts",
     "top_k",
+    "selected",
     "groups",
     "top_groups",
     "state",
@@ -76,6 +77,7 @@ NAMES: dict[Role, str] = {
     "experts": r"num_experts|num_local_experts|n_routed_experts|moe_num_experts|num_routed_experts"
     r"|zero_expert_num",
     "top_k": r"num_experts_per_tok(en)?|moe_top_?k|moe_k|top_k_experts|num_selected_experts",
+    "selected": r"index_topk",
     "groups": r"n_group|num_expert_group",
     "top_groups": r"topk_group",
     "state": r"(mamba_d_|ssm_)?state(_size)?|mamba_d_state|time_step_rank|mamba_dt_rank",

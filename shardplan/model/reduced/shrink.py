@@ -259,6 +259,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "shared_experts": _capped(lambda scale: 2),
     "experts": _experts,
     "top_k": _capped(lambda scale: 2),
+    "selected": _capped(lambda scale: scale.seq_len // 4),  # fewer positions than there are, so that it is a choice
     "groups": _capped(lambda scale: 2),
     "top_groups": _capped(lambda scale: 1),
     "state": _capped(lambda scale: STATE),
