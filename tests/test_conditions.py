@@ -226,6 +226,18 @@ def test_sums_have_conditions() -> None:
     assert len(bound(rules.replace("WHEN", "tied"))[0].sums) == 2
 
 
+def test_sums_are_for_blocks_that_have_a_module() -> None:
+    """Beside a style, and alone."""
+    kinds = replace(LLAMA, modules={n: m for n, m in LLAMA.modules.items() if n != "model.layers.1.mlp.up_proj"})
+    for style in ("", "style: replicate, "):
+        rules = f"  model.layers.*: {{{style}sum_outputs: [self_attn.o_proj, mlp.down_proj], having: BELOW}}\n"
+        assert len(bound(rules.replace("BELOW", "mlp.down_proj"), kinds)[0].sums) == 2
+        resolved, found = bound(rules.replace("BELOW", "mlp.up_proj"), kinds)
+        assert ([one.block for one in resolved.sums], found) == (["model.layers.0"], ())
+        _, found = bound(rules.replace("BELOW", "experts"), kinds)
+        assert {d.code for d in found} == {"SP201"}
+
+
 def test_a_condition_without_a_value_is_one_finding_with_a_place() -> None:
     _, found = bound("  model.layers.*: {style: replicate, sum_outputs: [self_attn, mlp], when: head}\n")
     (one,) = (d for d in found if d.code == "SP209")

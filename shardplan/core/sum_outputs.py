@@ -19,7 +19,7 @@ class SumRule:
         styled: the same rule has a style.
         optional: it need not fit the model: where it matches nothing, or the layout check does not see the block only add
             up the outputs, each is reduced by itself.
-        when: as of `Rule`.
+        when, having: as of `Rule`.
     """
 
     pattern: str
@@ -28,6 +28,7 @@ class SumRule:
     styled: bool = False
     optional: bool = False
     when: str | bool = True
+    having: str | None = None
 
     @property
     def text(self) -> str:

@@ -67,6 +67,7 @@ def _sums(rules: Rules, section: Section, file: str) -> tuple[SumRule, ...]:
             styled=entry.style is not None,
             optional=entry.optional,
             when=entry.when or True,
+            having=entry.having,
         )
         for key, entry, location in _entries(rules, section, file)
         if not isinstance(entry, str) and entry.sum_outputs is not None

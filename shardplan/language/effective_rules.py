@@ -52,6 +52,7 @@ def _with_flags(rule: Rule) -> str:
 
 def _sum_text(rule: SumRule) -> str:
     flags = [" (optional)"] if rule.optional else []
+    flags += [f" having {rule.having}"] if rule.having is not None else []
     flags += [f" when {rule.when}"] if isinstance(rule.when, str) else []
     return "".join((rule.text, *flags))
 

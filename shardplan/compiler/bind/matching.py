@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import compress, islice
 
 from shardplan.core.plan import Rule
+from shardplan.core.sum_outputs import SumRule
 from shardplan.core.tree import ModuleTree, full_name, starred
 from shardplan.language.globs import Glob, Segment, parse_glob
 
@@ -127,7 +128,7 @@ class Names:
     def _star(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(islice(dict.fromkeys(starred(self.tree.address(name)) for name in names), MOST_STARRED))
 
-    def reach_of(self, rule: Rule) -> Reached:
+    def reach_of(self, rule: Rule | SumRule) -> Reached:
         """What a rule is for."""
         reached = self.reach(parse_glob(rule.pattern))
         if rule.having is None:

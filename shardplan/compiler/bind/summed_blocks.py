@@ -56,7 +56,7 @@ def declared_sums(
     in_force: dict[str, SumRule] = {}
     wrong: list[Diagnostic] = []
     for file, rule in rules:
-        reached = names.reach(parse_glob(rule.pattern))
+        reached = names.reach_of(rule)
         if not reached.modules and not rule.styled and not rule.optional:
             wrong.append(
                 dead(names, parse_glob(rule.pattern), rule.location, inherited=file is not plan, modules_only=True)

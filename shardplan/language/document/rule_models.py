@@ -55,7 +55,7 @@ ArgumentSplits = Annotated[
     Field(min_length=1),
 ]
 
-ALONE = ("sum_outputs", "optional", "when")  # what a rule without a style may say
+ALONE = ("sum_outputs", "optional", "when", "having")  # what a rule without a style may say
 NOT_EMPTY: JsonDict = {
     "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
 }
