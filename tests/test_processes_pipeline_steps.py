@@ -97,10 +97,16 @@ def of_other_lengths(recipe: Recipe) -> int:
         pipeline.step(**batch(replace(recipe, lengths=(length,)), 0, 0))
         pipeline.zero_grad()
         measured += 1
-    known = pipeline._hand_overs.known
+    (known,) = pipeline._hand_overs.known.values()
     assert len(known) == 4
     widths = {handed.shape for handing in known.values() for sent in handing for handed in sent}
     assert widths == {(2, length // 2, 64) for length in (8, 16, 24, 40)}  # slices of the sequence
+    odd = batch(replace(recipe, lengths=(9,)), 0, 0)
+    with shardplan.without_sequence_parallel(pipeline), torch.no_grad():
+        evaluated = pipeline.step(**odd)
+        assert pipeline.step(**batch(replace(recipe, lengths=(8,)), 0, 0)) > 0
+    expected = recipe.build()(**odd, use_cache=False).loss
+    assert evaluated.item() == pytest.approx(expected.item(), rel=1e-6)
     return measured
 
 

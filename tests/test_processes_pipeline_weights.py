@@ -158,3 +158,40 @@ def test_training_goes_on_with_other_replicas(name: str, tmp_path: Path) -> None
     later = replace(recipe, sizes=LATER[name], sequence_parallel="tp" in LATER[name])
     runs = on_ranks(4, other_steps, later, str(tmp_path / "state"))
     check(later, runs, unsharded(recipe)[1:])
+
+
+# Random numbers
+
+DROPPING = Recipe(
+    "gpt2",
+    {"pp": 2, "tp": 2},
+    section=GPT2,
+    settings={"n_layer": 4, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    sequence_parallel=True,
+    tied=True,
+    schedule="interleaved",
+)
+
+
+def without_stop(recipe: Recipe, folder: str) -> list[dict[str, Tensor]]:
+    torch.manual_seed(9)
+    pipeline = pipeline_of(recipe)
+    optimizer = optimizer_of(recipe, pipeline)
+    found = [steps_of(recipe, pipeline, optimizer, range(1))]
+    shardplan.save_training_state(pipeline, optimizer, folder, extra={"step": 1})
+    found.append(steps_of(recipe, pipeline, optimizer, range(1, STEPS)))
+    return [step.parameters for steps in found for step in steps]
+
+
+def again(recipe: Recipe, folder: str) -> list[dict[str, Tensor]]:
+    torch.manual_seed(10)  # the place of the random numbers is read
+    return [step.parameters for step in other_steps(recipe, folder)]
+
+
+@pytest.mark.slow
+def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = on_ranks(4, without_stop, DROPPING, str(tmp_path / "state"))
+    resumed = on_ranks(4, again, DROPPING, str(tmp_path / "state"))
+    for one, other in zip(whole, resumed, strict=True):
+        for step, right in zip(other, one[1:], strict=True):
+            assert all(torch.equal(step[name], right[name]) for name in right)

@@ -23,7 +23,7 @@ from shardplan.runtime.parallel.regime import Shared
 
 from .backends import FUNCTIONS
 from .fsdp2 import reshard
-from .model_parts import Parted
+from .model_parts import Parted, parts_of
 from .plan_mesh import PlanMesh
 from .receipt import counted, data_parallel_text, parameters_text
 from .slices import Packing
@@ -271,20 +271,19 @@ def was_touched(model: nn.Module) -> bool:
 
 
 @contextmanager
-def without_sequence_parallel(model: nn.Module) -> Iterator[Any]:
-    """Run the model with the tensor-parallel moves of the same plan: for evaluation and decoding, where sequences have
-    lengths that tp does not divide.
+def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
+    """Run the model, or all parts of a pipeline, with the tensor-parallel moves of the same plan: for evaluation and decoding, where
+    sequences have lengths that tp does not divide.
 
     Raises:
         ValueError: no plan was applied to the model.
     """
-    record = applied(model)
-    if record.shared is None:
-        yield model
-        return
-    before = record.shared.regime.variant
-    record.shared.regime.variant = variant_name(without_sequence(record.program.resolved.overlays))
+    switched = [(record, record.shared) for record in map(applied, parts_of(model)) if record.shared is not None]
+    before = [shared.regime.variant for _, shared in switched]
+    for record, shared in switched:
+        shared.regime.variant = variant_name(without_sequence(record.program.resolved.overlays))
     try:
         yield model
     finally:
-        record.shared.regime.variant = before
+        for (_, shared), variant in zip(switched, before, strict=True):
+            shared.regime.variant = variant

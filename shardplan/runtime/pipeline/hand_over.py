@@ -6,7 +6,7 @@ differ in the sequence length alone, those of any other length follow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from .micro_batch_inputs import Inputs
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # of a step's arguments
+Mode = tuple[Hashable, ...]  # what else they depend on: the variant that runs, and autocast
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,32 +60,15 @@ class HandOvers:
     parts: Mapping[int, nn.Module]
     group: ProcessGroup
     device: torch.device
-    known: dict[Shapes, Handing] = field(default_factory=dict)
+    known: dict[Mode, dict[Shapes, Handing]] = field(default_factory=dict)
 
-    def of(self, inputs: Inputs, micro_batches: int) -> Handing:
+    def of(self, inputs: Inputs, micro_batches: int, mode: Mode) -> Handing:
         """What the stages send in a step with these arguments. A collective over pp where the shapes are new."""
-        key = inputs.shapes
-        if key not in self.known:
-            found = next((found for one in self.known if (found := self._predicted(key, one)) is not None), None)
-            self.known[key] = found if found is not None else self._measured(inputs.split(micro_batches)[0])
-        return self.known[key]
-
-    def _predicted(self, key: Shapes, one: Shapes) -> Handing | None:
-        """From a known step and another, both of which differ from this one in the length alone."""
-        length, first = _length(key, one)
-        if length is None:
-            return None
-        for other in self.known:
-            again, second = _length(key, other)
-            if again is None or second == first:
-                continue
-            rows = zip(self.known[one], self.known[other], strict=True)
-            made = [
-                [_between(a, b, first, second, length) for a, b in zip(sent, also, strict=True)] for sent, also in rows
-            ]
-            if all(value is not None for sent in made for value in sent):
-                return tuple(tuple(value for value in sent if value is not None) for sent in made)
-        return None
+        key, known = inputs.shapes, self.known.setdefault(mode, {})
+        if key not in known:
+            found = next((found for one in known if (found := _predicted(known, key, one)) is not None), None)
+            known[key] = found if found is not None else self._measured(inputs.split(micro_batches)[0])
+        return known[key]
 
     def _measured(self, inputs: Mapping[str, Any]) -> Handing:
         found: list[tuple[Handed, ...]] = []
@@ -109,6 +93,22 @@ class HandOvers:
                 raise RuntimeError(f"pipeline stage {stage} failed on rank {owner}: {box[0]}")
             found.append(box[0])
         return tuple(found)
+
+
+def _predicted(known: Mapping[Shapes, Handing], key: Shapes, one: Shapes) -> Handing | None:
+    """From a known step and another, both of which differ from this one in the length alone."""
+    length, first = _length(key, one)
+    if length is None:
+        return None
+    for other in known:
+        again, second = _length(key, other)
+        if again is None or second == first:
+            continue
+        rows = zip(known[one], known[other], strict=True)
+        made = [[_between(a, b, first, second, length) for a, b in zip(*pair, strict=True)] for pair in rows]
+        if all(value is not None for sent in made for value in sent):
+            return tuple(tuple(value for value in sent if value is not None) for sent in made)
+    return None
 
 
 def _zeros(one: Handed, device: torch.device) -> Tensor:

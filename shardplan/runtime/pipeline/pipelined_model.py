@@ -228,7 +228,7 @@ class Pipeline(Parted):
         self._call.constants = given.constants
         self._call.loss = StepLoss(tokens, self.micro_batches * calls, replicas, self.loss_function)
         try:
-            handing = self._hand_overs.of(given, self.micro_batches)
+            handing = self._hand_overs.of(given, self.micro_batches, self._mode)
             losses = self._engine_for(handing).run(given) if train else self._evaluated(given, handing)
         except Exception as error:
             raise RuntimeError(
@@ -256,6 +256,13 @@ class Pipeline(Parted):
             raise ValueError(
                 "the last call of step had accumulate=True: call it once more without, which ends the step"
             )
+
+    @property
+    def _mode(self) -> tuple[Any, ...]:
+        """What hand-overs depend on besides the arguments: equal on all ranks."""
+        shared, device = self.record.parts[0].shared, self.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        return (shared.regime.variant if shared is not None else "", autocast)
 
     def _check_gradients(self, accumulate: bool, tokens: Any, calls: int) -> None:
         if (accumulate or self._more_to_come) and (tokens is None or calls < 2):
