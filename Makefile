@@ -78,7 +78,7 @@ docs: $(VENV)/.docs  ## the site, in build/site; a broken link fails
 first-run: $(VENV)/.installed  ## README's and the quickstart's commands in a fresh environment, with how long it takes
 	$(BIN)/python -m pytest -s -m exhaustive tests/test_first_run.py
 
-browser: docs  ## the site in a headless Chromium (Debian: chromium, chromium-driver); pictures in build/pictures
+browser: docs  ## the site and the report in a headless Chromium (Debian: chromium, chromium-driver); pictures in build/pictures
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[browser]"
 	$(BIN)/python -m pytest -m exhaustive tests/browser
 

@@ -10,6 +10,7 @@
 | comparing | diff_plans |
 | fixing | fix_plan |
 | locking | lock_plan, check_lock |
+| reporting | plan_report |
 """
 
 from .apply import applied, apply_plan, compile_plan
@@ -20,6 +21,7 @@ from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
 from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
+from .reporting import plan_report
 
 __all__ = [
     "ConvertedPlan",
@@ -37,6 +39,7 @@ __all__ = [
     "init_plan",
     "load_plan",
     "lock_plan",
+    "plan_report",
     "sweep",
     "validate",
     "verify",

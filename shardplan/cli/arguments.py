@@ -26,7 +26,7 @@ from .argument_parts import (
     size,
     tensor_parallel_size,
 )
-from .review_arguments import diff_arguments, lock_arguments
+from .review_arguments import diff_arguments, lock_arguments, report_arguments
 
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 
@@ -262,6 +262,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Write a plan as it is bound to a model, or check that it still is.",
         "shardplan lock qwen3 plans/qwen3.yaml --mesh dp_shard=8,tp=8 -o qwen3.lock.json",
         lock_arguments,
+    ),
+    "report": (
+        "Write a page about a plan for a model: modules, flow, memory, communication, findings, proof.",
+        "shardplan report qwen3 auto --mesh dp_shard=8,tp=8 --seq-len 4096 --device h200 -o report.html",
+        report_arguments,
     ),
     "lint": (
         "Check plans alone, without a model.",

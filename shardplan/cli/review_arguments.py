@@ -1,4 +1,4 @@
-"""The arguments of the commands for those who review a plan: diff, lock."""
+"""The arguments of the commands for those who review a plan: diff, lock, report."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ def lock_arguments(parser: Parser) -> None:
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
     model_options(parser)
     parser.add_argument("--json", action="store_true", help="print findings, and what --check finds, as JSON")
+
+
+def report_arguments(parser: Parser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the HTML file to write")
+    text = "sizes of dp_replicate, dp_shard, tp and ep; without tp the smallest above 1 that the model allows"
+    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
+    _variants(parser)
+    text = "with memory and communication of a step with this many tokens in a sequence"
+    parser.add_argument("--seq-len", type=size, metavar="N", help=text)
+    text = "with --seq-len: sequences in one forward of a data-parallel rank (1)"
+    parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
+    text = "with --seq-len: also the least time of a step on this device, as for estimate"
+    parser.add_argument("--device", metavar="NAME", help=text)
+    parser.add_argument("--no-proof", dest="proof", action="store_false", help="leave out the numeric proof")
+    parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
+    model_options(parser)
 
 
 def _variants(parser: Parser) -> None:

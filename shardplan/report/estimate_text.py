@@ -122,7 +122,7 @@ def _memory(estimate: Estimate, paint: Paint, width: int | None) -> str:
     rows.append(("  sum", bytes_text(memory.total), ""))
     rows += [(f"  on the host: {category}", "", bytes_text(size)) for category, size in memory.host.items()]
     lines = table(rows, right=(1, 2), width=width)
-    lines.append(f"  the peak is in the {_place(memory)}")
+    lines.append(f"  the peak is in the {peak_place(memory)}")
     if estimate.device is not None:
         verdict = "fits" if estimate.fits else "does not fit"
         fraction = memory.total / estimate.device.memory
@@ -135,7 +135,7 @@ def _header(titles: tuple[str, ...], paint: Paint) -> tuple[str, ...]:
     return tuple(paint("strong", title) for title in titles)
 
 
-def _place(memory: Memory) -> str:
+def peak_place(memory: Memory) -> str:
     """What runs. The model's own backward, before that of any module, is the loss's."""
     if memory.phase == "optimizer step":
         return memory.phase

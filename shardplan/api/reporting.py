@@ -1,0 +1,114 @@
+"""All that is known of a plan for a model on a mesh, for people who would rather look than read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Unpack
+
+from shardplan.compiler.pipeline import look_up
+from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.plan import Section, variant_name
+from shardplan.core.report import Report
+
+from .check import validate
+from .comparing import compiled
+from .cost import estimate
+from .deriving import deriving
+from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
+
+if TYPE_CHECKING:
+    from shardplan.compiler.lower import Program
+    from shardplan.core.estimates import Device, Estimate, TrainingStep
+
+Flow = tuple[str, tuple[tuple[str, int], ...]]  # a block, and the modules below it in the order in which they run
+
+
+class PictureOptions(ModelOptions, PlanOptions, MeshOptions, total=False):
+    """Keyword arguments of `plan_report`."""
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """What `plan_report` returns.
+
+    Args:
+        plan, model: the names.
+        sizes: the mesh, with a size of tp.
+        report: of `validate`. The rest is there where it has no error.
+        programs: of each variant.
+        estimates: of each variant, where a step was named.
+        flow: a repeated block of the model.
+    """
+
+    plan: str
+    model: str
+    sizes: MeshSizes
+    report: Report
+    programs: Mapping[Section, Program] = field(default_factory=dict)
+    estimates: Mapping[Section, Estimate] = field(default_factory=dict)
+    flow: Flow = ("", ())
+
+
+def plan_report(
+    model: AnyModel,
+    plan: AnyPlan,
+    mesh: AnyMesh | None = None,
+    step: TrainingStep | None = None,
+    *,
+    sequence_parallel: bool | None = None,
+    device: Device | str | None = None,
+    proof: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+    **options: Unpack[PictureOptions],
+) -> PlanReport:
+    """Check a plan, compile its variants, estimate a step of each.
+
+    Args:
+        model, plan, mesh, sequence_parallel, proof: as for `validate`.
+        step: of which memory and communication are estimated; None estimates nothing.
+        device: as for `estimate`.
+        derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
+        progress: called with what is being done.
+
+    Raises:
+        PlanError: a step cannot be traced.
+        ValueError: a wrong size or device.
+    """
+    of_model, of_plan, of_mesh = split_options("plan_report", options, ModelOptions, PlanOptions, MeshOptions)
+    named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
+    sizes.check_ep()
+    report = validate(
+        named,
+        plan,
+        sizes,
+        sequence_parallel=sequence_parallel,
+        proof=proof,
+        allow_unproven=True,  # it is shown, not applied
+        progress=progress,
+        **of_plan,
+    )
+    sizes = replace(sizes, tp=sizes.tp or report.checked_tp or 1)
+    made = PlanReport(plan_name(plan), named.shown, sizes, report)
+    if not report.ok:
+        return made
+    derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
+    given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
+    programs = {variant_name(on): one for on, one in compiled(given, sizes, sequence_parallel, progress).items()}
+    estimates: dict[Section, Estimate] = {}
+    if step is not None:
+        for section, program in programs.items():
+            progress(f"estimating, {section}")
+            on = program.sequence_parallel
+            estimates[section] = estimate(
+                named, plan, sizes, step, device=device, sequence_parallel=on, progress=progress, **of_plan
+            )
+    from shardplan.compiler.layout import ModelLayouts
+    from shardplan.compiler.layout.call_order import block_calls
+
+    flow: Flow = ("", ())
+    reduced = ModelLayouts(given.both[0], sizes.tp or 1)
+    if reduced.runs:
+        flow = block_calls(reduced)
+    return replace(made, programs=programs, estimates=estimates, flow=flow)

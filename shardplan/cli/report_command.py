@@ -1,0 +1,55 @@
+"""`shardplan report`: a plan for a model on a mesh as one HTML file."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+from contextlib import redirect_stdout
+
+from shardplan import api
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.report import Report, count_text
+from shardplan.report.errors import sources_of
+
+from .argument_parts import model_of
+from .exits import CLEAN, FINDINGS, UsageError
+from .output import finish, progress, write_file
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.device is not None and args.seq_len is None:
+        raise UsageError("--device is for an estimate: say --seq-len too")
+    step = None
+    gc.freeze()  # what was imported stays; what the runs leave behind is collected
+    gc.enable()
+    try:
+        if args.seq_len is not None:
+            from shardplan.core.estimates import TrainingStep
+
+            step = TrainingStep(args.seq_len, args.micro_batch)
+        with redirect_stdout(sys.stderr):  # what the model's own code prints
+            made = api.plan_report(
+                model_of(args),
+                args.plan,
+                dict(args.mesh or ()),
+                step,
+                sequence_parallel=args.sequence_parallel,
+                device=args.device,
+                proof=args.proof,
+                derive=args.derive,
+                progress=progress,
+            )
+    except PlanError as error:
+        plans = (args.plan,)
+        return finish(Report(error.diagnostics, sources=sources_of(error), plans=plans, model=args.model), args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        progress("")
+    from shardplan.report.html_report import html_report
+
+    shown = (made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow)
+    write_file(args.output, html_report(*shown))
+    print(f"{args.output}: written; {count_text(made.report.diagnostics)}", file=sys.stderr)
+    return CLEAN if made.report.ok else FINDINGS

@@ -1,0 +1,181 @@
+"""The modules of a model as a tree, each with its style and placement; and the flow of one block as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardplan.compiler.lower import Program
+from shardplan.compiler.lower.describe import leaving
+from shardplan.core.layout import Layout
+from shardplan.core.module_program import ModuleProgram
+from shardplan.core.moves import move_ops
+from shardplan.core.sources import SourceMap
+
+from .estimate_text import bytes_text
+from .html_parts import axis_chip, chip, color, text
+from .program_text import Row, fold, module_rows
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
+
+
+@dataclass
+class _Node:
+    name: str
+    row: Row | None = None
+    below: dict[str, _Node] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        own = sum(p.size for p in self.row.parameters) if self.row else 0
+        return own + sum(node.size for node in self.below.values())
+
+
+def tree_html(program: Program, sources: SourceMap) -> str:
+    """The tree, repeated layers folded, with the bytes that a rank stores before data parallelism. What a module does and holds is
+    shown while the pointer is on it."""
+    units = set(program.resolved.fsdp_units)
+    root = _Node("(model)")
+    for row in fold(module_rows(program, sources)):
+        node = root
+        for part in row.name.split(".") if row.name else ():
+            node = node.below.setdefault(part, _Node(part))
+        node.row = row
+    folded = {name for row in fold(_units(module_rows(program, sources), units)) for name in [row.name]}
+    return "".join(_node(node, "", folded) for node in root.below.values()) or '<p class="dim">nothing</p>'
+
+
+def _units(rows: Iterable[Row], units: set[str]) -> Iterator[Row]:
+    return (row for row in rows if row.name in units)
+
+
+def styles_of(program: Program, sources: SourceMap) -> list[str]:
+    """The styles that the tree shows, in the model's order."""
+    return list(dict.fromkeys(style for row in module_rows(program, sources) for style in row.styles))
+
+
+def _node(node: _Node, above: str, units: set[str]) -> str:
+    name = f"{above}.{node.name}" if above else node.name
+    row = node.row
+    marks = [chip(style) for style in row.styles] if row else []
+    places = dict.fromkeys(p.text.partition(" [")[0] for p in row.parameters) if row else {}
+    marks += [axis_chip(f"tp: {place}") for place in places]
+    marks += [axis_chip("dp_shard: a unit")] if name in units else []
+    line = f'<span class="mono">{text(node.name)}</span> {" ".join(marks)}'
+    if node.size:
+        line += f' <span class="dim">{text(bytes_text(node.size))}</span>'
+    title = text("\n".join(_about(name, row))) if row else text(name)
+    if not node.below:
+        return f'<div class="leaf" title="{title}">{line}</div>'
+    inside = "".join(_node(one, name, units) for one in node.below.values())
+    return f'<details open><summary title="{title}">{line}</summary>{inside}</details>'
+
+
+def _about(name: str, row: Row) -> Iterator[str]:
+    yield name
+    yield from (f"{p.name}: {p.text}, {p.local:,} on a rank, {bytes_text(p.size)}" for p in row.parameters)
+    yield from row.moves
+    yield from (f"rule: {line}" for line in row.lines)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A line of the picture."""
+
+    depth: int
+    label: str
+    style: str | None
+    layouts: str
+    collectives: tuple[str, ...]
+
+
+ROW, INDENT, BOX, WIDTH = 34, 22, 300, 860
+
+
+def flow_svg(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> str:
+    """What happens in one block, from top to bottom in the order in which its modules run: boxes are modules, marks are
+    the collectives of the forward and of the backward."""
+    steps = list(_steps(program, block, calls))
+    if not steps:
+        return '<p class="dim">no module repeats</p>'
+    height = ROW * len(steps) + 10
+    parts = [
+        (
+            f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
+            f'aria-label="{text(block)}"><line x1="14" y1="4" x2="14" y2="{height - 4}" stroke="currentColor" opacity=".35"/>'
+        )
+    ]
+    for i, step in enumerate(steps):
+        parts.append(_drawn(step, 5 + i * ROW))
+    return "".join([*parts, "</svg></div>"])
+
+
+def _steps(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> Iterator[_Step]:
+    ends: list[tuple[int, str, ModuleProgram]] = []
+    own = program.modules.get(block)
+    if own is not None:
+        yield from _entering("(the block)", 0, own)
+    for below, depth in calls:
+        while ends and ends[-1][0] >= depth:
+            yield from _leaving(*ends.pop())
+        module = program.modules.get(f"{block}.{below}")
+        if module is None:
+            continue
+        yield from _entering(below, depth, module)
+        ends.append((depth, below, module))
+    while ends:
+        yield from _leaving(*ends.pop())
+    if own is not None:
+        yield from _leaving(0, "(the block)", own)
+
+
+def _entering(label: str, depth: int, module: ModuleProgram) -> Iterator[_Step]:
+    moves = [f"in {move.argument or ''} {move.src} → {move.dst}".replace("  ", " ") for move in module.enter]
+    moves += [f"{p.name} {p.stored}" for p in module.parameters if p.name == "weight" or len(module.parameters) == 1]
+    found = tuple(
+        word for move in module.enter if move.shared_with is None for word in _collectives(move.src, move.dst)
+    )
+    if module.group is not None:
+        found += (f"backward: all-reduce, {len(module.group.parameters)} gradients",)
+    yield _Step(depth, label, module.style, ", ".join(moves), found)
+
+
+def _leaving(depth: int, label: str, module: ModuleProgram) -> Iterator[_Step]:
+    if module.leave is not None:
+        free = module.joins is not None or module.link == "source"
+        found = () if free else tuple(_collectives(module.leave.src, module.leave.dst))
+        yield _Step(depth, f"out of {label}", None, f"out {leaving(module)}", found)
+
+
+def _collectives(src: Layout, dst: Layout) -> Iterator[str]:
+    ops = move_ops(src, dst)
+    assert ops is not None, (src, dst)
+    for when, operation in (("forward", ops.forward), ("backward", ops.backward)):
+        if operation in COLLECTIVES:
+            yield f"{when}: {operation.replace('_', '-')}"
+
+
+def _drawn(step: _Step, y: int) -> str:
+    x = 26 + INDENT * step.depth
+    width = BOX - INDENT * step.depth
+    fill = color(step.style) if step.style else "none"
+    style = f" · {step.style}" if step.style else ""
+    inside = "on" if step.style else ""
+    label = _cut(f"{step.label}{style}", max(8, (width - 16) * 10 // 75))
+    parts = [
+        f'<circle cx="14" cy="{y + 13}" r="4" fill="currentColor"/>',
+        f'<rect x="{x}" y="{y}" width="{width}" height="26" rx="5" fill="{fill}" stroke="currentColor" stroke-opacity=".35"/>',
+        f'<text class="{inside}" x="{x + 8}" y="{y + 17}">{text(label)}</text>',
+        f"<title>{text(step.label + style)}</title>",
+        f'<text x="{26 + BOX + 12}" y="{y + 17}">{text(_cut(step.layouts, 38))}</text>',
+    ]
+    if step.collectives:
+        said = _cut(", ".join(step.collectives), 32)
+        left = WIDTH - 262
+        parts.append(f'<rect x="{left}" y="{y + 2}" width="258" height="22" rx="11" fill="#f5a524"/>')
+        parts.append(f'<text class="on" x="{left + 9}" y="{y + 17}">{text(said)}</text>')
+    return f"<g>{''.join(parts)}</g>"
+
+
+def _cut(words: str, most: int) -> str:
+    return words if len(words) <= most else words[: most - 1] + "…"

@@ -1,0 +1,62 @@
+"""The page of `shardplan report` in a real browser: readable on a desk and on a phone, no error, no request, nothing sticks out."""
+
+import pytest
+
+from shardplan.cli.main import main
+from tests.browser.chromium import (
+    DESK,
+    PHONE,
+    browser,
+    console_errors,
+    look,
+    missing,
+    outside_requests,
+    sideways,
+    visible_text,
+)
+from tests.browser.test_browser_site import PICTURES
+from tests.test_report_html import HOSTILE
+
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(missing() is not None, reason=str(missing()))]
+
+MODEL = "demo/models/qwen3-8b.json"
+WORDS = {
+    "right": [MODEL, "qwen3", "--mesh", "dp_shard=4,tp=2", "--seq-len", "4096", "--device", "h100"],
+    "wrong": [MODEL, "demo/no-head-norms.yaml", "--mesh", "tp=8"],
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_the_page_is_readable(name, tmp_path):
+    file = tmp_path / "report.html"
+    assert main(["report", *WORDS[name], "-o", str(file)]) == (name == "wrong")
+    with browser() as chrome:
+        for size, place in ((DESK, "desk"), (PHONE, "phone")):
+            look(chrome, file.as_uri(), size, PICTURES / f"report-{name}-{place}.png")
+            shown = visible_text(chrome)
+            assert console_errors(chrome) == [] and outside_requests(chrome, "file:") == []
+            assert sideways(chrome) <= 0 and len(shown) > 500
+            assert ("SP401" in shown) == (name == "wrong")
+            wide = "return [...document.querySelectorAll('svg text.on')].filter(t => t.getBBox().x + t.getBBox().width > 860).length"
+            assert chrome.execute_script(wide) == 0
+        if name == "right":
+            summary = "document.querySelectorAll('details').length"
+            assert chrome.execute_script(f"return {summary}") > 4
+            boxes = (
+                "[...document.querySelectorAll('.bar span')].filter(s => s.getBoundingClientRect().width > 2).length"
+            )
+            assert chrome.execute_script(f"return {boxes}") > 5
+
+
+def test_hostile_names_run_nothing(tmp_path):
+    from shardplan.core.mesh import MeshSizes
+    from shardplan.core.report import Report
+    from shardplan.report.html_report import html_report
+
+    file = tmp_path / "report.html"
+    file.write_text(html_report(HOSTILE, HOSTILE, MeshSizes(tp=2), Report(), {}, {}, ("", ())), "utf-8")
+    with browser() as chrome:
+        look(chrome, file.as_uri(), DESK)
+        assert HOSTILE in visible_text(chrome)
+        assert chrome.execute_script("return document.images.length + document.scripts.length") == 0
+        assert console_errors(chrome) == []

@@ -1,0 +1,166 @@
+"""The page of `shardplan report`: well formed, complete, and no name of a model or a plan is markup in it."""
+
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from shardplan import TrainingStep
+from shardplan.api import plan_report
+from shardplan.cli.main import main
+from shardplan.core.diagnostics import Diagnostic, Severity
+from shardplan.core.mesh import MeshSizes
+from shardplan.core.report import Report
+from shardplan.report.html_parts import text
+from shardplan.report.html_report import html_report
+
+CONFIG = LlamaConfig(
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+)
+VOID = {"meta", "link", "line", "circle", "rect"}
+HOSTILE = """<script>alert(1)</script>"'&<img src=x onerror=alert(1)>"""
+
+
+class Page(HTMLParser):
+    """Tags are closed in their order; which there are, and the text."""
+
+    def __init__(self, content: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.words: list[str] = []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+
+def shown(made) -> str:
+    return html_report(made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return plan_report(CONFIG, "llama", {"dp_shard": 2, "tp": 2}, TrainingStep(64), device="h100")
+
+
+def test_everything_is_in_it(made):
+    page = Page(shown(made))
+    for said in (
+        "no findings",
+        "proven at tp=2",
+        "Tensor parallel",
+        "Sequence parallel",
+        "dp_shard: a unit",
+        "tp: Shard(0)",
+        "input_with_grad_allreduce",
+        "fits h100",
+        "at the peak",
+        "reduce_scatter",
+        "forward: all-reduce",
+        "worst error",
+    ):
+        assert said in page.text, said
+    assert page.tags.count("svg") == 2
+    titles = [value for name, value in page.attributes if name == "title"]
+    assert any("model.layers.0-2.mlp.up_proj" in one and "weight: Shard(0) [48, 64]" in one for one in titles)
+
+
+def test_the_flow_is_in_the_order_in_which_modules_run(made):
+    block, calls = made.flow
+    names = [name for name, _ in calls]
+    assert block.startswith("model.layers.")
+    order = ["input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.o_proj", "post_attention_layernorm", "mlp"]
+    assert [name for name in names if name in order] == order
+    assert dict(calls)["self_attn.q_proj"] == 1 and dict(calls)["mlp"] == 0
+
+
+def test_it_asks_for_nothing_and_runs_nothing(made):
+    content = shown(made)
+    page = Page(content)
+    assert not {"script", "iframe", "object", "img"} & set(page.tags)
+    assert "http" not in content.replace("http-equiv", "")
+    assert not [name for name, _ in page.attributes if name.startswith("on") or name == "src"]
+
+
+class Odd(nn.Module):
+    """A model with names that look like markup."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_module("a<b>", nn.Linear(8, 8))
+        self.add_module(HOSTILE.replace(".", ""), nn.Linear(8, 8))
+
+    def forward(self, ids):
+        x = nn.functional.one_hot(ids % 8, 8).float()
+        for layer in self.children():
+            x = torch.relu(layer(x))
+        return x
+
+
+def test_names_of_modules_are_text():
+    made = plan_report(Odd(), {"version": "1", "name": "odd"}, tp=1, inputs=lambda seed: {"ids": torch.arange(8)[None]})
+    page = Page(shown(made))
+    assert HOSTILE in page.text
+    assert "script" not in page.tags and "img" not in page.tags
+
+
+def test_names_and_findings_are_text():
+    finding = Diagnostic("SP201", Severity.ERROR, HOSTILE, notes=(HOSTILE,), help=HOSTILE, modules=(HOSTILE,))
+    content = html_report(HOSTILE, HOSTILE, MeshSizes(tp=2), Report((finding,)), {}, {}, ("", ()))
+    page = Page(content)
+    assert "script" not in page.tags and "img" not in page.tags and page.text.count(HOSTILE) >= 4
+    assert not {"\x1b", "\u202e"} & set(text("\x1b[31m\u202e"))
+
+
+def test_a_wrong_plan_is_its_findings():
+    wrong = {"version": "1", "tensor_parallel": {"model.layers.*.mlp.down_proj": "rowwise", "no.such": "colwise"}}
+    made = plan_report(CONFIG, wrong, tp=2)
+    page = Page(shown(made))
+    assert not made.report.ok and "error[SP201]" in page.text and "svg" not in page.tags
+
+
+def test_the_command(tmp_path, capsys):
+    small = [
+        w
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers")
+        for w in ("--set", f"{name}={getattr(CONFIG, name)}")
+    ]
+    small += ["--set", "intermediate_size=96", "--set", "num_attention_heads=8", "--set", "num_key_value_heads=4"]
+    out = tmp_path / "report.html"
+    assert main(["report", "llama", "llama", *small, "--no-proof", "--no-sequence-parallel", "-o", str(out)]) == 0
+    page = Page(out.read_text("utf-8"))
+    assert "not proven" in page.text and page.tags.count("svg") == 1
+    assert main(["report", "llama", "no.yaml", "-o", str(out)]) == 1
+    assert "SP101" in Page(out.read_text("utf-8")).text
+    assert main(["report", "llama", "llama", "--device", "h100", "-o", str(out)]) == 2
+    assert main(["report", "llama", "llama"]) == 2
+    assert main(["report", "llama", "llama", *small, "--no-proof", "-o", str(tmp_path / "no" / "x.html")]) == 2
