@@ -19,6 +19,7 @@ from transformers.models.mamba2 import modeling_mamba2
 import shardplan
 from shardplan import Model
 from shardplan.core.module_program import FeatureMeans
+from shardplan.model.training_code import training_reads
 
 CODESTRAL = {"num_heads": 128, "head_dim": 64, "n_groups": 8, "hidden_size": 4096, "state_size": 128}
 MIXER = "backbone.layers.0.mixer"
@@ -122,6 +123,55 @@ def _decoded(model: nn.Module, prompt: Tensor) -> tuple[Tensor, list[torch.Size]
     layer = kept.layers[0] if kept is not None else None  # RecurrentGemma's are on its modules
     states = (getattr(layer, name, None) for name in ("conv_states", "recurrent_states"))
     return tokens, [x[0].shape for x in states if x and x[0] is not None]
+
+
+class Fused(nn.Module):
+    """One kernel for the layer and what is below it, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and x.is_cuda:
+            return kernel(x, self.up.weight.to(x.dtype), down=self.down.weight)
+        return self.down(self.up(x).relu())
+
+
+class Evaluating(Fused):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return kernel(x, self.up.weight, down=self.down.weight)
+        return self.down(self.up(x).relu())
+
+
+def kernel(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return nn.functional.linear(nn.functional.linear(x, up).relu(), down)
+
+
+@pytest.mark.parametrize(("cls", "found"), [(Fused, ("down", "up")), (Evaluating, ()), (nn.Linear, ())])
+def test_what_a_branch_for_training_reads(cls: type, found: tuple[str, ...]) -> None:
+    assert training_reads(cls) == found
+
+
+@pytest.mark.parametrize(
+    ("rule", "code"),
+    [
+        ("input_with_grad_allreduce", "SP315"),
+        ({"style": "input_with_grad_allreduce", "fused": False}, ""),
+        (None, "SP315"),  # with a block input at each matrix
+    ],
+)
+def test_a_plan_that_leaves_a_kernel_its_branch_is_refused(rule: Any, code: str) -> None:
+    """Also where the branch is not taken, as here."""
+    plan = {
+        "version": "1",
+        "tensor_parallel": {"0.up": "colwise", "0.down": "rowwise", **({"0": rule} if rule else {})},
+    }
+    report = shardplan.validate(
+        nn.Sequential(Fused()), plan, tp=2, inputs=lambda seed: {"input": torch.randn(2, 4, 16)}
+    )
+    assert {one.code for one in report.diagnostics if one.is_error} == ({code} if code else set())
 
 
 @pytest.mark.slow

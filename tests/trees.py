@@ -361,6 +361,8 @@ def mamba2_7b(layers: int = 64) -> ModuleTree:
             num_heads=heads, hidden_size=hidden, ssm_state_size=state, intermediate_size=inner, n_groups=groups,
             head_dim=64, conv_dim=channels,
         )  # fmt: skip
+        mixer = b.modules[f"{layer}.mixer"]
+        b.modules[mixer.name] = replace(mixer, training_reads=("conv1d", "norm", "out_proj"))
         b.add(
             f"{layer}.mixer.conv1d", "Conv1d", "depthwise", {"weight": (channels, 1, 4), "bias": (channels,)},
             groups=channels,

@@ -14,6 +14,7 @@ from .adapters import adapters_in, copies_of, layer_of, part_of, unwrapped
 from .config_numbers import Number, config_fields, config_numbers, module_numbers, own_numbers
 from .float8 import is_float8, plain_class
 from .ties import tied_groups
+from .training_code import training_reads
 
 KINDS: tuple[tuple[tuple[type[nn.Module], ...], ModuleKind], ...] = (
     ((nn.Linear,), "linear"),
@@ -146,6 +147,7 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
         numbers=module_numbers(layer),
         config=config,
         layer=path,
+        training_reads=training_reads(type(layer)),
     )
 
 

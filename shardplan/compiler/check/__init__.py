@@ -26,6 +26,7 @@ from . import (
     sequence,
     summed_outputs,
     tied_parameters,
+    training_kernels,
     vocabulary_size,
 )
 from .facts import Facts
@@ -50,6 +51,7 @@ _RULES = (
     expert_parallel,
     parameter_hooks,
     declared_stages,
+    training_kernels,
 )
 
 CHECKS: tuple[Callable[[Facts], Iterator[Diagnostic]], ...] = tuple(rule.check for rule in _RULES)

@@ -1,0 +1,72 @@
+"""Kernels that compute a module and those below it together in training, which skips the moves of these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
+from shardplan.core.plan import Assignment, Rule
+from shardplan.core.tree import full_name, named
+
+from .check_words import join
+from .declared_heads import PLAN
+from .facts import Facts
+
+KERNEL = Code(
+    code="SP315",
+    title="a kernel for training that skips moves",
+    text="""The code of the module hands parameters of modules below it to one function where `self.training` is true: a kernel that
+computes all of them together (`mamba_split_conv1d_scan_combined` of mamba_ssm). The forwards of these modules do not run then, and neither do the
+plan's moves at them: a row-wise matrix would give a partial sum, a norm over split features a mean of its own, without an error. Whether the
+kernel is installed is no part of a plan, so a plan that is right without it may be wrong elsewhere. `fused: false` in the module's rule keeps its code
+from that branch.""",
+    bad=PLAN.replace("    fused: false\n", ""),
+    good=PLAN,
+)
+
+CODES = (KERNEL,)
+
+
+def check(facts: Facts) -> Iterator[Diagnostic]:
+    """One finding for each rule of such modules, or of those below them."""
+    groups: dict[int, tuple[Rule, str, tuple[str, ...], list[str]]] = {}
+    for name, module in facts.resolved.tree.modules.items():
+        own = facts.resolved.modules.get(name)
+        if not module.training_reads or (own is not None and not own.rule.fused):
+            continue
+        found = {child: rule for child in module.training_reads if (rule := _rule(facts, full_name(name, child)))}
+        if found:
+            rule = own.rule if own is not None else next(iter(found.values()))
+            groups.setdefault(id(rule), (rule, module.class_name, tuple(found), []))[3].append(name)
+    for rule, class_name, children, names in groups.values():
+        own_rule = facts.resolved.modules.get(names[0])
+        yield Diagnostic(
+            code=KERNEL.code,
+            severity=Severity.ERROR,
+            message=f"{class_name} may compute {named(names)} in one kernel in training, with the parameters of {join(children, 'and')}: "
+            "what the plan does there would be skipped",
+            primary=Label(rule.location, "does not say `fused: false`" if own_rule is not None else "is skipped"),
+            help=f"write `fused: false` in {'this rule' if own_rule is not None else f'a rule for {named(names)}'}",
+            modules=tuple(names),
+        )
+
+
+def _rule(facts: Facts, name: str) -> Rule | None:
+    """The rule that splits a module or a parameter of it, or moves what crosses its boundary."""
+    module = facts.resolved.tree.modules.get(name)
+    if module is None:
+        return None
+    assigned = [facts.resolved.modules.get(name)]
+    assigned += [facts.resolved.parameters.get(full_name(name, one.name)) for one in module.parameters]
+    rules = (one for one in assigned if one is not None)
+    return next((one.rule for one in rules if _acts(facts, one)), None)
+
+
+def _acts(facts: Facts, assignment: Assignment) -> bool:
+    if facts.style(assignment).shards_parameters:
+        return True
+    one = facts.boundaries.get(assignment.name)
+    if one is None:  # of a parameter
+        return False
+    moves = any(source != move.destination for move in one.inputs for source in move.sources)
+    return moves or (one.output is not None and one.output.moves)
