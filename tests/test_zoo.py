@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan import verify
 from shardplan.language import builtin_plans, parse_plan
 from tests.model_settings import find, without_dropout
 from tests.zoo import image_text
-from tests.zoo.__main__ import page, right
+from tests.zoo.__main__ import lacks, page, reasons, right
 from tests.zoo.entry import Entry, counted_again, entry, has, made_again
 from tests.zoo.init import by_init
 from tests.zoo.table import read
@@ -79,6 +80,20 @@ def test_every_plan_is_for_a_type_of_the_table() -> None:
 def test_nothing_in_the_table_is_wrong() -> None:
     wrong = {name: text for name, found in TABLE.items() for text in found.verdicts.values() if not right(text)}
     assert wrong == {}
+
+
+def test_what_is_not_split_has_a_reason() -> None:
+    """Each type that has less split, or no sequence parallelism, names the line of the model's code that forbids it."""
+    short = {name: found for name, entry in TABLE.items() if (found := lacks(entry))}
+    assert {name: {what for what, *_ in found} for name, found in reasons().items()} == short
+
+
+def test_the_reasons_are_lines_of_the_code() -> None:
+    folder = Path(transformers.__file__).parent / "models"
+    for name, found in reasons().items():
+        for _, module, line, code, _ in found:
+            lines = (folder / module / f"modeling_{module}.py").read_text("utf-8").splitlines()
+            assert code in lines[line - 1], (name, module, line)
 
 
 def test_every_image_text_type_is_in_its_table() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -62,6 +64,36 @@ all ranks compute: they gather its rows forward and backward, and reduce-scatter
 layers that have fewer groups than ranks (Bamba, Granite hybrid, Zamba 2).
 """
 
+WHY = """
+## What stands in the way
+
+Types of whose layers less than 99 % are split, and those without sequence parallelism, each with the line of transformers {version} that
+stands in the way (tests/data/reasons.json, which tests/test_zoo.py compares with the code):
+
+"""
+REASONS = Path(__file__).parents[1] / "data" / "reasons.json"
+LEAST_SPLIT = 0.99
+
+
+def reasons() -> dict[str, list[tuple[str, str, int, str, str]]]:
+    """Type -> (what lacks: "split" or "sequence", module of transformers, line, its code, why)."""
+    return {name: [tuple(one) for one in found] for name, found in json.loads(REASONS.read_text("utf-8")).items()}
+
+
+def lacks(e: Entry) -> set[str]:
+    """What a type has less of than others."""
+    short = {"split": e.split < LEAST_SPLIT, "sequence": not e.has("sp")}
+    return {what for what, is_short in short.items() if is_short} if e.verdicts else set()
+
+
+def why() -> list[str]:
+    """A line for each reason."""
+    return [
+        f"- {name}, {'split' if what == 'split' else 'no sequence parallelism'}: modeling_{module}.py:{line}: `{code}`: {text}."
+        for name, found in sorted(reasons().items())
+        for what, module, line, code, text in found
+    ]
+
 
 def page(found: Sequence[Entry]) -> str:
     """The table as Markdown."""
@@ -83,7 +115,7 @@ def page(found: Sequence[Entry]) -> str:
             published(e),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [MORE, "## Refused checkpoints", ""]
+    lines += [MORE, WHY.format(version=transformers.__version__).strip(), "", *why(), "", "## Refused checkpoints", ""]
     known = {name: text for e in planned for name, text in e.checkpoints.items()}
     lines += [f"- {name}: {text}" for name, text in known.items() if not is_proven(text)]
     lines += ["", "## Without a plan", ""]
