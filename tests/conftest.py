@@ -38,6 +38,7 @@ QUICK = {
     "test_cli_lint",
     "test_cli_list",
     "test_conditions",
+    "test_fmt",
     "test_fuzz_parse",
     "test_generated",
     "test_lazy",

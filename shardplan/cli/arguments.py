@@ -201,6 +201,12 @@ def _lint(parser: Parser) -> None:
     findings_output(parser)
 
 
+def _fmt(parser: Parser) -> None:
+    parser.add_argument("plans", nargs="+", metavar="PLAN", help="plan files in YAML, or folders with such")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file would change")
+    parser.add_argument("--diff", action="store_true", help="as --check, and show what would change")
+
+
 def _list(parser: Parser) -> None:
     text = "print what the built-in plan for this model splits, and at which tp sizes; MODEL is as for validate"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
@@ -272,6 +278,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Check plans alone, without a model.",
         "shardplan lint plans/*.yaml --strict",
         _lint,
+    ),
+    "fmt": (
+        "Write plans in one form: indentation, blanks, empty lines; words, order and comments stay.",
+        "shardplan fmt plans --check",
+        _fmt,
     ),
     "list": (
         "List the model types and the built-in plan for each; of one model, what its plan splits and the tp sizes.",

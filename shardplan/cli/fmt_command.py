@@ -1,0 +1,51 @@
+"""`shardplan fmt`: plans in one form."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from difflib import unified_diff
+from pathlib import Path
+
+from shardplan.core.report import Report
+from shardplan.core.sources import SourceMap
+from shardplan.language.format_plan import format_plan
+from shardplan.language.parsing import parse_plan
+from shardplan.language.plan_files import CannotRead, is_file, read_text
+from shardplan.language.yaml_reader import read_yaml
+
+from .exits import CLEAN, FINDINGS, UsageError
+from .lint_command import plans_of
+from .output import finish, write_file
+
+
+def run(args: argparse.Namespace) -> int:
+    files = [file for word in args.plans for file in plans_of(word) if not file.lower().endswith(".json")]
+    if builtin := [file for file in files if not is_file(file)]:
+        raise UsageError(f"{builtin[0]} is no file: built-in plans are not formatted")
+    changed = 0
+    for file in dict.fromkeys(files):
+        try:
+            text = read_text(Path(file))
+        except CannotRead:
+            return finish(_findings(file), args)
+        if read_yaml(text, file).root is None:
+            return finish(_findings(file), args)
+        made = format_plan(text, file)
+        if made == text:
+            continue
+        changed += 1
+        if args.diff:
+            sys.stdout.writelines(unified_diff(text.splitlines(True), made.splitlines(True), file, file))
+        elif args.check:
+            print(f"{file}: would be formatted")
+        else:
+            write_file(file, made)
+    what = "would be formatted" if args.check or args.diff else "formatted"
+    print(f"{changed} of {len(dict.fromkeys(files))} files {what}", file=sys.stderr)
+    return FINDINGS if changed and (args.check or args.diff) else CLEAN
+
+
+def _findings(file: str) -> Report:
+    parsed = parse_plan(file)
+    return Report(parsed.diagnostics, sources=SourceMap(parsed.sources.files), plans=(file,))
