@@ -89,7 +89,6 @@ CHECKPOINTED = {"activation_checkpointing": {"modules": ["model.layers.*"]}}
 COMPILED = {"compile": {"modules": ["model.layers.*"], "backend": "aot_eager"}}
 WITH = {
     "checkpointing": replace(FAMILIES["llama"], options=CHECKPOINTED),
-    "compile": replace(FAMILIES["llama"], options=COMPILED),
     "a frozen first stage": replace(FAMILIES["llama"], change=adapters_at_the_end, max_norm=0.02),
     "a frozen last stage": replace(LLAMA, sizes=DP, change=adapters_at_the_start, max_norm=0.02),
 }
@@ -97,7 +96,7 @@ WITH = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH)
-@pytest.mark.proves("pp tp sp checkpointing", "pp tp sp compile", "pp tp sp lora", "pp fsdp2 lora")
+@pytest.mark.proves("pp tp sp checkpointing", "pp tp sp lora", "pp fsdp2 lora")
 def test_one_schedule_with(name: str) -> None:
     compare(WITH[name])
 
@@ -113,6 +112,7 @@ OTHERS = {
     "resharding, gpipe": replace(
         LLAMA, sizes=DP, schedule="gpipe", options={"data_parallel": {"reshard_after_forward": True}}
     ),
+    "compile": replace(FAMILIES["llama"], options=COMPILED),
     "compile, interleaved": replace(LLAMA, sizes=DP, schedule="interleaved", options=COMPILED),
     "balanced by cost": replace(
         TIED, sizes=DP, section={"layers": "model.layers.*"}, settings={"num_hidden_layers": 6}
@@ -138,7 +138,7 @@ OTHERS = {
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.proves("pp hsdp", "pp ddp", "pp fsdp2 compile", "pp fsdp2 checkpointing", "pp tp lora")
+@pytest.mark.proves("pp hsdp", "pp ddp", "pp tp sp compile", "pp fsdp2 compile", "pp fsdp2 checkpointing", "pp tp lora")
 def test_also(name: str) -> None:
     compare(OTHERS[name])
 

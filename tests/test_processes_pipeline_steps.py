@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.apply import phases
 
 TIED = Recipe("qwen2", {"pp": 2}, tied=True)
 SPLIT = Recipe("llama", {"pp": 2, "tp": 2})
@@ -248,3 +249,120 @@ def test_a_rank_that_dies_ends_all() -> None:
         on_ranks(2, dies, seconds=60.0)
     assert failed.value.errors[1] == "died with exit code 3"
     assert "a pipeline step failed on pp rank 0, which has the stages 0" in failed.value.errors[0]
+
+
+# Ranks that differ
+
+
+def another_batch() -> str:
+    recipe = Recipe("llama", {"pp": 2})
+    with pytest.raises(RuntimeError) as told:
+        pipeline_of(recipe).step(**batch(recipe, dist.get_rank(), 0))
+    return str(told.value)
+
+
+def test_stages_need_the_same_batch() -> None:
+    for text in on_ranks(2, another_batch):
+        assert "pipeline-parallel ranks need the same batch" in text and "input_ids on pp ranks [1]" in text
+
+
+def another_seed() -> str:
+    model = TIED.build()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.add_(dist.get_rank())
+    pipeline = _apply(model, {"pp": 2})
+    with pytest.raises(RuntimeError) as told:
+        pipeline.step(**batch(TIED, 0, 0))
+    return str(told.value)
+
+
+def test_copies_of_a_tied_parameter_are_compared() -> None:
+    for text in on_ranks(2, another_seed):
+        assert "different values of the tied parameter model.embed_tokens.weight = lm_head.weight" in text
+
+
+def one_cannot(monkeypatch: pytest.MonkeyPatch) -> str:
+    def fail(work: Any) -> bool:
+        raise ValueError("this rank cannot")
+
+    changed = tuple((name, fail if name == "compile" else phase) for name, phase in phases.PHASES)
+    if dist.get_rank() == 1:
+        monkeypatch.setattr(phases, "PHASES", changed)
+    with pytest.raises(RuntimeError) as told:
+        pipeline_of(Recipe("llama", {"pp": 2, "tp": 2}))
+    return str(told.value)
+
+
+def applying_fails_on_one() -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return one_cannot(monkeypatch)
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_apply_is_named_on_all() -> None:
+    first, *others = sorted(on_ranks(4, applying_fails_on_one), key=lambda text: "this rank cannot" not in text)
+    assert "failed in the step 'compile': this rank cannot" in first
+    assert all("failed in the step 'compile': rank 1 failed" in text for text in others)
+
+
+# A model of one's own
+
+
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 64), nn.Linear(64, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 32):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, width), nn.Linear(width, 64)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(4))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+NET_PLAN = {
+    "version": "1",
+    "name": "net",
+    "tensor_parallel": {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+    "data_parallel": {"units": ["blocks.*"]},
+    "pipeline_parallel": {"layers": "blocks.*"},
+}
+
+
+def some_ids(seed: int) -> dict[str, Tensor]:
+    return {"input_ids": torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(seed))}
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def of_ones_own() -> tuple[float, dict[str, Tensor | None], str]:
+    mesh, ids = shardplan.build_mesh(pp=2, tp=2), some_ids(1)["input_ids"]
+    pipeline = shardplan.apply_pipeline(net(), mesh, NET_PLAN, micro_batches=4, loss_fn=nll, inputs=some_ids)
+    loss = pipeline.step(input_ids=ids, labels=ids)
+    gradients = {name: gradient for name, _, gradient in shardplan.full_parameters(pipeline, gradients=True)}
+    return loss.item(), gradients, shardplan.applied(pipeline).proof
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own_is_proven_and_right() -> None:
+    model, ids = net(), some_ids(1)["input_ids"]
+    expected = nll(model(ids), ids) / ids.numel()
+    expected.backward()
+    for loss, gradients, proof in on_ranks(4, of_ones_own):
+        assert loss == pytest.approx(expected.item(), rel=1e-6)
+        assert "proven" in proof and "not proven" not in proof
+        for name, parameter in model.named_parameters():
+            assert relative_error(gradients[name], parameter.grad) <= TOLERANCE[torch.float32], name

@@ -29,7 +29,7 @@ from .hand_over import Handing, HandOvers
 from .micro_batch_inputs import Inputs, read_inputs
 from .stage_forward import Call
 from .step_loss import LossFunction, StepLoss, count_by_step, tokens_of, zero_like_loss
-from .tied_copies import copies_of
+from .tied_copies import compare_copies, copies_of
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class Pipeline(Parted):
         ):
             count_by_step(last, lambda: self._call.loss)
         self._entrance = _Entrance()
+        self._uncompared = compare
         if compare:
             for axis, one in ((Axis.PP, mesh.pp), (Axis.TP, mesh.tp)):
                 if one is not None and one.size() > 1:
@@ -225,6 +226,9 @@ class Pipeline(Parted):
         if tokens is None:
             tokens = self._tokens(given.tensors.get("labels"))
         self._entrance(**inputs)
+        if train and self._uncompared:
+            compare_copies(self.copies, self.group, self.device)
+            self._uncompared = False
         self._call.constants = given.constants
         self._call.loss = StepLoss(tokens, self.micro_batches * calls, replicas, self.loss_function)
         try:

@@ -24,16 +24,10 @@ class StageRanks(Ranks):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        try:
-            with self.everyone.step():
-                try:
-                    with super().step():
-                        yield
-                except OtherRankFailed as error:  # in this stage: the other stages learn it here
-                    raise _InThisStage(str(error)) from error
-        except _InThisStage as error:
-            raise OtherRankFailed(str(error)) from error
-
-
-class _InThisStage(RuntimeError):
-    """A rank of the same stage failed. Unlike `OtherRankFailed`, it is reported to all ranks."""
+        with self.everyone.step():
+            try:
+                with super().step():
+                    yield
+            except OtherRankFailed:
+                self.everyone.go_on()  # the rank that failed reports it to all now
+                raise

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from shardplan.runtime.apply.same_weights import checksum
+
 
 @dataclass(frozen=True)
 class Copies:
@@ -117,3 +119,30 @@ def copies_of(
         own = {stage: parts[stage] for stage in names if stage in parts}
         found.append(Copies(names, {stage: owners[stage] for stage in names}, own))
     return tuple(found)
+
+
+def compare_copies(every: Sequence[Copies], group: ProcessGroup, device: torch.device) -> None:
+    """Compare the copies of tied parameters over the stages that have them. A collective over pp.
+
+    Raises:
+        RuntimeError: they differ, which every rank raises.
+    """
+    if not every:
+        return
+    mine = torch.zeros(
+        len(every), 2, dtype=torch.int64, device=device
+    )  # whether it is here, and a number for its values
+    for i, copies in enumerate(every):
+        sums = [checksum(_local(parameter)) for parameter in copies.own.values()]
+        if sums:
+            same = all(torch.equal(one, sums[0]) for one in sums)
+            mine[i] = torch.stack([torch.ones_like(sums[0]), sums[0] if same else sums[0] - 1]).to(device)
+    table = mine.repeat(dist.get_world_size(group), 1, 1)
+    dist.all_gather(list(table.unbind()), mine, group=group)
+    for i, copies in enumerate(every):
+        values = {number for there, number in table[:, i].tolist() if there}
+        if len(values) > 1:
+            raise RuntimeError(
+                f"the stages have different values of the tied parameter {' = '.join(copies.names.values())}: load a checkpoint, "
+                "or build the model from one seed on all ranks"
+            )
