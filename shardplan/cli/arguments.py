@@ -207,6 +207,12 @@ def _fmt(parser: Parser) -> None:
     parser.add_argument("--diff", action="store_true", help="as --check, and show what would change")
 
 
+def _lsp(parser: Parser) -> None:
+    text = f"complete, explain and check names of this model's modules; without it, the language alone. {MODEL_HELP}"
+    parser.add_argument("--model", metavar="MODEL", help=text)
+    model_options(parser)
+
+
 def _list(parser: Parser) -> None:
     text = "print what the built-in plan for this model splits, and at which tp sizes; MODEL is as for validate"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
@@ -283,6 +289,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Write plans in one form: indentation, blanks, empty lines; words, order and comments stay.",
         "shardplan fmt plans --check",
         _fmt,
+    ),
+    "lsp": (
+        "Serve editors over standard input and output: findings, completion, hover (needs the extra `lsp`).",
+        "shardplan lsp --model qwen3",
+        _lsp,
     ),
     "list": (
         "List the model types and the built-in plan for each; of one model, what its plan splits and the tp sizes.",

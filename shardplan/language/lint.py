@@ -85,7 +85,11 @@ def lint_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str |
     Raises:
         TypeError: as `parse_plan`.
     """
-    parsed = parse_plan(source, name=name)
+    return lint_parsed(parse_plan(source, name=name))
+
+
+def lint_parsed(parsed: Parsed) -> Parsed:
+    """A plan that was read, with the findings that need no model."""
     if parsed.plan is None:
         return parsed
     findings = Findings(parsed.plan.file)
