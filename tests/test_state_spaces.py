@@ -223,6 +223,7 @@ def test_a_number_that_a_rank_has_no_value_for_is_a_finding(expression: str) -> 
         "output": "all_reduce",
         "divide": ["num_heads", "intermediate_size", "n_groups"],
         "set": {"conv_dim": expression},
+        "fused": False,
     }
     plan = child("mamba2", {"backbone.layers.*.mixer": mixer})
     report = shardplan.validate(Model("mamba2", settings={"n_groups": 2}), plan, tp=2, proof=False)
