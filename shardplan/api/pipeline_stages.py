@@ -72,6 +72,7 @@ def apply_pipeline(
         RuntimeError: ranks compiled different programs (untouched), or a step failed on one of them (the model is unusable
             then).
     """
+    from shardplan.proof.prove_stages import prove_pipeline_on_first_rank
     from shardplan.proof.stage import Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
@@ -115,7 +116,8 @@ def apply_pipeline(
         layout = lay_out(plan_mesh, program.resolved, record, stages_per_rank, micro_batches, balance)
         agreement.say(f"{intention(program)}\nautocast {autocast}\n{layout.cut}\n{record.name} {micro_batches}")
     proof = "not proven: it cannot be (allow_unproven)"
-    if (plan_mesh.sizes.tp or 1) == 1:
+    split = (plan_mesh.sizes.tp or 1) > 1
+    if not split:
         proof = "data parallel only: nothing is split"
     elif not prove:
         proof = "not proven: prove=False"
@@ -125,6 +127,10 @@ def apply_pipeline(
         found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
         raise_errors(found, compiled.given.sources, strict=strict)
         warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"
+    if prove and compiled.reduced_model is not None and compiled.staged is not None and compiled.staged.ok:
+        found = prove_pipeline_on_first_rank(compiled.reduced_model, compiled.staged, plan_mesh.sizes.pp, mesh)
+        raise_errors(found, compiled.given.sources, strict=strict)
+        proof = proof if split else "proven before it was applied, on a reduced model"
     originals = Originals(model)
     pipeline = apply_stages(
         model,

@@ -8,17 +8,20 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.compiler.check.field_places import field_label
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.layout.stage_plan import StagedPlan
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.core.diagnostics import Diagnostic, Label, PlanError, Severity
+from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import Comparison, PipelineProof, VerifyReport
 from shardplan.core.stages import PipelineCut
 from shardplan.model.model_findings import reason
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
+from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
@@ -46,6 +49,19 @@ def with_pipeline(
     assert staged.resolved is not None
     about = pipeline_findings(proof, field_label(staged.resolved.pipeline_parallel, "layers"))
     return replace(report, pipeline=proof, seconds=report.seconds + time.monotonic() - start), about
+
+
+@reduced_runs()
+def prove_pipeline_on_first_rank(
+    reduced: ModelLayouts, staged: StagedPlan, pp: int, mesh: DeviceMesh
+) -> tuple[Diagnostic, ...]:
+    """What the proof of a plan's pipeline stages finds. The first rank of the mesh proves, and sends the result to the others."""
+
+    def answer() -> tuple[Diagnostic, ...]:
+        report = VerifyReport(reduced.found.name, "", MeshSizes(pp=pp), ())
+        return with_pipeline(report, reduced, staged)[1]
+
+    return on_first_rank(answer, mesh)
 
 
 def reduced_cut(staged: StagedPlan, pp: int) -> PipelineCut:
