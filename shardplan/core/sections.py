@@ -212,7 +212,9 @@ class PipelineParallel(Section):
     """How the model is cut into the stages of a pipeline, where the mesh has several ranks on its axis `pp`."""
 
     layers: Glob | None = option(
-        None, "The repeated blocks, elements of one list, which run one after another.", "model.layers.*"
+        None,
+        "The repeated blocks, elements of one list, which run one after another; `none` removes an inherited section.",
+        "model.layers.*",
     )
     first: tuple[Glob, ...] = option(
         (),

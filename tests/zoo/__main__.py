@@ -19,6 +19,7 @@ from .checkpoints import with_checkpoints  # noqa: E402
 from .entry import SIZES, Collectives, Entry, counted_again, has, made_again  # noqa: E402
 from .experts import with_experts  # noqa: E402
 from .init import by_init as made_by_init  # noqa: E402
+from .pipelines import proven, with_pipeline  # noqa: E402
 from .table import arguments, fill, read  # noqa: E402
 
 HEAD = """# Model types
@@ -29,6 +30,9 @@ and what was proven on a reduced model of its default configuration (where that 
 model's. "size" says that the default configuration does not allow the size, "none" that the plan has no
 sequence_parallel section.
 
+- "pp": what crosses a cut between two blocks, where the plan's section pipeline_parallel is proven: nothing else does in the recorded run of
+  the reduced model, and its blocks, a stage each, compute the unsharded model's outputs, gradients and buffers. "a tie": a parameter
+  that stands in two stages (`python -m tests.zoo --pipelines`).
 - "split": the share of the parameters inside the layers of the default configuration that is split over tensor-parallel
   ranks; what is whole is named where it is at least a hundredth of them.
 - "collectives": of a step of the reduced model at tp 2, forward + backward, with TP and with TP + SP; "of" the fewest that the
@@ -42,7 +46,7 @@ sequence_parallel section.
 - "checkpoints": how many of the type's published checkpoints (tests/data/published) are proven at tp 2 (`python -m tests.zoo --checkpoints`).
 
 {types} types: {tp} right with tensor parallelism and something inside the layers split, {sp} of them with sequence
-parallelism too, {wrong} wrong; {experts} right with expert parallelism. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
+parallelism too, {wrong} wrong; {experts} right with expert parallelism, {pipelines} in pipeline stages. Of the {init} for which it was run, `init` is right for {init_tp}, with sequence parallelism
 for {init_sp}, wrong for {init_wrong}; with TP it communicates at the minimum for {init_least}, {init_fewest} of them with the
 fewest collectives.
 
@@ -100,7 +104,7 @@ def page(found: Sequence[Entry]) -> str:
     planned = [e for e in found if e.verdicts]
     columns = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
     titles = [f"{'TP' if column[0] == 't' else 'SP'} {column[2:]}" for column in columns]
-    head = ["model type", "plan", *titles, "EP", "split", "collectives", "init", "checkpoints"]
+    head = ["model type", "plan", *titles, "EP", "pp", "split", "collectives", "init", "checkpoints"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for e in planned:
         said = [e.verdicts[column].replace("|", "\\|") for column in columns]
@@ -109,6 +113,7 @@ def page(found: Sequence[Entry]) -> str:
             f"[{e.plan}](../plans/{e.plan}.yaml)",
             *said,
             (e.experts or "-").replace("|", "\\|"),
+            (e.pipeline[:160] or "-").replace("|", "\\|"),
             share(e),
             communication(e),
             by_init(e),
@@ -129,6 +134,7 @@ def page(found: Sequence[Entry]) -> str:
             sp=sum(e.has("sp") for e in good),
             wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
             experts=sum(e.experts == "right" for e in found),
+            pipelines=sum(proven(e.pipeline) for e in found),
             init=sum(bool(e.init) for e in found),
             init_tp=sum(has(e.init, "tp") for e in found),
             init_sp=sum(has(e.init, "tp") and has(e.init, "sp") for e in found),
@@ -200,6 +206,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--init", action="store_true", help="what `shardplan init` writes, not the built-in plans")
     parser.add_argument("--count", action="store_true", help="count again what the plans communicate; prove nothing")
     parser.add_argument("--checkpoints", action="store_true", help="the published checkpoints; prove nothing else")
+    parser.add_argument(
+        "--pipelines", action="store_true", help="the plans cut into pipeline stages; prove nothing else"
+    )
     parser.add_argument("--experts", action="store_true", help="the plans with experts distributed; prove nothing else")
     args = parser.parse_args(argv)
     known = read(args.table)
@@ -209,6 +218,8 @@ def main(argv: list[str]) -> int:
         make, said = made_by_init, lambda e: (e.init, e.init_more)
     if args.checkpoints:
         make, said = with_checkpoints, lambda e: e.checkpoints
+    if args.pipelines:
+        make, said = with_pipeline, lambda e: e.pipeline
     if args.experts:
         make, said = with_experts, lambda e: e.experts
     found = fill(rows, make, page, said, **vars(args))

@@ -57,6 +57,8 @@ class Entry:
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
         checkpoints: the published checkpoints of the type -> "TP", "TP, SP" (what is proven), or why they are refused.
         experts: "right" where the plan is proven with its experts distributed, or what is wrong; empty where it distributes none.
+        pipeline: what crosses a cut into pipeline stages, where the plan's section is proven ("one tensor", "one tensor and a tie");
+            "none" without a section; else what is wrong. Empty where there is no plan.
         reason: why there is no plan, or no verdict.
         images: the kinds of input beside text that the verdicts are of: "image", "video", "audio".
         unseen: why images that the model takes are not among them.
@@ -76,6 +78,7 @@ class Entry:
     init_more: list[str] = field(default_factory=list)
     checkpoints: dict[str, str] = field(default_factory=dict)
     experts: str = ""
+    pipeline: str = ""
     reason: str = ""
     images: list[str] = field(default_factory=list)
     unseen: str = ""
@@ -119,7 +122,7 @@ def made_again(before: Entry) -> Entry:
     """The entry of a type, with what is known beside its proofs. Not in the file that is run, which other processes cannot
     import.
     """
-    kept = {field: getattr(before, field) for field in ("init", "init_more", "checkpoints", "experts")}
+    kept = {field: getattr(before, field) for field in ("init", "init_more", "checkpoints", "experts", "pipeline")}
     return replace(entry(before.name), **kept)
 
 

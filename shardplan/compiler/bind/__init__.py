@@ -12,7 +12,7 @@ from shardplan.core.tree import ModuleTree
 from shardplan.language.inherit import effective_sections
 from shardplan.language.limits import MAX_FINDINGS
 from shardplan.language.parse_findings import TOO_LARGE
-from shardplan.styles import STYLES
+from shardplan.styles import NONE, STYLES
 
 from .assignments import BOTH, CONFLICT, TWICE, assign, findings, layers
 from .combine import CONTRADICTION, contradictions
@@ -61,7 +61,10 @@ def bind(
     checkpointed, about_checkpointed = wrapped(recomputed, names, units, every=recomputed.every if recomputed else 1)
     compiled, about_compiled = wrapped(sections.compile, names, units)
     sums, about_sums = declared_sums(plan, tree, names, overlays)
-    parts, about_parts = pipeline_parts(sections.pipeline_parallel, names)
+    staged = sections.pipeline_parallel
+    if staged is not None and staged.layers == NONE:
+        staged = None
+    parts, about_parts = pipeline_parts(staged, names)
     assignments = assign(stack, names)
     resolved = ResolvedPlan(
         plan=plan,
@@ -79,7 +82,7 @@ def bind(
         ac_modules=checkpointed,
         compile_modules=compiled,
         sums=sums,
-        pipeline_parallel=sections.pipeline_parallel,
+        pipeline_parallel=staged,
         pp_blocks=parts.blocks,
         pp_first=parts.first,
         pp_last=parts.last,
