@@ -20,7 +20,7 @@ from tests.model_settings import without_dropout
 from .entry import Entry
 from .experts import config_of
 
-STAGES, TP = 2, 2
+STAGES, TP = 3, 2
 
 
 def with_pipeline(before: Entry) -> Entry:
@@ -50,7 +50,7 @@ def judged(found: FoundModel) -> str:
     wrong = [d for d in (*about, *check(resolved)) if d.is_error]
     if wrong:
         return _said(wrong[0])
-    reduced = ModelLayouts(found, TP)
+    reduced = ModelLayouts(found, TP, pp=STAGES)
     staged = staged_plan(plan, reduced)
     _, unknown = with_stages(resolved, staged)
     if (wrong := [d for d in (*staged.findings, *unknown) if d.is_error]) or not staged.ok:

@@ -33,6 +33,7 @@ from .token_by_token import token_findings
 from .unsummed import acting, dropping
 
 MOST_HEADS_TIMES = 4  # as many heads as usual
+STAGES = 3  # a first, a middle and a last one
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,11 @@ class ModelLayouts:
         found: the model.
         tp, ep: the sizes of the axes.
         heads_times: how many times as many heads as usual its reduced model has; `fit` may choose more.
+        pp: of that axis; with several stages the reduced model has blocks for a first, a middle and a last one.
     """
 
-    def __init__(self, found: FoundModel, tp: int, ep: int = 1, heads_times: int = 1):
-        self.found, self.tp, self.ep, self.heads_times = found, tp, ep, heads_times
+    def __init__(self, found: FoundModel, tp: int, ep: int = 1, heads_times: int = 1, pp: int = 1):
+        self.found, self.tp, self.ep, self.heads_times, self.pp = found, tp, ep, heads_times, pp
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
 
@@ -73,7 +75,12 @@ class ModelLayouts:
         # Experts one by one: grouped multiplications want sizes that a reduced model's shards may not have, and no float64.
         experts = "eager" if self.found.config is not None else None
         return make_reduced_model(
-            self.found, tp=self.tp, ep=self.ep, experts_implementation=experts, heads_times=self.heads_times
+            self.found,
+            tp=self.tp,
+            ep=self.ep,
+            experts_implementation=experts,
+            heads_times=self.heads_times,
+            layers=min(self.pp, STAGES),
         )
 
     def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
@@ -85,7 +92,7 @@ class ModelLayouts:
         """
         variants = tuple(overlays)
         for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
-            larger = ModelLayouts(self.found, self.tp, self.ep, times)
+            larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp)
             if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
                 self.heads_times = times
                 vars(self).pop("reduced_model", None)

@@ -44,13 +44,13 @@ class Kept:
 
 
 def candidates(
-    tree: ModuleTree, count: int, config: Mapping[str, Any], others: Sequence[Hashable] = ()
+    tree: ModuleTree, count: int, config: Mapping[str, Any], others: Sequence[Hashable] = (), least: int = 1
 ) -> tuple[Kept, ...]:
     """Choices of layers to try, the fewest first: the first of each kind; all layers up to there, which rules
     like "every fourth layer" need; the same with the first two of each kind, which layers that share weights
     need.
 
-    Where all layers are of one kind, there are two.
+    Where all layers are of one kind, there are two. With `least` there are at least so many, as far as the model has them.
 
     Layers are of one kind if they have the same modules, parameters and flags, and the same entries in every
     list of the configuration that has one entry per layer, and among `others`, where these are given.
@@ -68,7 +68,14 @@ def candidates(
             twice.append(i)
     fewest = first if len(seen) > 1 else twice
     choices = (fewest, range(fewest[-1] + 1), twice, range(twice[-1] + 1))
-    return tuple(Kept(count, layers) for layers in dict.fromkeys(tuple(choice) for choice in choices))
+    enough = (_at_least(least, tuple(choice), count) for choice in choices)
+    return tuple(Kept(count, layers) for layers in dict.fromkeys(enough))
+
+
+def _at_least(least: int, layers: tuple[int, ...], count: int) -> tuple[int, ...]:
+    """The layers, and the first of the others that are missing to a number of them."""
+    more = [i for i in range(count) if i not in layers][: max(0, least - len(layers))]
+    return tuple(sorted((*layers, *more)))
 
 
 def kinds(tree: ModuleTree, count: int, config: Mapping[str, Any]) -> list[Signature]:

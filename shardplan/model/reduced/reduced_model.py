@@ -104,6 +104,7 @@ def make_reduced_model(
     experts_implementation: str | None = None,
     inputs: Inputs | None = None,
     heads_times: int = 1,
+    layers: int = 1,
 ) -> ReducedModel:
     """A reduced model.
 
@@ -125,6 +126,7 @@ def make_reduced_model(
             default.
         heads_times: how many times as many heads as usual: of models whose plan splits groups of heads.
         inputs: seed -> keyword arguments of its `forward`; of a transformers model's also (seed, reduced configuration) ->.
+        layers: at least so many, as far as the original has them.
 
     Raises:
         PlanError: SP520, SP521, SP522, SP524, SP526.
@@ -155,7 +157,7 @@ def make_reduced_model(
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
     reduced_config, kept, adapted = reduced_config_of(
-        config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied, heads_times=heads_times
+        config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied, heads_times=heads_times, least=layers
     )
     build = maker(cls, reduced_config, adapted, seed, {"dtype": dtype, **options})
     if tied is not None and bool(tree_of(build()).tied) != tied:

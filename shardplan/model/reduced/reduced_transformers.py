@@ -90,6 +90,7 @@ def reduced_config_of(
     ep: int = 1,
     tied: bool | None,
     heads_times: int = 1,
+    least: int = 1,
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
     that adds the adapters and the live model's changes to its model."""
@@ -99,7 +100,7 @@ def reduced_config_of(
     lists = layer_lists(tree, count)
     failures: list[str] = []
     others = [live.of_layer(lists, i) for i in range(count)] if live is not None and lists else ()
-    for kept in candidates(tree, count, vars(text), others):
+    for kept in candidates(tree, count, vars(text), others, least):
         try:
             reduced = reduced_config(
                 config, tp=tp, ep=ep, seq_len=sequence_length(tp), kept=kept, tied=tied, heads_times=heads_times
