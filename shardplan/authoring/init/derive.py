@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check, half_covered
@@ -24,6 +25,7 @@ from .init_sums import with_sums
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solver
+from .stages import pipeline_section
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = tuple(code.code for code in half_covered.CODES)
@@ -55,6 +57,7 @@ class Derived:
         tries: how many runs of drafts it took.
         no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
         no_experts: the reason against expert parallelism, likewise.
+        pipeline: the fields of `pipeline_parallel`; None where the model cannot be cut into stages.
     """
 
     draft: Draft
@@ -63,6 +66,7 @@ class Derived:
     tries: int
     no_overlay: str | None = None
     no_experts: str | None = None
+    pipeline: dict[str, Any] | None = None
 
 
 def derive(
@@ -113,7 +117,8 @@ def derive(
     distributed = with_distributed(ModelLayouts(found, tp, tp), result) if expert_parallel else result
     no_experts = distributed if isinstance(distributed, str) else None
     result = result if isinstance(distributed, str) else distributed
-    return Derived(result, benches[0].tree, tuple(whole), MOST_TRIES - board.left, reason, no_experts)
+    pipeline = pipeline_section(benches, found.tree)
+    return Derived(result, benches[0].tree, tuple(whole), MOST_TRIES - board.left, reason, no_experts, pipeline)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:

@@ -92,8 +92,8 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
     )
     draft = derived.draft.addressed(derived.tree)
     return NewPlan(
-        text=plan_text(heading, draft, derived.tree, units),
-        document=document(heading, draft, units),
+        text=plan_text(heading, draft, derived.tree, units, derived.pipeline),
+        document=document(heading, draft, units, derived.pipeline),
         diagnostics=kept,
         tries=derived.tries,
     )

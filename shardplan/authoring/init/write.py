@@ -35,12 +35,19 @@ class Heading:
     notes: tuple[str, ...] = ()
 
 
-def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Sequence[str] = ()) -> str:
+def plan_text(
+    heading: Heading,
+    draft: Draft,
+    tree: ModuleTree | None,
+    units: Sequence[str] = (),
+    pipeline: Mapping[str, Any] | None = None,
+) -> str:
     """The file as YAML.
 
     Args:
         tree: the model that rules are ordered by; None leaves them as they are.
         units: patterns of the modules that data parallelism wraps.
+        pipeline: the fields of `pipeline_parallel`; None: no such section.
     """
     lines = ['version: "1"', f"name: {_scalar(heading.name)}", f"description: {_scalar(heading.description)}"]
     lines += [f"models: [{', '.join(heading.models)}]"] if heading.models else []
@@ -60,10 +67,18 @@ def plan_text(heading: Heading, draft: Draft, tree: ModuleTree | None, units: Se
     if units:
         lines += ["data_parallel:", "  backend: fsdp2", f"  units: [{', '.join(map(_scalar, units))}]"]
         lines += ["  reshard_after_forward: all_but_last", ""]
+    if pipeline is not None:
+        lines += ["pipeline_parallel:", *(f"  {field}: {_value(value)}" for field, value in pipeline.items()), ""]
     return "\n".join(lines[:-1]) + "\n"
 
 
-def document(heading: Heading, draft: Draft, units: Sequence[str] = ()) -> dict[str, Any]:
+def _value(value: str | Sequence[str]) -> str:
+    return _scalar(value) if isinstance(value, str) else f"[{', '.join(map(_scalar, value))}]"
+
+
+def document(
+    heading: Heading, draft: Draft, units: Sequence[str] = (), pipeline: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The same as data."""
     found = draft.document(heading.name) | {"description": heading.description}
     if heading.models:
@@ -74,6 +89,8 @@ def document(heading: Heading, draft: Draft, units: Sequence[str] = ()) -> dict[
             "units": list(units),
             "reshard_after_forward": "all_but_last",
         }
+    if pipeline is not None:
+        found["pipeline_parallel"] = dict(pipeline)
     return found
 
 
@@ -170,14 +187,14 @@ def _entry(pattern: str, options: Options) -> Iterator[str]:
         return
     yield f"  {key}:"
     for name, value in options.items():
-        yield f"    {name}: {_value(value)}"
+        yield f"    {name}: {_option_value(value)}"
 
 
 def _text(options: Options) -> str:
-    return f"{{{', '.join(f'{name}: {_value(value)}' for name, value in options.items())}}}"
+    return f"{{{', '.join(f'{name}: {_option_value(value)}' for name, value in options.items())}}}"
 
 
-def _value(value: object) -> str:
+def _option_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_value, value))}]"
     if isinstance(value, bool):
