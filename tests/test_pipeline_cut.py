@@ -350,19 +350,44 @@ def test_the_proof_catches_an_inlet_one_block_off(by: int, monkeypatch: pytest.M
         assert any(row.verdict == "differs" for row in rows)
 
 
+class Writes(Stack):
+    """The code changes in place what an embedding returns."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        hidden *= 2.0
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def test_what_is_changed_in_place_has_memory_in_other_stages():
+    found = staged(Writes())
+    assert found.ok and reduced_cut(found, 2).written == ("embed",)
+    assert reduced_cut(staged(Stack()), 2).written == ()
+    assert shardplan.verify(Writes(), PLAN, pp=2).ok
+
+
 def test_a_model_that_raises_in_a_stage_is_a_finding():
-    """The code changes in place what an embedding returns, which in other stages is one zero seen everywhere."""
+    """The code looks at a parameter of another stage's block, without an operation of torch."""
 
-    class Writes(Stack):
-        def forward(self, input_ids: Tensor) -> Tensor:
-            hidden = self.embed(input_ids)
-            hidden *= 2.0
-            for block in self.blocks:
-                hidden = block(hidden)
-            return self.head(hidden)
+    class Looks(Stack):
+        def between(self, block: Any, hidden: Tensor, ids: Tensor) -> Tensor:
+            return block(hidden) * len(block.linear.weight)
 
-    report = shardplan.validate(Writes(), PLAN, pp=2)
+    report = shardplan.validate(Looks(), PLAN, pp=2)
     assert [d.code for d in report.errors] == ["SP436"] and not report.proven
+
+
+def test_without_a_run_what_the_plan_does_not_name_has_no_stage():
+    class NoInputs(Stack):
+        def forward(self, input_ids: Any, other: Any) -> Tensor:
+            return super().forward(input_ids) + other.unknown
+
+    refused = shardplan.validate(NoInputs(), PLAN, pp=2, allow_unproven=True)
+    assert [d.code for d in refused.errors] == ["SP432"]
+    named = {**PLAN, "pipeline_parallel": {"layers": "blocks.*", "first": ["embed"], "last": ["head"]}}
+    assert shardplan.validate(NoInputs(), named, pp=2, allow_unproven=True).ok
 
 
 # The model itself

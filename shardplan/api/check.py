@@ -59,7 +59,7 @@ def validate(
             overlay where `sequence_parallel` is True and an expert-parallel section where the mesh has several ep ranks) or "hf"
             (the model's own tp_plan).
         mesh: a DeviceMesh, or sizes by axis, `{"tp": 8, "dp_shard": 4}`; instead of it the keywords `tp`, `dp_shard`,
-            `dp_replicate`, `cp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
+            `dp_replicate`, `cp`, `ep`, `pp`. Without tp, what holds for every size is checked, the rest at the smallest size above 1
             that the model allows.
         sequence_parallel: check the plan with, or without, its overlay; None checks both.
         seq_len: the sequence length in tokens, to check its divisibility.

@@ -24,6 +24,7 @@ def pipeline_cut(resolved: ResolvedPlan, sizes: Iterable[int]) -> PipelineCut:
         last=resolved.pp_last,
         handed=resolved.pp_handed,
         results=resolved.pp_results,
+        written=resolved.pp_written,
     )
     ties = tuple(group for group in resolved.tree.tied if len({cut.stage_of(name) for name in group}) > 1)
     return replace(cut, ties=ties)

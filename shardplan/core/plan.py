@@ -309,6 +309,7 @@ class ResolvedPlan:
         pp_carried: the modules whose output later stages get too.
         pp_handed: what of it, as that run shows.
         pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
+        pp_written: as `PipelineCut.written`, likewise.
     """
 
     plan: PlanFile
@@ -337,6 +338,7 @@ class ResolvedPlan:
     pp_carried: tuple[str, ...] = ()
     pp_handed: tuple[HandedOn, ...] = ()
     pp_results: int = 0
+    pp_written: tuple[str, ...] = ()
 
     @property
     def sequence_parallel(self) -> bool:

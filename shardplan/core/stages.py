@@ -36,6 +36,7 @@ class PipelineCut:
             and the module's stub returns it there.
         ties: the names of each parameter that stands in several stages; each has a copy, and their gradients are added.
         results: how many results a block returns, in a tuple or list; 0: one tensor.
+        written: modules of the first stage whose result the model's code changes in place: their stubs return zeros that have memory.
     """
 
     blocks: tuple[str, ...]
@@ -45,6 +46,7 @@ class PipelineCut:
     handed: tuple[HandedOn, ...] = ()
     ties: tuple[tuple[str, ...], ...] = ()
     results: int = 0
+    written: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert sum(self.sizes) == len(self.blocks) and min(self.sizes) >= 1, self

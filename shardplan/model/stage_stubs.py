@@ -182,7 +182,7 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
         elif name in carried:
             pass
         elif name in cut.first:
-            _set_forward(stub, _of_first(modules[name], stub, flow))
+            _set_forward(stub, _of_first(modules[name], stub, flow, dense=name in cut.written))
         _replace(model, name, stub)
     return stage
 
@@ -248,8 +248,8 @@ def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:
     return forward
 
 
-def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow) -> Callable[..., Any]:
-    """Zeros of the shape that a module returns, without memory. Its weight is read as zeros too: code that looks a row up to
+def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool) -> Callable[..., Any]:
+    """Zeros of the shape that a module returns, without memory unless they are `dense`. Its weight is read as zeros too: code that looks a row up to
     fill what is padded finds one."""
     kind = kind_of(original)
     width, dtype = None, None
@@ -270,7 +270,8 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow) -> Callable[...
         if width is None:
             return given
         shape = given.shape if kind == "embedding" else given.shape[:-1]
-        return torch.zeros((), dtype=flow.dtype or dtype, device=given.device).expand(*shape, width)
+        zeros = torch.zeros((), dtype=flow.dtype or dtype, device=given.device).expand(*shape, width)
+        return zeros.contiguous() if dense else zeros
 
     return forward
 

@@ -43,7 +43,7 @@ def judged(found: FoundModel) -> str:
     """
     plan = auto_plan(found.tree).plan
     assert plan is not None
-    sizes = MeshSizes(tp=1, pp=STAGES)
+    sizes = MeshSizes(tp=1, pp=2)
     resolved, about = bind(plan, found.tree, sizes)
     if resolved.pipeline_parallel is None:
         return "none"

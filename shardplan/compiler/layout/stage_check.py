@@ -31,6 +31,7 @@ class CutFacts:
         handed: what is handed on of carried modules.
         idle: carried modules of whose output no later stage reads anything.
         unnamed: carried modules whose output is neither a tensor nor a tuple of tensors.
+        written: as `PipelineCut.written`.
         results: as `PipelineCut.results`; None where the blocks return something else than a tensor or a tuple.
         run: the run that the crossings are of.
     """
@@ -45,6 +46,7 @@ class CutFacts:
     idle: tuple[str, ...] = ()
     unnamed: tuple[str, ...] = ()
     results: int | None = 0
+    written: tuple[str, ...] = ()
     run: StageRun | None = None
 
     @property
@@ -84,10 +86,11 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
     lengths = _lengths(benches[0], (*parts.blocks, *parts.carried))
     of_blocks = {lengths.get(name) for name in parts.blocks}
     crossings: dict[tuple[int, str], Crossing] = {}
-    apart, shared, used = set[str](), set[str](), set[tuple[str, str]]()
+    apart, shared, written, used = set[str](), set[str](), set[str](), set[tuple[str, str]]()
     first_run = None
     for run in (StageRun(bench.reference, tree, whole) for bench in benches):
         shared.update(_shared(run))
+        written |= run.written()
         for cut in range(len(parts.blocks)):
             for last in (False, True):
                 reads = run.reads_of(cut, last=last)
@@ -108,6 +111,7 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
         handed=handed,
         idle=tuple(name for name in parts.carried if not any(module == name for module, _ in used)),
         unnamed=unnamed,
+        written=tuple(name for name in whole.first if name in written),
         results=next(iter(of_blocks)) if len(of_blocks) == 1 else None,
         run=first_run,
     )

@@ -65,6 +65,7 @@ def staged_plan(
         pp_last=facts.parts.last,
         pp_handed=facts.handed,
         pp_results=facts.results or 0,
+        pp_written=facts.written,
     )
     findings = stage_findings(resolved, facts, severity, declared)
     return StagedPlan(resolved, facts, tuple(replace(d, modules=model.names_in_model(d.modules)) for d in findings))
@@ -75,7 +76,9 @@ def with_stages(
 ) -> tuple[ResolvedPlan, tuple[Diagnostic, ...]]:
     """A plan bound to a model, with the stages of all its parts, as its reduced model shows them; and parts that are none of the
     reduced model's, so that their stage is not known."""
-    if staged.facts is None or staged.resolved is None or not staged.facts.proven:
+    if staged.facts is None or staged.resolved is None:  # nothing ran: what the plan does not name has no stage
+        return resolved, _unknown(resolved, tuple(_outside(resolved)), severity) if severity is Severity.ERROR else ()
+    if not staged.facts.proven:
         return resolved, ()
     tree, there = resolved.tree, staged.resolved.tree
     stage = {there.pattern(name): 0 for name in staged.facts.parts.first}
@@ -96,12 +99,15 @@ def with_stages(
         known = handed.setdefault(there.pattern(one.module), one)
         positions = tuple(sorted({*known.positions, *one.positions}))
         handed[there.pattern(one.module)] = replace(one, positions=positions)
+    written = {there.pattern(name) for name in staged.facts.written}
+    first = _outermost(ends[0])
     found = replace(
         resolved,
-        pp_first=_outermost(ends[0]),
+        pp_first=first,
         pp_last=_outermost(ends[1]),
         pp_handed=tuple(_moved(handed, tree, resolved)),
         pp_results=staged.facts.results or 0,
+        pp_written=tuple(name for name in first if tree.pattern(name) in written),
     )
     return found, _unknown(resolved, tuple(unknown), severity)
 

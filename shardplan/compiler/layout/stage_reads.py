@@ -177,6 +177,17 @@ class StageRun:
             if number in wrong and self.trace.values[number].is_floating_point():
                 found.missing.setdefault(number, Crossing(cut, number, wrong[number], event, name))
 
+    def written(self) -> frozenset[str]:
+        """Modules of the first stage whose result is changed in place."""
+        results = {
+            number: event.module
+            for event in self.trace.events
+            if event.kind == "leave" and event.module in self.parts.first
+            for number in event.inputs
+        }
+        writing = (event for event in self.trace.events if event.kind == "op" and event.writes)
+        return frozenset(results[number] for event in writing for number in event.inputs if number in results)
+
     def made(self, number: int) -> Event | None:
         """Where a value was made."""
         return self._makers.get(number)
