@@ -128,7 +128,7 @@ def _look(
     )
     if last != "structure" and not variants.any_error:
         progress("checking layouts")
-        reduced_model = ModelLayouts(given.found, report.checked_tp or 1, sizes.ep, sizes.pp)
+        reduced_model = ModelLayouts(given.found, report.checked_tp or 1, sizes.ep, pp=sizes.pp)
         variants = prove_layouts(variants, given.plan, reduced_model, allow_unproven=allow_unproven)
         report = replace(report, stages=(*report.stages, "layouts") if variants.layouts else report.stages)
         report = replace(report, allowed_tp=variants.allowed(allowed))
@@ -240,9 +240,9 @@ def verify(
     wanted = wanted_variants(read, sequence_parallel, sizes)
     variants = given.structure(sizes, wanted)
     raise_errors((*given.findings, *variants.all_findings), given.sources)
-    reduced = ModelLayouts(found, sizes.tp, sizes.ep, sizes.pp)
+    reduced = ModelLayouts(found, sizes.tp, sizes.ep, pp=sizes.pp)
     report = VerifyReport(named.shown, read.name, sizes, ())
-    if sizes.pp == 1 or sizes.splits_layers:
+    if replace(sizes, pp=1).splits_layers or sizes.pp == 1:
         report = prove(
             reduced,
             named,

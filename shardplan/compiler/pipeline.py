@@ -186,7 +186,7 @@ def compile_variant(
     from .lowering_stage import program_of
 
     sections = sections_of(changes)
-    given = look_up(model, plan, sections, split=(sizes.tp or 1) > 1 or sizes.ep > 1, derive=derive)
+    given = look_up(model, plan, sections, split=(sizes.tp or 1) > 1 or sizes.ep > 1 or sizes.pp > 1, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]
     findings = severity(given.findings)
     if any_error(findings):
@@ -196,7 +196,7 @@ def compile_variant(
     variants = given.structure(sizes, {without_sequence(overlays), overlays}, seq_len=seq_len, sections=sections)
     if any_error(severity(variants.findings[overlays])):
         return Compiled(None, severity((*findings, *variants.findings[overlays])), given)
-    reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, sizes.pp)
+    reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp)
     variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     staged = None
     if sizes.pp > 1:
@@ -231,7 +231,7 @@ def compile_variants(
     needed = dict.fromkeys((*map(without_sequence, wanted), *wanted))
     variants = given.structure(sizes, needed)
     if not variants.any_error:
-        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, sizes.pp)
+        reduced_model = ModelLayouts(found, sizes.tp or 1, sizes.ep, pp=sizes.pp)
         variants = prove_layouts(variants, read, reduced_model, allow_unproven=allow_unproven)
     findings = (*given.findings, *variants.all_findings)
     return {} if any_error(findings) else {on: program_of(variants, on) for on in wanted}, findings

@@ -92,7 +92,7 @@ class MeshSizes:
     @property
     def splits_layers(self) -> bool:
         """Whether there is more than data parallelism; without a size of tp it is meant to be above 1."""
-        return self.tp != 1 or self.ep > 1
+        return self.tp != 1 or self.ep > 1 or self.pp > 1
 
     @property
     def viewed(self) -> int:

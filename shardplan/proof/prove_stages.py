@@ -38,12 +38,13 @@ def with_pipeline(
     """A report with the proof of a plan's pipeline stages, and what that finds.
 
     Args:
-        report: of the same plan, for a mesh with several pp ranks.
+        report: of the same plan.
+        reduced: for a mesh with several pp ranks.
         staged: without errors.
     """
     start = time.monotonic()
     try:
-        proof = prove_pipeline(reduced, reduced_cut(staged, report.sizes.pp))
+        proof = prove_pipeline(reduced, reduced_cut(staged, reduced.pp))
     except PlanError as error:
         return replace(report, pipeline=PipelineProof((), (), ())), error.diagnostics
     assert staged.resolved is not None
