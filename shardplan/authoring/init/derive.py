@@ -21,11 +21,11 @@ from .distributed import with_distributed
 from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options
 from .flow import Flow
 from .fronts import with_fronts
+from .init_stages import pipeline_section
 from .init_sums import with_sums
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solver
-from .stages import pipeline_section
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = tuple(code.code for code in half_covered.CODES)
