@@ -7,6 +7,7 @@
 | apply | compile_plan, apply_plan, applied |
 | pipeline_stages | apply_pipeline |
 | cost | estimate, sweep |
+| fitting | fit |
 | comparing | diff_plans |
 | fixing | fix_plan |
 | locking | lock_plan, check_lock |
@@ -18,6 +19,7 @@ from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate, sweep
 from .fixing import FixedPlan, fix_plan
+from .fitting import fit
 from .locking import check_lock, lock_plan
 from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
@@ -36,6 +38,7 @@ __all__ = [
     "diff_plans",
     "estimate",
     "fix_plan",
+    "fit",
     "init_plan",
     "load_plan",
     "lock_plan",

@@ -74,6 +74,15 @@ def mesh(text: str) -> tuple[tuple[str, int], ...]:
     return tuple(pairs)
 
 
+def shares(text: str) -> tuple[float, float]:
+    """ "0.35,0.5" -> two numbers from 0 to 1."""
+    try:
+        low, high = map(float, text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"two numbers, as 0.35,0.5, not {text!r}") from None
+    return low, high
+
+
 def list_of_sizes(text: str) -> tuple[int, ...]:
     """`1,8` as sizes, each once. Raises ArgumentTypeError."""
     return tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
@@ -83,9 +92,15 @@ def debug(parser: Parser, *, default: object) -> None:
     parser.add_argument("--debug", action="store_true", default=default, help="show the trace of an internal error")
 
 
-def model_and_plan(parser: Parser) -> None:
+def model_and_plan(parser: Parser, *, default: str | None = None) -> None:
+    """The two positional arguments.
+
+    Args:
+        default: the plan where none is named.
+    """
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
+    number = None if default is None else "?"
+    parser.add_argument("plan", metavar="PLAN", nargs=number, default=default, help=PLAN_HELP)
     text = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
 

@@ -23,6 +23,7 @@ from .argument_parts import (
     model_options,
     pipeline_size,
     several,
+    shares,
     size,
     tensor_parallel_size,
 )
@@ -184,6 +185,28 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print the estimate as JSON")
 
 
+def _fit(parser: Parser) -> None:
+    model_and_plan(parser, default="auto")
+    parser.add_argument("--gpus", type=size, required=True, metavar="N", help="how many devices")
+    text = "a100, b200, h100, h200, mi300x, or a JSON file that describes one"
+    parser.add_argument("--device", required=True, metavar="NAME", help=text)
+    text = "sequences of a step on all devices; micro-batches follow from it, and which mesh is best depends on it"
+    parser.add_argument("--global-batch", type=size, required=True, metavar="N", help=text)
+    parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
+    text = "the dtype of stored parameters, gradients and optimizer state (fp32, with products in bfloat16)"
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=text)
+    parser.add_argument(
+        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
+    )
+    parser.add_argument("--best", type=size, default=5, metavar="N", help="how many configurations (5)")
+    parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training, for its days: 1e12")
+    text = "measured shares of the bound's speed, the least and the most, as 0.35,0.5: bounds become estimates"
+    parser.add_argument("--efficiency", type=shares, metavar="LOW,HIGH", help=text)
+    parser.add_argument("--script", metavar="FILE", help="write a training script for the first one")
+    model_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the configurations as JSON")
+
+
 def _show(parser: Parser) -> None:
     model_and_plan(parser)
     text = "tensor-parallel ranks; without it the smallest size that splits the model"
@@ -264,6 +287,11 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
         "Estimate a training step on each rank: memory, communication, the least time; no GPU needed.",
         "shardplan estimate llama auto --mesh dp_shard=8,tp=8 --seq-len 8192 --sequence-parallel --device h200",
         _estimate,
+    ),
+    "fit": (
+        "Find the best configurations of a model on a number of devices: mesh, micro-batch, checkpointing, schedule.",
+        "shardplan fit qwen3 --gpus 64 --device h100 --global-batch 256 --seq-len 4096 --script train.py",
+        _fit,
     ),
     "diff": (
         "Say what two plans do differently; exit code 1 where training would differ.",

@@ -41,6 +41,7 @@ class Device:
         node_bandwidth: bytes per second that one device sends over these links (and receives as many).
         network_bandwidth: bytes per second that one device sends to other nodes.
         source: where the numbers are from.
+        efficiency: the shares of the bound's speed that steps reached on such devices, the least and the most; None: not measured.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Device:
     node_bandwidth: float
     network_bandwidth: float
     source: str = ""
+    efficiency: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 from shardplan.core.estimates import Device
 from shardplan.core.suggest import closest
 
+OPTIONAL = ("source", "efficiency")
 FILE = Path(__file__).with_name("devices.json")
 
 
@@ -46,7 +47,7 @@ def read_device(word: str) -> Device:
 def _device(name: str, data: Any, file: str) -> Device:
     if not isinstance(data, Mapping):
         raise ValueError(f"{file}: a device is an object with the fields {', '.join(_FIELDS)}")
-    missing = [field for field in _FIELDS if field not in data and field != "source"]
+    missing = [field for field in _FIELDS if field not in data and field not in OPTIONAL]
     unknown = [field for field in data if field not in _FIELDS]
     if missing or unknown:
         problem = f"lacks {missing[0]!r}" if missing else f"has the unknown field {unknown[0]!r}"
@@ -55,9 +56,14 @@ def _device(name: str, data: Any, file: str) -> Device:
     if not isinstance(speeds, Mapping) or not speeds or not all(map(_is_positive, speeds.values())):
         raise ValueError(f"{file}: flops must be an object: dtype -> operations per second")
     for field in _FIELDS:
-        if field not in ("flops", "source") and not _is_positive(data[field]):
+        if field not in ("flops", *OPTIONAL) and not _is_positive(data[field]):
             raise ValueError(f"{file}: {field} must be a positive number, not {data[field]!r}")
-    return Device(name, **data)
+    efficiency = data.get("efficiency")
+    if efficiency is not None and not (
+        isinstance(efficiency, list) and len(efficiency) == 2 and all(map(_is_positive, efficiency))
+    ):
+        raise ValueError(f"{file}: efficiency must be two shares of the bound's speed, not {efficiency!r}")
+    return Device(name, **{**data, "efficiency": tuple(efficiency) if efficiency is not None else None})
 
 
 def _is_positive(value: Any) -> bool:

@@ -24,7 +24,9 @@ from .records import (
 
 
 def estimate_record(estimate: Estimate) -> EstimateReport:
-    return EstimateReport("estimate", VERSION, _asked(estimate.asked), _estimate(estimate), estimate.not_modelled)
+    return EstimateReport(
+        "estimate", VERSION, asked_record(estimate.asked), mesh_record(estimate), estimate.not_modelled
+    )
 
 
 def sweep_record(sweep: Sweep) -> SweepReport:
@@ -32,15 +34,15 @@ def sweep_record(sweep: Sweep) -> SweepReport:
     return SweepReport(
         kind="sweep",
         version=VERSION,
-        asked=_asked(first.asked),
+        asked=asked_record(first.asked),
         devices=sweep.gpus,
-        estimates=tuple(map(_estimate, sweep.estimates)),
+        estimates=tuple(map(mesh_record, sweep.estimates)),
         refused=tuple(RefusedRecord(Mesh.of(sizes), reason) for sizes, reason in sweep.refused),
         not_modelled=first.not_modelled,
     )
 
 
-def _asked(asked: Question) -> AskedRecord:
+def asked_record(asked: Question) -> AskedRecord:
     return AskedRecord(
         asked.model,
         asked.plan,
@@ -55,7 +57,7 @@ def _asked(asked: Question) -> AskedRecord:
     )
 
 
-def _estimate(one: Estimate) -> EstimateRecord:
+def mesh_record(one: Estimate) -> EstimateRecord:
     return EstimateRecord(
         mesh=Mesh.of(one.sizes),
         parameters=one.parameters,

@@ -10,10 +10,12 @@ from typing import Any
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, Label
 from shardplan.core.estimates import Estimate, Sweep
+from shardplan.core.fits import Fit
 from shardplan.core.report import Comparison, PipelineProof, Report, VariantProof, VerifyReport
 from shardplan.core.sources import SourceMap
 
 from .estimate_json import estimate_record, sweep_record
+from .fit_json import fit_record
 from .records import (
     VERSION,
     ComparisonRecord,
@@ -29,8 +31,10 @@ from .records import (
 )
 
 
-def to_json(report: Report | VerifyReport | Estimate | Sweep) -> dict[str, Any]:
+def to_json(report: Report | VerifyReport | Estimate | Sweep | Fit) -> dict[str, Any]:
     """The report as JSON data, as schemas/report.schema.json describes it."""
+    if isinstance(report, Fit):
+        return asdict(fit_record(report))
     if isinstance(report, Estimate | Sweep):
         return asdict(sweep_record(report) if isinstance(report, Sweep) else estimate_record(report))
     record = _verification(report) if isinstance(report, VerifyReport) else _findings(report)

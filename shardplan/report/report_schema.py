@@ -7,12 +7,22 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .diff_records import DiffReport
+from .fit_json import FitReport
 from .lock_json import LockReport
 from .records import EstimateReport, FindingsReport, ProgramReport, SweepReport, VerificationReport
 
 ID = "urn:shardplan:report:1"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-REPORTS = (FindingsReport, VerificationReport, EstimateReport, SweepReport, ProgramReport, DiffReport, LockReport)
+REPORTS = (
+    FindingsReport,
+    VerificationReport,
+    EstimateReport,
+    SweepReport,
+    FitReport,
+    ProgramReport,
+    DiffReport,
+    LockReport,
+)
 PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean", NoneType: "null"}
 
 

@@ -1,0 +1,83 @@
+"""`shardplan fit`: the best configurations of a model on a number of devices."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import shlex
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from shardplan import api
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.fits import Fitted
+from shardplan.core.report import Report
+from shardplan.report import json_text, to_json, wants_color
+
+from .argument_parts import model_of
+from .exits import CLEAN, UsageError
+from .output import finish, progress, write_file
+
+
+def run(args: argparse.Namespace) -> int:
+    from shardplan.model.model_words import classify
+    from shardplan.report.fit_script import launch_lines, script_of
+    from shardplan.report.fit_text import fit_head, fit_tail, row_text
+
+    color, out = wants_color(sys.stdout), sys.stdout
+    shown: list[Fitted] = []
+
+    def show(row: Fitted) -> None:
+        progress("")
+        if not shown and not args.json:
+            print(fit_head(row), end="\n\n", file=out)
+        shown.append(row)
+        if not args.json:
+            print(row_text(len(shown), row, color=color), end="\n\n", file=out, flush=True)
+
+    gc.freeze()  # what was imported stays; what the traces leave behind is collected
+    gc.enable()
+    try:
+        with redirect_stdout(sys.stderr):  # what the model's own code prints
+            made = api.fit(
+                model_of(args),
+                args.plan,
+                gpus=args.gpus,
+                device=args.device,
+                global_batch=args.global_batch,
+                seq_len=args.seq_len,
+                precision=args.precision,
+                optimizer=args.optimizer,
+                best=args.best,
+                tokens=args.tokens,
+                efficiency=args.efficiency,
+                derive=args.derive,
+                progress=progress,
+                found_row=show,
+            )
+    except PlanError as error:
+        return finish(Report(plans=(args.plan,), model=args.model, diagnostics=error.diagnostics), args)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    finally:
+        progress("")
+    plan = args.plan
+    if made.derived is not None and args.script is not None:
+        plan = str(Path(args.script).with_suffix(".plan.yaml"))
+        write_file(plan, made.derived.text)
+        print(f"{plan}: written, the plan that auto derived", file=sys.stderr)
+    if args.script is not None:
+        is_type = classify(args.model).kind == "type"
+        settings = model_of(args).settings or {}
+        write_file(args.script, script_of(made.rows[0], plan, is_type=is_type, settings=settings))
+        print(f"{args.script}: written, for 1.", file=sys.stderr)
+    if args.json:
+        print(json_text(to_json(made)))
+        return CLEAN
+    print(fit_tail(made), end="\n\n")
+    name = args.script or "train.py"
+    print("launch 1." + ("" if args.script else " (--script train.py writes it)"))
+    for launcher, line in launch_lines(made.rows[0], shlex.quote(name)):
+        print(f"  {launcher}: {line}")
+    return CLEAN

@@ -1,0 +1,112 @@
+"""Configurations for a number of devices, as `fit` compares them: data, which `report` renders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .derived_plan import DerivedPlan
+from .estimates import CATEGORIES, Category, Estimate
+from .mesh import Axis, MeshSizes
+
+Checkpointing = Literal["none", "selective", "full"]
+CHECKPOINTING: dict[Checkpointing, bool | dict[str, str]] = {
+    "none": False,
+    "selective": {"mode": "selective"},
+    "full": {"mode": "full"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One configuration.
+
+    Args:
+        sizes: the mesh.
+        micro_batch: sequences in one forward of a data-parallel rank.
+        micro_batches: forwards and backwards in a step.
+        checkpointing: what is computed again in backward.
+        sharded_logits: whether logits are split over tp.
+        sequence_parallel: with the plan's overlay.
+        regather: whether what is gathered along the sequence is gathered again in backward.
+        schedule: of the pipeline; None without one.
+    """
+
+    sizes: MeshSizes
+    micro_batch: int
+    micro_batches: int
+    checkpointing: Checkpointing
+    sharded_logits: bool = False
+    sequence_parallel: bool = False
+    regather: bool = False
+    schedule: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A configuration that was estimated.
+
+    Args:
+        flops_of_a_token: of the unsharded model, forward and backward, nothing computed again.
+    """
+
+    choice: Choice
+    estimate: Estimate
+    flops_of_a_token: float
+
+    @property
+    def seconds(self) -> float:
+        assert self.estimate.bound is not None
+        return self.estimate.bound.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s utilisation at the bound: operations of the model over what the devices could do, 0 to 1."""
+        device = self.estimate.device
+        assert device is not None and self.estimate.tokens_per_second is not None
+        return (
+            self.flops_of_a_token * self.estimate.tokens_per_second / max(device.flops[d] for d in self.estimate.flops)
+        )
+
+    @property
+    def largest(self) -> tuple[Category, int]:
+        """What takes the most of the peak."""
+        peak = self.estimate.memory.peak
+        category = max(CATEGORIES, key=lambda c: peak.get(c, 0))
+        return category, peak.get(category, 0)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.choice.sizes.of(Axis.TP)
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """The best configurations for a number of devices.
+
+    Args:
+        gpus: how many devices.
+        rows: the fastest bound first.
+        screened: how many configurations were compared.
+        too_large: how many of them need more memory than a device has.
+        refused: what was not searched, and why.
+        efficiency: of the device: the shares of the bound that steps reached, the least and the most; None: not measured.
+        tokens: of the whole training, where it was given.
+        derived: the plan, where `auto` derived it.
+    """
+
+    gpus: int
+    rows: tuple[Fitted, ...]
+    screened: int
+    too_large: int
+    refused: tuple[tuple[str, str], ...]
+    efficiency: tuple[float, float] | None = None
+    tokens: float | None = None
+    derived: DerivedPlan | None = None
+
+    def days(self, row: Fitted, share: float = 1.0) -> float | None:
+        """Days of the training at a share of the bound's speed."""
+        speed = row.estimate.tokens_per_second
+        if self.tokens is None or speed is None:
+            return None
+        return self.tokens / (speed * self.gpus * share) / 86_400

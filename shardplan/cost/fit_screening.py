@@ -1,0 +1,177 @@
+"""Many configurations compared without tracing each: the parts of the model are traced once for each size of tp and each way of
+checkpointing, and put together as a mesh divides them. The best are estimated afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from shardplan.core.balance import BlockCosts, balanced
+from shardplan.core.estimates import Bound, Device, Traffic
+from shardplan.core.fits import Checkpointing, Choice
+from shardplan.core.mesh import Axis, MeshSizes
+from shardplan.core.schedules import SCHEDULES
+from shardplan.core.stages import PipelineCut
+
+from .depth import Depths
+from .least_time import bound_of
+from .part_costs import PartCosts
+from .stage_costs import StageCosts, stage_time, stages_of
+
+SCREENED = ("1f1b", "interleaved", "zbv")
+# Of a stage's micro-batches, how many more are in flight than pp, and which share of 1F1B's bubble there is: near enough for
+# choosing what is estimated.
+IN_FLIGHT = {"1f1b": 1.0, "interleaved": 1.4, "zbv": 1.0}
+BUBBLE = {"1f1b": 1.0, "interleaved": 0.5, "zbv": 0.2}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The parts of a model on one tp rank, for one sequence.
+
+    Args:
+        blocks: their names.
+        stageable: whether the plan says how the model is cut.
+    """
+
+    blocks: tuple[str, ...]
+    depths: Depths
+    costs: Mapping[str, PartCosts]
+    stageable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Of one element: stored, computed with, and its gradient while it is added up; and of the optimizer's states."""
+
+    stored: int
+    computed: int
+    added: int
+    states: int
+
+
+@dataclass(frozen=True, slots=True)
+class Screened:
+    choice: Choice
+    memory: int
+    bound: Bound
+
+    @property
+    def key(self) -> tuple[float, float, int]:
+        """The bound, to three digits; then all of its terms, since no step overlaps perfectly; then the memory."""
+        return float(f"{self.bound.seconds:.3g}"), sum(self.bound.terms.values()), self.memory
+
+
+def choices(
+    sizes: MeshSizes, rows: int, *, checkpointing: Checkpointing, sequence_parallel: bool, sharded: bool, regather: bool
+) -> Iterator[Choice]:
+    """Each micro-batch, and each schedule, with which a mesh has so many sequences in a step."""
+    ranks = sizes.dp_shard * sizes.dp_replicate
+    own, left = divmod(rows, ranks)
+    for micro_batch in (1, 2, 4, 8, 16) if not left else ():
+        count, left = divmod(own, micro_batch)
+        if left or not count:
+            continue
+        for schedule in SCREENED if sizes.pp > 1 else (None,):
+            if schedule is None or SCHEDULES[schedule].misfit(sizes.pp, count) is None:
+                yield Choice(sizes, micro_batch, count, checkpointing, sharded, sequence_parallel, regather, schedule)
+
+
+def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screened | None:
+    """The memory and the bound of a configuration, nearly; None where it has fewer blocks than stages."""
+    sizes, pp = choice.sizes, choice.sizes.pp
+    schedule = SCHEDULES[choice.schedule] if choice.schedule else None
+    laps = schedule.stages_per_rank if schedule else 1
+    if len(table.blocks) < pp * laps:
+        return None
+    stages = [_scaled(one, choice.micro_batch) for one in _stages(table, pp, laps)]
+    owner = [schedule.rank_of(s, pp) if schedule else 0 for s in range(pp * laps)]
+    ranks = [[one for one, at in zip(stages, owner, strict=True) if at == rank] for rank in range(pp)]
+    times = [sum(_seconds(one, device, sizes) for one in rank) for rank in ranks]
+    busiest = ranks[times.index(max(times))]
+    pipeline = None
+    if choice.schedule is not None:
+        waited = (pp - 1) * BUBBLE[choice.schedule]
+        pipeline = max(times) * (choice.micro_batches + waited)
+    memory = max(_memory(choice, rank, place, width) for place, rank in enumerate(ranks))
+    flops: dict[str, int] = {}
+    for one in busiest:
+        for dtype, n in one.flops("forward", "backward").items():
+            flops[dtype] = flops.get(dtype, 0) + n * choice.micro_batches
+    elements = sum(one.stored.elements for one in busiest)
+    touched = sum(one.touched for one in busiest) * choice.micro_batches
+    touched += elements // sizes.dp_shard * (3 * width.stored + 2 * width.states)
+    traffic = [*_data_parallel(choice, elements, width)]
+    for one in busiest:
+        for (axis, name), (calls, size) in one.traffic(choice.micro_batches).items():
+            traffic.append(Traffic(axis, name, calls, size))
+        sent = (one.handed + one.received) * choice.micro_batches
+        traffic.append(Traffic(Axis.PP, "send", 1, sent))
+    return Screened(choice, memory, bound_of(device, sizes, flops, traffic, touched, pipeline))
+
+
+def _stages(table: Table, pp: int, laps: int) -> tuple[StageCosts, ...]:
+    def of(name: str) -> int:
+        costs = table.costs.get(table.depths.like(name))
+        return costs.flops if costs is not None else 0
+
+    from .traced_parts import FIRST, LAST
+
+    costs = BlockCosts(tuple(map(of, table.blocks)), of(FIRST), of(LAST))
+    cut = PipelineCut(table.blocks, balanced(costs, pp, laps), (), ())
+    return stages_of(cut, table.costs, table.depths)
+
+
+def _scaled(stage: StageCosts, rows: int) -> StageCosts:
+    """A stage with so many sequences."""
+
+    def times(part: PartCosts) -> PartCosts:
+        return replace(
+            part,
+            forward={d: n * rows for d, n in part.forward.items()},
+            backward={d: n * rows for d, n in part.backward.items()},
+            weights={d: n * rows for d, n in part.weights.items()},
+            kept={c: n * rows for c, n in part.kept.items()},
+            burst=part.burst * rows,
+            traffic={key: (calls, size * rows) for key, (calls, size) in part.traffic.items()},
+        )
+
+    return StageCosts(stage.names, tuple(map(times, stage.parts)), stage.received * rows, stage.handed * rows)
+
+
+def _seconds(stage: StageCosts, device: Device, sizes: MeshSizes) -> float:
+    one = stage_time(stage, device, sizes)
+    return one.forward + one.inputs + one.weights
+
+
+def _memory(choice: Choice, own: list[StageCosts], place: int, width: Bytes) -> int:
+    sizes = choice.sizes
+    elements = sum(one.stored.elements for one in own)
+    blocks = [part.stored.elements for one in own for part in one.parts]
+    kept = sum(sum(one.kept.values()) for one in own)
+    burst = max(one.burst[0] for one in own)
+    stored = elements // sizes.dp_shard * (2 * width.stored + width.states)
+    if choice.schedule is None:
+        outside = elements - max(blocks) * sum(1 for n in blocks if n == max(blocks))
+        held = (max(outside, 0) + 2 * max(blocks)) * width.computed + max(blocks) * width.added
+        return stored + held + kept + burst
+    in_flight = min(choice.micro_batches, (sizes.pp - (place if choice.schedule == "1f1b" else 0)))
+    buffers = choice.micro_batches * sum(one.received + one.handed for one in own)
+    stored -= elements // sizes.dp_shard * width.stored  # gradients are whole until the last micro-batch
+    whole = elements * (width.computed + width.added)
+    return int(stored + whole + kept * in_flight * IN_FLIGHT[choice.schedule] + burst + buffers)
+
+
+def _data_parallel(choice: Choice, elements: int, width: Bytes) -> Iterator[Traffic]:
+    """FSDP2's collectives: gathered twice in each micro-batch, once in a step of a pipeline."""
+    sizes, pipelined = choice.sizes, choice.schedule is not None
+    n, copies = sizes.dp_shard, sizes.dp_replicate
+    times = 1 if pipelined else choice.micro_batches
+    if n > 1:
+        yield Traffic(
+            Axis.DP_SHARD, "all_gather", 1, elements * width.computed * (n - 1) // n * times * (1 if pipelined else 2)
+        )
+        yield Traffic(Axis.DP_SHARD, "reduce_scatter", 1, elements * width.added * (n - 1) // n * times)
+    if copies > 1:
+        share = elements // n * width.added
+        yield Traffic(Axis.DP_REPLICATE, "all_reduce", 1, 2 * share * (copies - 1) // copies * times)

@@ -1,0 +1,121 @@
+"""The best configurations as text."""
+
+from __future__ import annotations
+
+from shardplan.core.estimates import CATEGORIES, Bound
+from shardplan.core.fits import Fit, Fitted
+
+from .color import Paint
+from .estimate_text import bytes_text, mesh_text, seconds_text
+from .width import printable
+
+LARGE = 0.4  # of the peak: worth a hint
+
+
+def row_text(number: int, row: Fitted, *, color: bool) -> str:
+    """One configuration: what it is, what it takes, what limits it."""
+    paint, one, choice = Paint(color), row.estimate, row.choice
+    assert one.bound is not None and one.device is not None
+    how = [f"micro-batch {choice.micro_batch} x {choice.micro_batches}", f"checkpointing {choice.checkpointing}"]
+    how += ["sequence parallel"] if choice.sequence_parallel else []
+    how += [f"logits {'sharded' if choice.sharded_logits else 'whole'}"] if row.tensor_parallel > 1 else []
+    how += [f"schedule {choice.schedule}"] if choice.schedule else []
+    share = one.memory.total / one.device.memory
+    lines = [
+        paint("strong", f"{number}. {mesh_text(choice.sizes)}: {', '.join(how)}"),
+        f"   memory {bytes_text(one.memory.total)}, {share:.0%} of the device",
+        f"   at least {seconds_text(one.bound.seconds)} a step, limited by: {one.bound.by} ({_terms(one.bound)})",
+        f"   at most {one.tokens_per_second or 0:,.0f} tokens/s a device, MFU {row.mfu:.0%}",
+    ]
+    if one.pipeline is not None:
+        blocks = ", ".join(map(str, one.pipeline.sizes))
+        lines.append(f"   stages of {blocks} blocks; ranks wait {one.pipeline.bubble:.1%} of the step")
+    if (hint := _hint(row)) is not None:
+        lines.append(f"   hint: {hint}")
+    return "\n".join(lines)
+
+
+def fit_head(row: Fitted) -> str:
+    """What was asked, above the first configuration."""
+    one = row.estimate
+    step, device = one.asked.step, one.device
+    assert device is not None
+    rows = one.tokens // step.seq_len
+    wide = step.precision == "fp32"
+    states = {"adamw": "AdamW's states", "sgd": "SGD", "none": "no optimizer"}[step.optimizer]
+    kept = "float32, products in bfloat16" if wide else f"{step.precision}, products too"
+    other = "--precision bf16 keeps all of it in bfloat16" if wide else "most train with float32: --precision fp32"
+    return (
+        f"{printable(one.asked.model)} ({one.parameters:,} parameters), plan {printable(one.asked.plan)}, on "
+        f"{one.sizes.world_size:,} {device.name}\n"
+        f"{rows:,} sequences of {step.seq_len:,} tokens in a step\n"
+        f"parameters, gradients and {states} in {kept} ({other})"
+    )
+
+
+def fit_tail(fit: Fit) -> str:
+    """Below the configurations: why each is before the next, days, what was not searched."""
+    lines = [f"{a}. is before {a + 1}.: {why(x, y)}" for a, (x, y) in enumerate(_pairs(fit), start=1)]
+    first = fit.rows[0]
+    if (days := fit.days(first)) is not None:
+        lines.append(f"{fit.tokens:.3g} tokens with 1. take at least {days:,.1f} days")
+    speed = first.estimate.tokens_per_second or 0.0
+    if fit.efficiency is not None:
+        low, high = fit.efficiency
+        text = f"with {low:.0%} to {high:.0%} of the bound, as measured: {speed * low:,.0f} to {speed * high:,.0f} tokens/s a device"
+        text += f", MFU {first.mfu * low:.0%} to {first.mfu * high:.0%}"
+        if fit.tokens is not None:
+            text += f", {fit.days(first, high):,.1f} to {fit.days(first, low):,.1f} days"
+        lines.append(text)
+    else:
+        lines.append(
+            "times are bounds: --efficiency LOW,HIGH (measured on your devices, shares of the bound) makes estimates of them"
+        )
+    lines.append(
+        f"{fit.screened:,} configurations compared, {fit.too_large:,} of them too large; one for each mesh is shown"
+    )
+    lines += [f"not searched: {what}: {printable(why_not)}" for what, why_not in fit.refused]
+    return "\n".join(lines)
+
+
+def why(one: Fitted, other: Fitted) -> str:
+    """Why a configuration is before another."""
+    mine, theirs = one.estimate.bound, other.estimate.bound
+    assert mine is not None and theirs is not None
+    slower = other.seconds / one.seconds - 1
+    if slower >= 0.005:
+        return f"the other takes {slower:.1%} longer, limited by: {theirs.by}"
+    saved = {term: theirs.terms.get(term, 0.0) - seconds for term, seconds in mine.terms.items()}
+    term = max(saved, key=lambda name: saved[name])
+    if saved[term] > 0.0005:
+        return f"as fast by the bound, and less to overlap: {term} {seconds_text(saved[term])} less"
+    return "as fast by the bound; it needs less memory"
+
+
+def _terms(bound: Bound) -> str:
+    """Those that take a hundredth of the longest, the longest first."""
+    ordered = sorted(bound.terms.items(), key=lambda item: -item[1])
+    return ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in ordered if seconds >= bound.seconds / 100)
+
+
+def _pairs(fit: Fit) -> list[tuple[Fitted, Fitted]]:
+    return list(zip(fit.rows, fit.rows[1:], strict=False))
+
+
+def _hint(row: Fitted) -> str | None:
+    """What to change where one purpose takes most of the peak."""
+    total, choice = row.estimate.memory.total, row.choice
+    category, size = row.largest
+    assert category in CATEGORIES
+    if size < LARGE * total:
+        return None
+    part = f"{category} {bytes_text(size)} of {bytes_text(total)}"
+    if category == "logits":
+        if row.tensor_parallel > 1 and not choice.sharded_logits:
+            return f"{part}: --logits sharded"
+        return f"{part}: a loss in chunks of the sequence, or a smaller micro-batch"
+    if category == "activations" and choice.checkpointing != "full":
+        return f"{part}: --activation-checkpointing full, if you need the memory"
+    if category in ("parameters", "gradients", "optimizer state") and choice.sizes.dp_replicate > 1:
+        return f"{part}: dp_shard in place of dp_replicate"
+    return None
