@@ -31,6 +31,7 @@ CPU = (
     "experts",
     "deriving",
     "loading",
+    "pipelines",
 )
 GPU = ("gpu",)
 

@@ -142,10 +142,18 @@ def main() -> None:
     print(TEXT.format(ranks=RANKS, micro=MICRO_BATCHES, seq=SEQ, blocks=blocks))
     print(table(["schedule", "blocks of the stages", "played", "real"], rows))
     played = [seconds for seconds, _ in simulated]
-    pairs = [(i, j) for i in range(len(rows)) for j in range(i) if abs(played[i] / played[j] - 1) > 0.05]
-    agree = sum((played[i] > played[j]) == (ratios[i] > ratios[j]) for i, j in pairs)
+    print()
+    for split in (False, True):
+        group = [i for i, (name, _) in enumerate(RUNS) if split or not SCHEDULES[name].splits_backward]
+        pairs = [(i, j) for i in group for j in group if played[i] > 1.02 * played[j]]
+        agree = sum(ratios[i] > ratios[j] for i, j in pairs)
+        what = "all schedules" if split else "schedules that compute each backward at once"
+        print(
+            f"Of the {len(pairs)} pairs of {what} whose played steps differ by 2 %, {agree} are in the same order in reality."
+        )
     print(
-        f"\nOf the {len(pairs)} pairs whose played steps differ by more than 5 %, {agree} are in the same order in reality."
+        "torch computes the gradients of inputs and of weights in two passes over the graph, which small blocks on a CPU pay for; the "
+        "played step has no such cost."
     )
 
 

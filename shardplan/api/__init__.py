@@ -18,8 +18,8 @@ from .apply import applied, apply_plan, compile_plan
 from .check import coverage, validate, verify
 from .comparing import diff_plans
 from .cost import estimate, sweep
-from .fixing import FixedPlan, fix_plan
 from .fitting import fit
+from .fixing import FixedPlan, fix_plan
 from .locking import check_lock, lock_plan
 from .pipeline_stages import apply_pipeline
 from .plans import ConvertedPlan, convert_plan, init_plan, load_plan
@@ -37,8 +37,8 @@ __all__ = [
     "coverage",
     "diff_plans",
     "estimate",
-    "fix_plan",
     "fit",
+    "fix_plan",
     "init_plan",
     "load_plan",
     "lock_plan",
