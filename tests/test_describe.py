@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from shardplan.compiler.lower import Program
 from shardplan.core.layout import I, P, R, V
 from shardplan.core.module_program import (
+    ArgumentSlice,
     ExpertsProgram,
     FeatureMeans,
     GradientGroup,
@@ -55,6 +56,9 @@ OTHER_MODULES = (
     replace(MODULE, leave=None),
     replace(MODULE, means=FeatureMeans(8, 2)),
     replace(MODULE, settings=(("groups", 8),)),
+    replace(MODULE, slices=(ArgumentSlice("alibi", 0),)),
+    replace(MODULE, slices=(ArgumentSlice("alibi", 1),)),
+    replace(MODULE, slices=(ArgumentSlice("alibi", 0, 8),)),
     replace(MODULE, fused=False),
     replace(MODULE, link="source"),
     replace(MODULE, joins="n"),

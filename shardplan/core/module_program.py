@@ -230,7 +230,6 @@ class ModuleProgram:
         style: the style that its rule names, or None where no rule does.
         parameters: every parameter that it owns.
         enter: moves of arguments, in order.
-        slices: arguments of which the rank reads its share.
         leave: the move of the output.
         vocabulary: the number of rows of the whole table, where rows are looked up by id.
         means: where a mean over features of which each rank has some is that over all of them.
@@ -256,13 +255,13 @@ class ModuleProgram:
             reads its out_proj): (module name relative to this one, parameter).
         draws: whose random numbers its own code draws in training; None: it draws none.
         experts: of a module of experts that are distributed whole.
+        slices: arguments of which the rank reads its share.
     """
 
     name: str
     style: str | None = None
     parameters: tuple[ParameterProgram, ...] = ()
     enter: tuple[InputMove, ...] = ()
-    slices: tuple[ArgumentSlice, ...] = ()
     leave: OutputMove | None = None
     vocabulary: int | None = None
     means: FeatureMeans | None = None
@@ -284,6 +283,7 @@ class ModuleProgram:
     also_reads: tuple[tuple[str, ParameterProgram], ...] = ()
     draws: Draws | None = None
     experts: ExpertsProgram | None = None
+    slices: tuple[ArgumentSlice, ...] = ()
 
     @property
     def over_ep(self) -> bool:
