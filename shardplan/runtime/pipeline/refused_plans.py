@@ -37,7 +37,7 @@ def for_stages(program: Program, schedule: Schedule, *, wrapped: bool) -> Progra
     if section is None or not wrapped:
         return program
     _check_backend(section, schedule)
-    if section.backend != "fsdp2" or _chosen(section):
+    if not BACKENDS[section.backend].fully_shard or _chosen(section):
         return program
     kept = replace(section, reshard_after_forward=False)
     return Program(replace(resolved, data_parallel=kept), program.variants)
