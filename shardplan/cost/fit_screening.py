@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shardplan.core.balance import BlockCosts, balanced
 from shardplan.core.estimates import Bound, Device, Traffic
@@ -25,7 +26,7 @@ IN_FLIGHT = {"1f1b": 1.0, "interleaved": 1.4, "zbv": 1.0}
 BUBBLE = {"1f1b": 1.0, "interleaved": 0.5, "zbv": 0.2}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # by identity: its stages are kept
 class Table:
     """The parts of a model on one tp rank, for one sequence.
 
@@ -110,6 +111,7 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screen
     return Screened(choice, memory, bound_of(device, sizes, flops, traffic, touched, pipeline))
 
 
+@lru_cache(maxsize=256)
 def _stages(table: Table, pp: int, laps: int) -> tuple[StageCosts, ...]:
     def of(name: str) -> int:
         costs = table.costs.get(table.depths.like(name))
