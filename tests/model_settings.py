@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from shardplan.model import find_any, find_model
@@ -19,26 +20,93 @@ MROPE = ROPE | {"mrope_section": [16, 24, 24]}
 QWEN_VL = {
     "text_config": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": MROPE}
 }
+HALF = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
+GLM = {"text_config": {"rope_parameters": HALF}}
+COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
+# Ids that a processor's tokenizer has, where a configuration leaves them out.
+PLACES = {"image_token_id": 7, "video_token_id": 8}
+BOOK = 8  # codes of an image, in place of thousands
 SETTINGS: dict[str, dict[str, Any]] = {
+    "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "big_bird": {"attention_type": "original_full"},  # block-sparse attention is replaced while a short input runs
-    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}},
+    "blip-2": {"image_token_index": 7},
+    "chameleon": {
+        "vq_config": {"num_embeddings": BOOK},
+        "vocabulary_map": {"<image>": 9, **{f"IMGIMG{chr(ord('A') + i)}Z": 10 + i for i in range(BOOK)}},
+    },
+    "cohere_compass": {"text_config": COMPASS},
+    "cohere_compass_text": COMPASS,
     "dbrx": {
         "attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2": {
+        "text_config": {
+            "mlp_layer_types": ["dense", *["sparse"] * 31],
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1408,
+        },
+        "vision_config": {
+            "encoder_config": {
+                "hidden_size": 896,
+                "num_attention_heads": 14,
+                "num_key_value_heads": 2,
+                "intermediate_size": 4864,
+            }
+        },
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "diffusion_gemma": {"text_config": {"num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 1024}},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+    "emu3": {
+        "vq_config": {"codebook_size": BOOK},
+        "vocabulary_map": {
+            "<image>": 9,
+            "<|extra_200|>": 8,
+            **{f"<|visual token {i:06}|>": 10 + i for i in range(BOOK)},
+        },
+    },
+    "gemma4": {"vision_config": {}},
+    "gemma4_unified": {"vision_config": {}},
+    "glm46v": GLM,
+    "glm4v": GLM,
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "glmga": GLM,
+    "granite4_vision": {
+        "deepstack_layer_map": [[-2, 0]],
+        "spatial_target_layers": [0, 1, 0, 1],
+        "downsample_rate": "1/2",
+    },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
+    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 16, 16, 16]}}},
+    "instructblip": {"image_token_index": 7},
+    "instructblipvideo": {"video_token_index": 7},
+    "janus": {
+        "text_config": {
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "intermediate_size": 5632,
+        }
+    },
     "lfm2_moe": {"layer_types": [*("conv", "conv", "full_attention") * 10, "conv", "conv"]},
     "llama4": {"vision_config": {"hidden_size": 1408, "vision_output_dim": 4096}},
+    "minicpm_ocr": PLACES,
+    "minicpmv4_6": PLACES,
+    "minicpmv4_7": PLACES,
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "molmo2": {"adapter_config": {"text_hidden_size": 4096}},
+    "nemotron_h_omni": PLACES | {"audio_token_id": 9},
+    "ovis2": {"hidden_size": 4096},
     "qwen2_vl": QWEN_VL,
     "qwen2_5_vl": QWEN_VL | {"vision_config": {"hidden_size": 1280, "out_hidden_size": 3584}},
+    "qwen3_omni_moe_thinker": {"text_config": {"num_attention_heads": 32, "rope_parameters": ROPE}},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
+    "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
 }
 
@@ -47,13 +115,34 @@ SETTINGS: dict[str, dict[str, Any]] = {
 IMAGE_TEXT = {name: kind for kind, name in reversed(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())}
 
 
+# Trunks and heads beside those of causal language models: class -> type.
+MAPPINGS = (
+    "MODEL_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+    "MODEL_FOR_CTC_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+)
+CLASSES = {
+    (cls[0] if isinstance(cls, (tuple, list)) else cls): kind
+    for mapping in MAPPINGS
+    for kind, cls in getattr(modeling_auto, mapping).items()
+}
+
+
 def find(name: str) -> FoundModel:
-    """The model of a type, or of an image-text class, from its default configuration or the nearest that can be built."""
-    if name not in SETTINGS and name not in {*IMAGE_TEXT, *IMAGE_TEXT.values()}:
+    """The model of a type, or of a class that is no causal language model, from its default configuration or the nearest that can be built."""
+    if name not in {*SETTINGS, *IMAGE_TEXT, *IMAGE_TEXT.values(), *CLASSES}:
         return find_model(name)
-    model_type = IMAGE_TEXT.get(name, name)
+    model_type = IMAGE_TEXT.get(name) or CLASSES.get(name, name)
     config = AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
-    if name in IMAGE_TEXT:
+    if name in IMAGE_TEXT or name in CLASSES:
         config.architectures = [name]
     vision, text = getattr(config, "vision_config", None), text_config(config)
     if getattr(

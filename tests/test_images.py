@@ -15,7 +15,7 @@ from shardplan.compiler.lower import lower
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.report import VerifyReport
 from shardplan.language import parse_plan
-from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced import images, make_reduced_model
 from tests.model_settings import find
 
 slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
@@ -172,7 +172,8 @@ def test_a_wrong_audio_tower_is_refused():
     assert all("audio_tower" in d.message for d in report.diagnostics if d.is_error)
 
 
-def test_images_of_an_unknown_form_are_a_warning():
+def test_images_of_an_unknown_form_are_a_warning(monkeypatch):
+    monkeypatch.setattr(images, "RECIPES", tuple(r for r in images.RECIPES if r.names != ("pixel_values",)))
     report = shardplan.validate("fuyu", "auto", tp=2, sequence_parallel=False)
     assert [(d.code, d.is_error) for d in report.diagnostics] == [("SP407", False)]
     assert "accepts images" in report.diagnostics[0].message and report.diagnostics[0].notes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -47,19 +48,20 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
         text = text_config(config)
         if _accepts(cls, text):
             return ModelClass(cls, text)
+        if any(cls in _mapped(mapping, config) for mapping in MAPPINGS):  # a class for several types
+            return ModelClass(cls, config)
         raise refuse(
             CANNOT_BUILD,
             f"{shown} names the architecture {named!r}, but that class is not for the model type {config.model_type}",
             help="correct `architectures` or `model_type`",
             file=file,
         )
-    by_type = next((mapping[type(config)] for mapping in MAPPINGS if type(config) in mapping), None)
-    if by_type is None:
+    usual = next((cls for mapping in MAPPINGS for cls in _mapped(mapping, config)), None)
+    if usual is None:
         raise refuse(CANNOT_BUILD, f"transformers has no model for the model type {config.model_type}", file=file)
-    usual = by_type[0] if isinstance(by_type, tuple) else by_type
-    assert usual is not None, by_type  # a type that transformers knows has a class
     # As AutoModel.from_config does: a text-only class of a composite configuration takes its text part.
-    given = config if _accepts(usual, config) else text_config(config)
+    text = text_config(config)
+    given = text if not _accepts(usual, config) and _accepts(usual, text) else config
     if named is None:
         return ModelClass(usual, given)
     warning = finding(
@@ -70,6 +72,12 @@ def model_class(config: PreTrainedConfig, shown: str, file: str | None = None) -
         file=file,
     )
     return ModelClass(usual, given, (warning,))
+
+
+def _mapped(mapping: Any, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], ...]:
+    """The classes that transformers builds for a configuration's type."""
+    found = mapping.get(type(config), ())
+    return found if isinstance(found, tuple) else (found,)
 
 
 def _named(name: object) -> type[PreTrainedModel] | None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardplan.authoring.init.derive import derive
+from shardplan.authoring.init.new import written
 from shardplan.compiler.automatic import auto_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
@@ -21,6 +23,7 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, overlays_of
 from shardplan.core.tree import ModuleTree
 from shardplan.language import parse_plan
+from shardplan.model.found import FoundModel
 from shardplan.model.reduced.trace import Trace
 from tests.model_settings import find
 from tests.soundness.judge import Subject, fitting, judge, subject
@@ -32,6 +35,10 @@ SIZES = (2, 4)
 WORTH_SAYING = 0.01  # of the parameters inside the layers
 # Structural findings that say: not at this size, with the head counts of the type's default configuration.
 SIZE_CODES = ("SP301", "SP302", "SP303", "SP304", "SP305")
+
+DERIVED = "derived"  # in place of a built-in plan's name: `auto` derives one
+# Kinds of input beside text, and what the tables call them.
+SEEN = {"image": "image", "picture": "image", "pixel_values": "image", "video": "video", "audio": "audio"}
 
 Collectives = dict[str, dict[str, int]]  # "forward" and "backward" -> operation -> how many a step runs
 
@@ -60,6 +67,7 @@ class Entry:
         pipeline: what crosses a cut into pipeline stages, where the plan's section is proven ("one tensor", "one tensor and a tie");
             "none" without a section; else what is wrong. Empty where there is no plan.
         reason: why there is no plan, or no verdict.
+        no_overlay: why the plan that was derived has no sequence parallelism.
         images: the kinds of input beside text that the verdicts are of: "image", "video", "audio".
         unseen: why images that the model takes are not among them.
         unlearned: parameters, one name for all layers, that no input gives a gradient in the unsharded model.
@@ -80,6 +88,7 @@ class Entry:
     experts: str = ""
     pipeline: str = ""
     reason: str = ""
+    no_overlay: str = ""
     images: list[str] = field(default_factory=list)
     unseen: str = ""
     unlearned: list[str] = field(default_factory=list)
@@ -126,33 +135,72 @@ def made_again(before: Entry) -> Entry:
     return replace(entry(before.name), **kept)
 
 
-def entry(name: str) -> Entry:
-    """Find out about a model type, or an image-text class."""
+def made_or_derived(before: Entry) -> Entry:
+    """As `made_again`, with the plan that `auto` derives where no built-in plan is for the type."""
+    return entry(before.name, derives=True)
+
+
+def at_first_size(name: str) -> Entry:
+    """As `made_or_derived`, at the first size alone, and without what a built-in plan communicates."""
+    return entry(name, derives=True, brief=True)
+
+
+def entry(name: str, *, derives: bool = False, brief: bool = False) -> Entry:
+    """Find out about a model type, or an image-text class.
+
+    Args:
+        derives: a plan, where no built-in plan is for it; it is proven at the first size.
+        brief: a built-in plan is proven at the first size too.
+    """
     torch.set_num_threads(1)
     try:
         found = find(name)
     except PlanError as error:
         return Entry(name, reason=f"cannot be built: {error.diagnostics[0].message}")
     plan = auto_plan(found.tree).plan
+    own = plan is not None or not derives
     try:
-        small = {tp: fitting(name, tp, plan) if plan is not None else subject(name, tp) for tp in SIZES}
+        sizes = SIZES if own and not brief else SIZES[:1]
+        small = {tp: fitting(name, tp, plan) if plan is not None else subject(name, tp) for tp in sizes}
     except PlanError as error:
         about = error.diagnostics[0]
         return Entry(name, plan.name if plan else None, reason=": ".join((about.message, *about.notes)))
     except Exception as error:  # of the model's own code
         return Entry(name, plan.name if plan else None, reason=f"does not run: {type(error).__name__}: {error}")
+    why = ""
+    if plan is None and derives:
+        plan, why = _derived(found)
     if plan is None:
-        return Entry(name, reason="no built-in plan is for it")
-    one = proven(name, found.tree, plan, small)
+        return Entry(name, reason=why or "no built-in plan is for it")
+    one = proven(name, found.tree, plan, small) if own and not brief else _judged_alone(name, found.tree, plan, small)
     split, whole = covered(found.tree, split_parameters(bind(plan, found.tree, MeshSizes())[0]))
     return replace(
         one,
+        plan=one.plan if auto_plan(found.tree).plan is not None else DERIVED,
+        no_overlay=why,
         split=round(split, 3),
         whole={part: round(share, 3) for part, share in whole.items() if share >= WORTH_SAYING},
-        images=[kind for kind in small[SIZES[0]].benches if kind in ("image", "video", "audio")],
+        images=list(dict.fromkeys(SEEN[kind] for kind in small[SIZES[0]].benches if kind in SEEN)),
         unseen=small[SIZES[0]].unseen,
         unlearned=_unlearned(small[SIZES[0]]),
     )
+
+
+def _judged_alone(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subject]) -> Entry:
+    """As `proven`, without what the plan communicates."""
+    verdicts = judged(tree, plan, small)
+    return Entry(name, plan.name, {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()})
+
+
+def _derived(found: FoundModel) -> tuple[PlanFile | None, str]:
+    """The plan that `auto` derives at the first size, with an overlay where one is found; and why there is no plan, or no overlay."""
+    try:
+        derived = derive(found, SIZES[0], sequence_parallel=True)
+    except PlanError as error:
+        return None, ": ".join((error.diagnostics[0].message, *error.diagnostics[0].notes))
+    if not derived.draft.tensor_parallel:
+        return None, "nothing can be split"
+    return parse_plan(dict(written(found, derived).document), name=DERIVED).plan, derived.no_overlay or ""
 
 
 def proven(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[int, Subject]) -> Entry:

@@ -17,18 +17,18 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
 )
 
 from .__main__ import right  # noqa: E402
-from .entry import SIZES, Entry, made_again  # noqa: E402
+from .entry import DERIVED, SIZES, Entry, made_or_derived  # noqa: E402
 from .table import arguments, fill  # noqa: E402
 
 COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
 HEAD = """# Image-text models
 
-Made by `make zoo` with transformers {version}; do not edit. Every image-text type, the built-in plan for it, and what was
-proven on a reduced model of its default configuration, as in [model types](model-types.md): `validate` has no finding, and
-the loss, the logits and every parameter's gradient on every rank are the unsharded model's, for text alone and for each
-kind of input in the column "with". A type that has a causal class too is under the name of its image-text class.
-"No gradient" names what no input teaches in the unsharded model either, such as the last layer of a tower that is read
-before it.
+Made by `make zoo` with transformers {version}; do not edit. Every image-text type, the built-in plan for it or the one that
+`auto` derives, and what was proven on a reduced model of its default configuration (where that cannot be built or sees no images, the
+nearest that does), as in [model types](model-types.md): `validate` has no finding, and the loss, the logits and every parameter's
+gradient on every rank are the unsharded model's, for text alone and for each kind of input in the column "with". A type that has a
+causal class too is under the name of its image-text class. "No gradient" names what no input teaches in the unsharded model either,
+such as the last layer of a tower that is read before it. Derived plans are proven at the first size.
 
 {types} types: {tp} right with tensor parallelism and images, {sp} of them with sequence parallelism too, {wrong} wrong.
 
@@ -47,11 +47,14 @@ def page(found: Sequence[Entry]) -> str:
     titles = [f"{'TP' if column[0] == 't' else 'TP + SP'} {column[2:]}" for column in COLUMNS]
     lines = [f"| type | plan | with | {' | '.join(titles)} | in the layers |", "|---" * (len(COLUMNS) + 4) + "|"]
     for e in planned:
-        said = " | ".join(e.verdicts[column].replace("|", "\\|") for column in COLUMNS)
+        said = " | ".join(e.verdicts.get(column, "not run").replace("|", "\\|") for column in COLUMNS)
         seen = ", ".join(f"{kind}s" for kind in e.images) or "text alone"
-        lines.append(f"| {e.name} | [{e.plan}](../plans/{e.plan}.yaml) | {seen} | {said} | {e.split:.1%} |")
+        plan = e.plan if e.plan == DERIVED else f"[{e.plan}](../plans/{e.plan}.yaml)"
+        lines.append(f"| {e.name} | {plan} | {seen} | {said} | {e.split:.1%} |")
     lines += ["", "## Without images", ""]
     lines += [f"- {e.name}: {' '.join(e.unseen.split())[:300]}" for e in planned if e.unseen]
+    lines += ["", "## Without sequence parallelism", ""]
+    lines += [f"- {e.name}: {' '.join(e.no_overlay.split())[:300]}" for e in planned if e.no_overlay]
     lines += ["", "## No gradient", ""]
     lines += [f"- {e.name}: {', '.join(f'`{name}`' for name in e.unlearned)}" for e in planned if e.unlearned]
     lines += ["", "## Without a plan", ""]
@@ -69,7 +72,7 @@ def page(found: Sequence[Entry]) -> str:
 
 def main(argv: list[str]) -> int:
     args = arguments("python -m tests.zoo.image_text").parse_args(argv)
-    found = fill([Entry(name) for name in args.types or names()], made_again, page, _said, **vars(args))
+    found = fill([Entry(name) for name in args.types or names()], made_or_derived, page, _said, **vars(args))
     return int(any(not right(text) for e in found for text in e.verdicts.values()))
 
 

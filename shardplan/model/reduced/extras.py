@@ -14,8 +14,8 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value, text_config
 
-from .images import BATCH, squares
 from .outcome import loss_of
+from .pictures import BATCH, squares
 from .scale import hidden_size
 
 Extra = Callable[[Tensor, int], Any]  # (input_ids [batch, sequence], seed) -> the argument

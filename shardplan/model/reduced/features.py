@@ -14,14 +14,15 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value
 
-from .images import BATCH, flat_patches
 from .model_inputs import labels_of, text_inputs
+from .pictures import BATCH, flat_patches, pictures_of, squares
 
 GRID, PATCHES = (
     "grid_thw",
     ("pixel_values", "hidden_states"),
 )  # arguments of vision towers for pictures of several sizes
 SAMPLES = 4  # frames of a waveform's features for each token
+DECODER_ONLY = "use_decoder_only_language_model"  # of classes for both: there is no encoder of text
 UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
 
 
@@ -30,7 +31,7 @@ class Features:
     """Inputs of one kind.
 
     Args:
-        kind: "audio", "picture" or "seq2seq".
+        kind: "audio", "picture" or "seq2seq" (of which the text may have images in it).
         make: seed -> keyword arguments of `forward`.
     """
 
@@ -47,8 +48,11 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
         and (patches := next((n for n in PATCHES if n in accepted), ""))
     ):
         return Features("picture", lambda seed: dict(zip((patches, GRID), flat_patches(config, seed), strict=True)))
-    decodes = "decoder_input_ids" in accepted
+    decodes = "decoder_input_ids" in accepted and not config_value(config, DECODER_ONLY)
     main = next((name for name in MAKERS if name in accepted), None) if "input_ids" not in accepted else None
+    named = getattr(type(model), "main_input_name", "input_ids")
+    if decodes and named in MAKERS and named in accepted:  # what the encoder reads
+        main = named
     if main is None and not ("input_ids" in accepted and decodes):
         return None
     labels = labels_of(type(model))
@@ -64,6 +68,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
         made: dict[str, Any] = {}
         if main is None:
             made["input_ids"] = ids.flip(1)  # the two sides read other tokens
+            made |= {name: make(ids.shape, generator) for name, make in BESIDE.items() if name in accepted}
         else:
             made[main] = MAKERS[main](config, seq_len, generator)
         if decodes:
@@ -111,15 +116,31 @@ def _wave(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) ->
 
 def _picture(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
     """[BATCH, channels, height, width] of the configuration's image."""
-    part = next((c for c in (config, getattr(config, "vision_config", None)) if hasattr(c, "image_size")), config)
-    size = config_value(part, "image_size", 32)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    return torch.randn(BATCH, config_value(part, "num_channels", 3), height, width, generator=generator)
+    return squares(config, generator.initial_seed())
+
+
+def _patches(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
+    """Flat patches behind their places: [BATCH, patches, 2 + channels x patch x patch]."""
+    return pictures_of(config, generator.initial_seed()).placed_patches()
+
+
+def _boxes(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Where on a page each token stands, as shares of its sides: [BATCH, sequence, 4] of left, top, right, bottom."""
+    corner = torch.rand(*shape, 2, generator=generator) * 0.8
+    return torch.cat([corner, corner + 0.1], -1)
 
 
 MAKERS: Mapping[str, Callable[[PreTrainedConfig, int, torch.Generator], Tensor]] = {
     "input_features": _spectrogram,
     "input_values": _wave,
     "pixel_values": _picture,
+    "flattened_patches": _patches,
 }
-KINDS = {"input_features": "audio", "input_values": "audio", "pixel_values": "picture"}
+KINDS = {
+    "input_features": "audio",
+    "input_values": "audio",
+    "pixel_values": "picture",
+    "flattened_patches": "picture",
+}
+# What the encoder of some models reads beside its tokens.
+BESIDE: Mapping[str, Callable[[torch.Size, torch.Generator], Tensor]] = {"bbox": _boxes}

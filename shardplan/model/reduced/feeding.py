@@ -15,10 +15,11 @@ from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import Inputs
 
 from .extras import extras_of
-from .features import features_of
-from .images import BATCH, Fitting, fitting
-from .model_inputs import Labels, Padding, code_inputs, image_inputs, labels_of, text_inputs
+from .features import Features, features_of
+from .images import Fitting, fitting
+from .model_inputs import Padding, code_inputs, image_inputs, labels_of, text_inputs
 from .own_copies import checked
+from .pictures import BATCH
 from .precision import cast
 
 IDS = ("input_ids", "decoder_input_ids", "labels")
@@ -56,8 +57,10 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
     labels = labels_of(type(model))
     features = features_of(model, config, seq_len)
     if features is not None:
-        return Feeding((features.kind,), lambda kind, seed, padding: features.make(seed))
-    images, unseen = _images(model, config, labels, seq_len)
+        return _of_features(model, config, features, seq_len)
+    images, unseen = _images(
+        model, config, lambda seed, padding, images: image_inputs(config, labels, seq_len, seed, padding, images)
+    )
     books = _codebooks(model)
 
     def tokens(seed: int, padding: Padding | None) -> dict[str, Any]:
@@ -65,7 +68,8 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
             return code_inputs(config, labels, seq_len, seed, padding, books)
         return text_inputs(config, labels, seq_len, seed, padding)
 
-    extras, needed = extras_of(model, config, tokens(0, None))
+    needed = bool(images) and not _runs(model, tokens(0, None))
+    extras, needed = ({}, True) if needed else extras_of(model, config, tokens(0, None))
 
     def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
         if kind in images:
@@ -114,16 +118,31 @@ def _below(ids: Any, rows: int) -> Any:
     return torch.where(ids < 0, ids, ids % rows)
 
 
-def _images(
-    model: nn.Module, config: PreTrainedConfig, labels: Labels | None, seq_len: int
-) -> tuple[dict[str, Fitting], str]:
+WithImages = Callable[[int, Padding | None, Fitting], dict[str, Any]]  # (seed, padding, images) -> keyword arguments
+
+
+def _of_features(model: nn.Module, config: PreTrainedConfig, features: Features, seq_len: int) -> Feeding:
+    """The inputs of a model whose forward does not accept text alone; an encoder's text has images where it takes them."""
+
+    def with_images(seed: int, padding: Padding | None, images: Fitting) -> dict[str, Any]:
+        return features.make(seed) | image_inputs(config, None, seq_len, seed, padding, images)
+
+    images, unseen = _images(model, config, with_images) if features.kind == "seq2seq" else ({}, "")
+
+    def feed(kind: str, seed: int, padding: Padding | None) -> dict[str, Any]:
+        return with_images(seed, padding, images[kind]) if kind in images else features.make(seed)
+
+    return Feeding((features.kind, *images), feed, unseen)
+
+
+def _images(model: nn.Module, config: PreTrainedConfig, made: WithImages) -> tuple[dict[str, Fitting], str]:
     """The kinds of images that a reduced model accepts, and why other kinds are left out."""
     found: dict[str, Fitting] = {}
     unseen = []
 
     def tries(images: Fitting) -> None:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            inputs = image_inputs(config, labels, seq_len, 0, None, images)
+            inputs = made(0, None, images)
             dtype = next(model.parameters()).dtype
             model(**{k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()})
 
@@ -134,3 +153,12 @@ def _images(
         elif images:
             unseen.append(f"{kind}s: {images}")
     return found, "; ".join(unseen)
+
+
+def _runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(**inputs)
+    except Exception:  # of the modelling code, which wants images too
+        return False
+    return True

@@ -39,6 +39,9 @@ Role = Literal[
     "image",
     "patch",
     "image_tokens",
+    "queries",
+    "convolutions",
+    "codes",
 ]
 
 # A pattern matches a whole name. The first role that matches wins.
@@ -46,15 +49,15 @@ NAMES: dict[Role, str] = {
     "dropout": r".*(dropout|dropout_p|drop_rate|pdrop|layerdrop|drop_path|drop_path_rate|dropout_prob)"
     r"|.*(dropout_rate|jitter_noise|jitter_eps)",
     "token": r".*_(token|tokens)_(id|index|ids)|lang_id"
-    r"|(pad|bos|eos|unk|mask|lang|sep|image|boi|eoi|audio|video)_(id|index)",
+    r"|(pad|bos|eos|unk|mask|lang|sep|image|image_patch|boi|eoi|audio|video)_(id|index)",
     "layer_indices": r"mlp_only_layers|moe_layers|no_rope_layer_ids|full_attn_idxs|hybrid_layer_ids"
-    r"|ple_layer_ids|cross_attention_layers|fullatt_block_indexes|deepstack_visual_indexes|dense_layers"
+    r"|ple_layer_ids|rope_scaling_layers|cross_attention_layers|fullatt_block_indexes|deepstack_visual_indexes|global_attn_indexes|intermediate_layers_indices|dense_layers"
     r"|.*_layer_(ids|idx|idxs|indices|indexes)|attn_layer_indices",
     "first_layers": r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|n_dense_layers"
     r"|max_window_layers|n_hash_layers|num_hash_layers",
     "last_layers": r"num_kv_shared_layers",
-    "layers": r"num_hidden_layers|n_layers?|num_layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers"
-    r"|num_blocks|num_layers_per_stack|depth",
+    "layers": r"num_hidden_layers|n_layers?|num_layers|layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers"
+    r"|num_blocks|num_layers_per_stack|depth|num_global_layers",
     "mamba_heads": r"mamba_n_heads|mamba_num_heads|n_mamba_heads",
     "mamba_head_dim": r"mamba_d_head|mamba_head_dim|mamba_headdim",
     "mamba_groups": r"(mamba_)?n_?groups",
@@ -84,6 +87,9 @@ NAMES: dict[Role, str] = {
     "image": r"image_size",
     "patch": r"patch_size",
     "image_tokens": r"mm_tokens_per_image",
+    "queries": r"num_query_tokens|latent_query_num",
+    "convolutions": r"base_channels|latent_channels",
+    "codes": r"num_embeddings|codebook_size",
 }
 
 # Ids with a meaning other than text: never drawn as text tokens.

@@ -16,7 +16,8 @@ from transformers.models.auto.modeling_auto import (
 from shardplan.model.config_numbers import text_config
 
 from .fields import SPECIAL
-from .images import BATCH, Fitting
+from .images import Fitting
+from .pictures import BATCH
 
 IGNORED = -100  # the label that the losses of transformers and torch ignore
 
@@ -107,15 +108,17 @@ def image_inputs(
 ) -> dict[str, Any]:
     """As text_inputs, with one image (or video) per row: its tokens after the first quarter, and its arrays. The sequence
     is a multiple of `seq_len`, long enough for the image and a token between what may be padded on either side."""
-    length = seq_len * -(-2 * (images.count + 2) // seq_len)
+    length = seq_len * max(1, -(-2 * (images.count + 2) // seq_len)) if images.count else seq_len
     begin = length // 4 + 1
     result = text_inputs(config, labels, length, seed, padding)
     image = torch.zeros_like(result["input_ids"], dtype=torch.bool)
     image[:, begin : begin + images.count] = True
-    result["input_ids"][image] = images.token
-    if labels == "next":
-        result["labels"][image] = IGNORED
+    if images.token is not None:
+        result["input_ids"][image] = images.token
+        if labels == "next":
+            result["labels"][image] = IGNORED
     result |= {name: image.long() * number for name, number in images.types.items()}
+    result |= {name: torch.ones_like(image, dtype=torch.long)[..., None] for name in images.recipe.reads}
     return result | images.arrays(config, seed)
 
 

@@ -15,7 +15,7 @@ from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.rebinding import NotBound, copied
 
-from .images import BATCH
+from .pictures import BATCH
 from .precision import in_dtype
 from .reduced_codes import NO_INPUTS, NO_REDUCED_MODEL, NOT_CARRIED, TOO_LARGE
 from .weights import randomise, without_noise

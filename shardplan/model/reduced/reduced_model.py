@@ -16,6 +16,7 @@ from shardplan.model.build_tree import tree_of
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import reason, refuse
 
+from .code_numbers import completed
 from .feeding import feeding
 from .model_inputs import Padding, sequence_length
 from .named_reduced import named_by_user
@@ -156,6 +157,7 @@ def make_reduced_model(
         named = named_by_user(reduced, tree, name, seed)
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
+    config = completed(config, module)
     reduced_config, kept, adapted = reduced_config_of(
         config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied, heads_times=heads_times, least=layers
     )

@@ -120,7 +120,11 @@ def reduced_config_of(
         if size > LARGEST:
             failures.append(f"the reduced model would have {size:,} parameters, more than {LARGEST:,}")
             continue
-        if skeleton(made, lists, range(len(kept.layers))) == skeleton(tree, lists, kept.layers):
+        # A tower with as many layers as the text model keeps others of them.
+        own = [name for name in lists if len(made.children.get(name, ())) == len(kept.layers)]
+        if bool(own) == bool(lists) and skeleton(made, own, range(len(kept.layers))) == skeleton(
+            tree, own, kept.layers
+        ):
             return reduced, kept, adapted
         failures.append(f"the reduced model's layers do not match layers {', '.join(map(str, kept.layers))}")
     raise refuse(

@@ -15,7 +15,9 @@ from shardplan.model.config_numbers import config_value
 from .counts import WIDTHS_OF_HIDDEN, WIDTHS_OF_TOWER, like, same_relation, small_counts, small_head_dims, small_widths
 from .fields import Role, role
 from .layers import Kept
+from .pictures import parts
 
+READ = "vision_feature_layer"
 VOCABULARY = 64  # rows of the small embedding, and at least 16 per rank
 
 
@@ -167,17 +169,23 @@ def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 
 def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale) -> Scale:
     """The small values for a model beside the text model."""
-    scale = scale_of(config, config, outer.tp, outer.seq_len, _tower_layers(config, whole), WIDTHS_OF_TOWER)
+    scale = scale_of(config, config, outer.tp, outer.seq_len, tower_layers(config, whole), WIDTHS_OF_TOWER)
     return replace(scale, tokens=outer.tokens)
 
 
-def _tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
+def layers_read(whole: PreTrainedConfig) -> list[int]:
+    """The layers of a vision tower whose results are read, where a configuration says it."""
+    found = [config_value(part, READ) for part in parts(whole)]
+    return [i for one in found for i in (one if isinstance(one, (list, tuple)) else [one]) if isinstance(i, int)]
+
+
+def tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
     """Two layers of it: the first, and the first that each list of layers names; as many as are counted from the end."""
     count = config_value(config, "num_hidden_layers", config_value(config, "depth"))
     named = [v for n, v in vars(config).items() if role(n) == "layer_indices" and isinstance(v, (list, tuple)) and v]
-    read = config_value(whole, "vision_feature_layer")
-    from_end = [-i for i in (read if isinstance(read, (list, tuple)) else [read]) if isinstance(i, int) and i < 0]
-    layers = {0, *(min(indices) for indices in named)}
+    read = layers_read(whole)
+    from_end = [-i for i in read if i < 0]
+    layers = {0, *(min(indices) for indices in named), *(i for i in read if is_size(count) and 0 < i < count)}
     others = (i for i in range(count if is_size(count) else 2) if i not in layers)
     layers |= set(islice(others, max([2, *from_end]) - len(layers))) if len(layers) < max([2, *from_end]) else set()
     return Kept(count if is_size(count) else 2, tuple(sorted(layers)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from math import isqrt
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -15,13 +14,16 @@ from shardplan.model.config_numbers import config_value, text_config
 from .counts import like
 from .fields import Role, role
 from .layers import Kept
+from .linked_widths import link
 from .scale import Scale, hidden_size, is_size, scale_of, tower_scale
+from .vision_fields import images, read_layers
 
 CHUNK = 8
 STATE = 8
 EXPERTS = 4
-PATCH = 4  # pixels
-SIDE = 4  # patches
+CHANNELS = 32  # of convolutions; norms have as many groups
+CODES = 64
+QUERIES = 8  # of a model that asks a picture, and that its answers take the places of
 STAGES = ("stage_names", "out_features", "out_indices")  # of backbones, one for each layer; they follow from the layers
 # Widths of a model beside the text model that are the text model's.
 OUTPUT_WIDTHS = re.compile(r"(.*_)?out(put)?_(hidden_size|dim)|text_.*(size|dim)|projection_dim|hidden_size")
@@ -59,6 +61,8 @@ def reduced_config(
         for name, value in vars(config).items():
             if value is text and name in data:
                 data[name]["tie_word_embeddings"] = tied
+    link(config, data, text)
+    read_layers(data, config)
     small = type(config)(**data)
     _no_cache(small)
     return small
@@ -75,7 +79,8 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
         data[name] = {**_shrunk(value, inner, text), "model_type": value.model_type}
         if inner is not scale and scale.hidden is not None:
             widths_of_output = (n for n, v in vars(value).items() if OUTPUT_WIDTHS.fullmatch(n) and v == scale.hidden)
-            data[name] |= {n: scale.widths[scale.hidden] for n in widths_of_output if vars(value)[n] != inner.hidden}
+            own = "hidden_size" if inner.hidden == scale.hidden else ""  # else it is the width of what the tower gives
+            data[name] |= {n: scale.widths[scale.hidden] for n in widths_of_output if n != own}
     nested = {name for name, value in vars(config).items() if isinstance(value, PreTrainedConfig)}
     for name in data.keys() - nested:
         if name == "per_layer_config":
@@ -87,14 +92,21 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
         else:
             data[name] = _field(data[name], scale, name)
     _mamba(data, scale)
-    _images(data, config)
+    images(data, config)
     return data
 
 
 def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
     """Whether a nested configuration describes another model than the scale is for."""
-    hidden, heads = hidden_size(config), config_value(config, "num_attention_heads")
-    return hidden is not None and (hidden != scale.hidden or (isinstance(heads, int) and heads not in scale.heads))
+    hidden, layers = hidden_size(config), config_value(config, "num_hidden_layers")
+    if hidden is None:
+        return is_size(layers) and layers != scale.kept.count
+    tables = {"heads": scale.heads, "head_dim": scale.head_dims, "width": scale.widths}
+    return hidden != scale.hidden or any(
+        table is not None and is_size(value) and value not in table
+        for name, value in vars(config).items()
+        for table in [tables.get(role(name) or "")]
+    )
 
 
 def _field(value: Any, scale: Scale, name: str) -> Any:
@@ -139,44 +151,6 @@ def _mamba(data: dict[str, Any], scale: Scale) -> None:
     inner = data.get("mamba_d_ssm") or int(expand * hidden)
     heads = next(n for n in (4, 2, 1) if inner % n == 0)
     data[names["mamba_heads"]], data[names["mamba_head_dim"]] = heads, inner // heads
-
-
-def _images(data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """An image becomes 4 x 4 patches (or as few as it had), pooled to 2 x 2 tokens where tokens were
-    pooled."""
-    sides: dict[int, int] = {}
-    for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
-        image, patch = _side(getattr(part, "image_size", None)), _side(getattr(part, "patch_size", None))
-        if image and patch:
-            sides[id(part)] = image // patch
-    patch = _side(data.get("patch_size"))
-    if id(config) in sides:
-        for name, side in (("patch_size", PATCH), ("image_size", PATCH * min(SIDE, sides[id(config)]))):
-            data[name] = [side, side] if isinstance(data[name], (list, tuple)) else side
-    elif patch:
-        data["patch_size"] = PATCH
-    window = getattr(config, "window_size", None)
-    if patch and isinstance(window, int) and window > patch and window % patch == 0:  # in pixels
-        data["window_size"] = PATCH * min(SIDE, window // patch)
-    table = data.get("num_position_embeddings")
-    if patch and isinstance(table, int) and isqrt(table) ** 2 == table:
-        data["num_position_embeddings"] = min(SIDE, isqrt(table)) ** 2
-    tokens = getattr(config, "mm_tokens_per_image", None)
-    if isinstance(tokens, int) and sides:
-        side = max(sides.values())
-        kernel = min(2, max(1, side // isqrt(tokens)))
-        data["mm_tokens_per_image"] = (min(SIDE, side) // kernel) ** 2
-    points = data.get("image_grid_pinpoints")
-    whole = _side(getattr(getattr(config, "vision_config", None), "image_size", None))
-    if points and whole and sides:
-        small = PATCH * min(SIDE, max(sides.values()))
-        data["image_grid_pinpoints"] = [[side * small // whole for side in point] for point in points]
-
-
-def _side(value: Any) -> int | None:
-    """In pixels; of a list, the first."""
-    value = value[0] if isinstance(value, (list, tuple)) and value else value
-    return value if is_size(value) else None
 
 
 def _no_cache(config: PreTrainedConfig) -> None:
@@ -269,4 +243,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "image": lambda value, scale, name: value,
     "patch": lambda value, scale, name: value,
     "image_tokens": lambda value, scale, name: value,
+    "queries": _capped(lambda scale: QUERIES),
+    "convolutions": _capped(lambda scale: CHANNELS),
+    "codes": _capped(lambda scale: CODES),
 }

@@ -1,0 +1,36 @@
+"""Numbers of the rotary position embedding that a model's code has and its configuration leaves out."""
+
+from __future__ import annotations
+
+import copy
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from .pictures import parts
+
+SECTIONS = "mrope_section"  # how many frequencies turn with time, rows and columns
+
+
+def completed(config: PreTrainedConfig, module: nn.Module) -> PreTrainedConfig:
+    """A configuration with the sections of rotary frequencies that a model of it has by default: they shrink with its heads.
+
+    Args:
+        config: it is copied where something is missing.
+        module: built from it, on any device.
+    """
+    own = list(parts(config))
+    missing = {}
+    for part in module.modules():
+        sections, of = getattr(part, SECTIONS, None), getattr(part, "config", None)
+        at = next((i for i, one in enumerate(own) if one is of), None)
+        rope = getattr(of, "rope_parameters", None)
+        if at is not None and isinstance(sections, list) and isinstance(rope, dict) and SECTIONS not in rope:
+            missing[at] = sections
+    if not missing:
+        return config
+    result = copy.deepcopy(config)
+    for i, part in enumerate(parts(result)):
+        if i in missing:
+            part.rope_parameters[SECTIONS] = list(missing[i])
+    return result

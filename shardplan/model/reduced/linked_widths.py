@@ -1,0 +1,101 @@
+"""Widths of one part of a configuration that are another part's hidden size: they become its small one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from .fields import role
+from .scale import hidden_size, is_size
+
+# What may be another part's width: of projections, not of an MLP's own middle.
+LINKS = re.compile(r"(?!.*(intermediate|ffn|mlp|d_ff|inner|position|num_))(.*_)?(hidden_size|dim|channels|hidden_dim)")
+OWN = ("hidden_size", "d_model", "embed_dim", "head_dim", "n_embd")
+SMALLEST = 64  # smaller numbers are equal by chance
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A nested configuration, and the fields made small."""
+
+    path: str
+    config: PreTrainedConfig
+    data: dict[str, Any]
+
+
+def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig) -> None:
+    """Changes the small fields of a configuration, in place: a width that is the hidden size of another part, or that of as
+    many patches or layers as are joined, follows it.
+
+    Args:
+        config: the original.
+        data: its fields made small.
+        text: the part that describes the text model.
+    """
+    found = list(_parts("", config, data))
+    models = [p for p in found if hidden_size(p.config) is not None]
+    models.sort(key=lambda p: p.config is not text)  # the text model's where several are equal
+    for part in found:
+        for name, value in vars(part.config).items():
+            if name in part.data and LINKS.fullmatch(name) and role(name) in (None, "width"):
+                follows = _following(part, name, models)
+                part.data[name] = _each(value, part.data[name], follows)
+
+
+def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, Any], Any]:
+    """(value, small value) -> the small value that follows another model's."""
+    own = hidden_size(part.config)
+    words = set(name.split("_"))
+    order = sorted(models, key=lambda p: not words & set(re.split(r"[._]", p.path)))
+
+    def follows(value: Any, small: Any) -> Any:
+        if not is_size(value) or value < SMALLEST or (value == own and name in OWN):
+            return small
+        for model in order:
+            hidden, new = hidden_size(model.config), _small_hidden(model)
+            if value == hidden and new is not None and (model.config is not part.config or name not in OWN):
+                if model.config is part.config and any(
+                    hidden_size(m.config) == value for m in models if m is not model
+                ):
+                    continue  # of two with one width, the other's
+                return new
+        for model in order:
+            hidden, new = hidden_size(model.config), _small_hidden(model)
+            for many, few in _joined(model):
+                if new is not None and hidden is not None and many > 1 and value == many * hidden:
+                    return few * new
+        return small
+
+    return follows
+
+
+def _joined(part: _Part) -> Iterator[tuple[int, int]]:
+    """How many of a tower's values are joined to one, before and after: patches to a token, results of layers."""
+    merge = next((m for n in ("merge_size", "spatial_merge_size") if is_size(m := getattr(part.config, n, None))), 1)
+    yield merge**2, merge**2
+    for name, value in vars(part.config).items():
+        if role(name) == "layer_indices" and isinstance(value, (list, tuple)):
+            yield 1 + len(value), 1 + len(part.data[name])
+
+
+def _small_hidden(part: _Part) -> int | None:
+    names = ("embed_dim", "hidden_size", "d_model") if is_size(vars(part.config).get("embed_dim")) else OWN[:2]
+    stored = (part.config.attribute_map.get(name, name) for name in names)
+    return next((value for name in stored if is_size(value := part.data.get(name))), None)
+
+
+def _each(value: Any, small: Any, follows: Callable[[Any, Any], Any]) -> Any:
+    if isinstance(value, (list, tuple)) and isinstance(small, (list, tuple)) and len(value) == len(small):
+        return [follows(*pair) for pair in zip(value, small, strict=True)]
+    return follows(value, small)
+
+
+def _parts(path: str, config: PreTrainedConfig, data: dict[str, Any]) -> Iterator[_Part]:
+    yield _Part(path, config, data)
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(f"{path}.{name}", value, data[name])
