@@ -21,7 +21,7 @@ def completed(config: PreTrainedConfig, module: nn.Module) -> PreTrainedConfig:
     """
     own = list(parts(config))
     missing = {}
-    for part in module.modules():
+    for part in module.modules():  # rotary embeddings keep the part of the configuration that they are built from
         sections, of = getattr(part, SECTIONS, None), getattr(part, "config", None)
         at = next((i for i, one in enumerate(own) if one is of), None)
         rope = getattr(of, "rope_parameters", None)
@@ -30,7 +30,7 @@ def completed(config: PreTrainedConfig, module: nn.Module) -> PreTrainedConfig:
     if not missing:
         return config
     result = copy.deepcopy(config)
-    for i, part in enumerate(parts(result)):
+    for i, one in enumerate(parts(result)):
         if i in missing:
-            part.rope_parameters[SECTIONS] = list(missing[i])
+            one.rope_parameters[SECTIONS] = list(missing[i])
     return result

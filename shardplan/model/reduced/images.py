@@ -160,7 +160,7 @@ def _places(
     if MARKS in accepted:
         yield from ((lambda n=n: n, None) for name in QUERIES if isinstance(n := getattr(config, name, None), int))
         return
-    asked = (recipe.kind, "image", "video") if recipe.kind == "video" else (recipe.kind,)
+    asked: tuple[str, ...] = (recipe.kind, "image", "video") if recipe.kind == "video" else (recipe.kind,)
     features = next((f for k in asked for m in _inside(model) if (f := getattr(m, f"get_{k}_features", None))), None)
     if features is None and recipe.kind == "image":  # a picture is a short video
         asked = ("video",)

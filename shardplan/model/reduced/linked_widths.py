@@ -75,8 +75,10 @@ def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, An
 
 def _joined(part: _Part) -> Iterator[tuple[int, int]]:
     """How many of a tower's values are joined to one, before and after: patches to a token, results of layers."""
-    merge = next((m for n in ("merge_size", "spatial_merge_size") if is_size(m := getattr(part.config, n, None))), 1)
-    yield merge**2, merge**2
+    for name in ("merge_size", "spatial_merge_size"):
+        merge = getattr(part.config, name, None)
+        if isinstance(merge, int):
+            yield merge**2, merge**2
     for name, value in vars(part.config).items():
         if role(name) == "layer_indices" and isinstance(value, (list, tuple)):
             yield 1 + len(value), 1 + len(part.data[name])
