@@ -20,7 +20,7 @@ from .conditions import NO_VALUE, OTHER_CONFIGURATION, admits, decided
 from .dead import DEAD
 from .matching import Names
 from .models import OTHER_MODEL, other_model
-from .pipeline_parts import pipeline_parts
+from .pipeline_parts import may_match_nothing, pipeline_parts
 from .section_globs import PARAMETERS, expand, wrapped
 from .summed_blocks import SUMMED, declared_sums
 from .units import ignored, units_and_parts
@@ -50,6 +50,7 @@ def bind(
         sizes: of the mesh.
         overlays: the sections that are laid over the tensor-parallel rules.
     """
+    optional = may_match_nothing(plan)
     plan, undecided = decided(plan, tree)
     names = Names(tree)
     stack = layers(plan, names, overlays)
@@ -64,7 +65,7 @@ def bind(
     staged = sections.pipeline_parallel
     if staged is not None and staged.layers == NONE:
         staged = None
-    parts, about_parts = pipeline_parts(staged, names)
+    parts, about_parts = pipeline_parts(staged, names, optional)
     assignments = assign(stack, names)
     resolved = ResolvedPlan(
         plan=plan,

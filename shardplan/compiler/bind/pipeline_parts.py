@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from shardplan.core.diagnostics import Diagnostic, Location
+from shardplan.core.plan import SECTIONS, PlanFile
 from shardplan.core.sections import PipelineParallel
 from shardplan.language.globs import parse_glob
 
@@ -29,8 +30,20 @@ class PipelineParts:
     carried: tuple[str, ...] = ()
 
 
-def pipeline_parts(section: PipelineParallel | None, names: Names) -> tuple[PipelineParts, tuple[Diagnostic, ...]]:
-    """What the globs of the section match, and those that match nothing."""
+def may_match_nothing(plan: PlanFile) -> frozenset[str]:
+    """The keys of the plan's rules that are optional or for some configurations alone: a `carry` of the same words is too."""
+    rules = (rule for one in plan.lineage for section in SECTIONS for rule in one.rules(section))
+    return frozenset(rule.pattern for rule in rules if rule.optional or rule.when is not True)
+
+
+def pipeline_parts(
+    section: PipelineParallel | None, names: Names, optional: frozenset[str] = frozenset()
+) -> tuple[PipelineParts, tuple[Diagnostic, ...]]:
+    """What the globs of the section match, and those that match nothing.
+
+    Args:
+        optional: globs of `carry` that may match nothing.
+    """
     if section is None:
         return PipelineParts(), ()
     wrong: list[Diagnostic] = []
@@ -42,6 +55,8 @@ def pipeline_parts(section: PipelineParallel | None, names: Names) -> tuple[Pipe
             reached = names.reach(glob)
             matched.update(reached.modules, reached.parameters if parameters else ())
             if not (reached.modules or (parameters and reached.parameters)):
+                if field == "carry" and pattern in optional:
+                    continue
                 place = section.given.get(field) or section.location or Location("<arguments>", (field,))
                 path = place.path if field == "layers" else (*place.path, i)
                 location = replace(place, path=path, part="value")

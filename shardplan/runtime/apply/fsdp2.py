@@ -46,13 +46,13 @@ def shard_units(
     mesh: DeviceMesh,
     section: DataParallel,
     wrapped: Wrapped,
-    shard: Callable[..., Any] = fully_shard,
+    shard: Callable[..., Any] | None = None,
 ) -> None:
     """Shard the units, inner ones first, and leave the root to the caller.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
-        shard: called in place of `fully_shard`.
+        shard: called in place of `fully_shard`; None: that.
     """
     assert not wrapped.experts, wrapped
     _shard_units(model, _options(model, mesh, section, wrapped), section, wrapped, shard)
@@ -64,14 +64,14 @@ def _shard_units(
     options: dict[str, Any],
     section: DataParallel,
     wrapped: Wrapped,
-    shard: Callable[..., Any] = fully_shard,
+    shard: Callable[..., Any] | None = None,
 ) -> None:
     names = dict.fromkeys(name for name in (*wrapped.units, *wrapped.parts) if name not in wrapped.experts)
     for name in sorted(names, key=lambda unit: -unit.count(".")):
         with at_module(name):
             kept = _reshard(section, _last(wrapped, name))
             unit = model.get_submodule(name)
-            shard(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
+            (shard or fully_shard)(unit, **options, mp_policy=_unit_policy(section), reshard_after_forward=kept)
 
 
 def _last(wrapped: Wrapped, name: str) -> bool:
