@@ -50,7 +50,7 @@ def train(args: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    # In place of accelerator.load_state and save_state, which do not know the shards.
+    # accelerator.load_state and save_state work too; a save of these functions is whole even where a process is killed.
     done = load_training_state(model, optimizer.optimizer, args.resume)["step"] if args.resume else 0
     losses = []
     for step, ids in zip(range(done + 1, args.steps + 1), accelerator.skip_first_batches(loader, done), strict=False):

@@ -11,21 +11,18 @@ from torch import Tensor, nn
 from shardplan.runtime.apply import applied
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
+from .accelerator_states import AcceleratorStates
 from .trainer_saves import save_and_resume
 
-_INSTEAD = {
-    "save_state": "shardplan.save_training_state(model, optimizer.optimizer, folder, extra={...})",
-    "load_state": "shardplan.load_training_state(model, optimizer.optimizer, folder)",
-    "save_model": "shardplan.save_checkpoint(model, folder)",
-}
+_INSTEAD = {"save_model": "shardplan.save_checkpoint(model, folder)"}
 
 
 def adopt(owner: Any, model: nn.Module) -> None:
     """Make an Accelerator or a Trainer take a planned model as it is, and feed the ranks of one tp group the same batches.
 
     Call it before `accelerator.prepare(...)` or `trainer.train()`. The Trainer saves, resumes and loads its best model with
-    shardplan's functions. The Accelerator's own functions for that (`save_state`, `load_state`, `save_model`) raise and name
-    the function to call.
+    shardplan's functions, and so do the Accelerator's `save_state` and `load_state`; its `save_model` raises and names the
+    function to call.
 
     Args:
         owner: an `accelerate.Accelerator`, or a `transformers.Trainer` that was made with the model.
@@ -53,6 +50,8 @@ def adopt(owner: Any, model: nn.Module) -> None:
     if trainer is not None:
         trainer.gather_function = accelerator.gather_for_metrics
         model.__dict__["_tp_size"] = mesh.tp_size  # tp ranks share a batch: the Trainer counts its tokens once
+    states = AcceleratorStates(accelerator, model)
+    accelerator.save_state, accelerator.load_state = states.save_state, states.load_state
     for name, instead in _INSTEAD.items():
         setattr(accelerator, name, _refused(name, instead))
     model.__dict__["_is_accelerate_prepared"] = True

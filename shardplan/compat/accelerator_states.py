@@ -1,0 +1,74 @@
+"""accelerate's `save_state` and `load_state` beside a planned model: its own files, and a folder of shardplan's for the shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shardplan.weights import load_training_state, save_training_state
+
+FOLDER = "training_state"  # of `save_training_state`, inside of the folder that accelerate writes
+
+
+class AcceleratorStates:
+    """What replaces both methods of one Accelerator. accelerate writes and reads schedulers, random numbers, samplers, its step and
+    registered objects; shardplan the weights and the optimizer's state, at any mesh."""
+
+    def __init__(self, accelerator: Any, model: nn.Module):
+        self.accelerator, self.model = accelerator, model
+        self._save, self._load = accelerator.save_state, accelerator.load_state
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's. Call it on all ranks; all see one folder.
+
+        Raises:
+            ValueError: not one optimizer was prepared; those of `save_training_state`.
+        """
+        optimizer = self._optimizer()
+
+        def shards(models: list[Any], weights: list[Any], folder: str) -> None:
+            save_training_state(self.model, optimizer, Path(folder, FOLDER), overwrite=True)
+
+        with self._without_shards(self.accelerator.register_save_state_pre_hook, shards):
+            return self._save(output_dir, *args, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's. Weights and moments are those of any mesh; the random state of a process is read where as many processes
+        wrote it.
+
+        Raises:
+            ValueError: not one optimizer was prepared; the folder was not written beside a planned model; those of
+                `load_training_state`.
+        """
+        optimizer = self._optimizer()
+
+        def shards(models: list[Any], folder: str) -> None:
+            if not Path(folder, FOLDER).is_dir():
+                raise ValueError(f"{folder} has no {FOLDER}: it was not written by save_state beside a planned model")
+            load_training_state(self.model, optimizer, Path(folder, FOLDER))
+
+        with self._without_shards(self.accelerator.register_load_state_pre_hook, shards):
+            self._load(input_dir, *args, **kwargs)
+
+    def _optimizer(self) -> Optimizer:
+        prepared = self.accelerator._optimizers
+        if len(prepared) != 1:
+            raise ValueError(f"one optimizer is saved beside a planned model, and {len(prepared)} were prepared")
+        return prepared[0].optimizer
+
+    @contextmanager
+    def _without_shards(self, register: Callable[..., Any], hook: Callable[..., None]) -> Iterator[None]:
+        """accelerate sees neither model nor optimizer, and calls the hook with the folder before it reads or writes."""
+        accelerator, handle = self.accelerator, register(hook)
+        kept = accelerator._models, accelerator._optimizers
+        accelerator._models, accelerator._optimizers = [], []
+        try:
+            yield
+        finally:
+            accelerator._models, accelerator._optimizers = kept
+            handle.remove()
