@@ -159,6 +159,10 @@ def wrong_calls() -> None:
             pipeline.step(**inputs)
     with pytest.raises(TypeError, match="a pipeline has no forward"):
         pipeline(input_ids=None)
+    with pytest.raises(ValueError, match="a stage runs inside of a pipeline's step alone"):
+        pipeline.parts[0](input_ids=torch.ones(1, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match="generate needs the whole model"):
+        pipeline.parts[0].generate(torch.ones(1, 4, dtype=torch.long))
     with pytest.raises(ValueError, match="this model is unusable: it was cut into pipeline stages"):
         given = recipe.build()
         _apply(given, {"pp": 2})

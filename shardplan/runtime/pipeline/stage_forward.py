@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -40,14 +40,14 @@ class StageForward:
         self.fixed = {"use_cache": False} if without_cache else {}
 
     def __call__(self, *received: Tensor, **inputs: Any) -> Any:
+        if self.call.loss is None:
+            raise ValueError("a stage runs inside of a pipeline's step alone: call step(input_ids=..., labels=...)")
         given = {**self.call.constants, **self.fixed, **inputs}
         taken = tuple(_Taken.apply(x) for x in received)
         if not self.stage.is_last:
             given.pop("labels", None)
             return tuple(_sent(x) for x in self.stage.run(taken, self.own, **given))
-        loss = self.call.loss
-        assert loss is not None
-        return loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
+        return self.call.loss.of(lambda inputs: self.stage.run(taken, self.own, **inputs), given)
 
 
 class _Taken(torch.autograd.Function):
@@ -70,3 +70,11 @@ def _sent(x: Tensor) -> Tensor:
 def set_stage_forward(part: nn.Module, stage: Stage, call: Call, *, without_cache: bool) -> None:
     """Put a `StageForward` in the place of the part's forward."""
     part.__dict__["forward"] = StageForward(stage, part.forward, call, without_cache=without_cache)
+    if hasattr(part, "generate"):
+        part.__dict__["generate"] = _refuse_generate
+
+
+def _refuse_generate(*_: Any, **__: Any) -> Never:
+    raise ValueError(
+        "generate needs the whole model, and its caches: a stage has a part of it (save_checkpoint writes all)"
+    )
