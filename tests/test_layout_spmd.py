@@ -40,7 +40,7 @@ def test_edited_plans(name: str) -> None:
     seen = {"passed": 0, "refused": 0}
     for on in (False, True):
         every = list(edits(document, sequence_parallel=on))
-        for edit in random.Random(name).sample(every, min(24, len(every))):
+        for edit in random.Random(name).sample(every, min(40, len(every))):
             plan = parse(edit.document)
             if plan is None:
                 continue

@@ -181,7 +181,7 @@ CHECK = Recipe(
         "shardplan/compiler/check/nothing.py": {"": NOTHING},
         "shardplan/compiler/check/__init__.py": {
             "    kinds,\n    packed_weights,\n    parameter_hooks,\n    sequence": "    kinds,\n    nothing,\n    packed_weights,\n    parameter_hooks,\n    sequence",
-            "    declared_stages,\n)\n\nCHECKS": "    declared_stages,\n    nothing,\n)\n\nCHECKS",
+            "    training_kernels,\n)\n\nCHECKS": "    training_kernels,\n    nothing,\n)\n\nCHECKS",
         },
         "tests/cases/err/SP399-nothing.case": {"": CASE},
     },

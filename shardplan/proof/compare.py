@@ -60,7 +60,7 @@ def magnitude(tensor: Tensor) -> float:
         tensor = tensor.double()
     # A norm of order infinity takes 17 times as long, of a million values.
     least, largest = (value.item() for value in torch.aminmax(tensor.detach()))
-    return max(-least, largest)
+    return max(abs(least), abs(largest))
 
 
 def compare(

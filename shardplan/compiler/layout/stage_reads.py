@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardplan.core.tree import ModuleTree, full_name
+from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced.trace import Event, Trace
 
 MOST_ROOTS = 8  # of a value: what it comes from in other stages
@@ -258,6 +258,11 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
         for phase in (before, inside, after):
             if not phase.isdisjoint(group):
                 phase.update(one for one in group if one in roots and not {one} & (before | inside | after))
+    for name in outside:  # a copy that adapters keep of a module that is trained whole goes where that is
+        if name not in before | inside | after and (
+            phase := _beside(tree, name, parts.blocks, (before, inside, after))
+        ):
+            phase.add(name)
     read = before | inside | after
 
     def of(names: Iterable[str]) -> tuple[str, ...]:
@@ -273,6 +278,19 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
         both=tuple(name for name in outside if name in before & after and name not in inside),
         unread=tuple(name for name in outside if name not in read),
     )
+
+
+def _beside(tree: ModuleTree, name: str, blocks: tuple[str, ...], phases: tuple[set[str], ...]) -> set[str] | None:
+    """When a parameter that nothing reads has others beside it in its module, or in a module around it that has no block inside: the
+    phase in which all of those that are read are; None where there is none, or several."""
+    for around in ancestors(name):
+        prefix = full_name(around, "")
+        if not around or any(one.startswith(prefix) for one in blocks):
+            return None
+        found = [phase for phase in phases if any(one.startswith(prefix) for one in phase)]
+        if found:
+            return found[0] if len(found) == 1 else None
+    return None
 
 
 def stage_root(tree: ModuleTree, name: str, blocks: tuple[str, ...]) -> str:
