@@ -259,10 +259,9 @@ def find_ends(runs: Iterable[StageRun]) -> Ends:
             if not phase.isdisjoint(group):
                 phase.update(one for one in group if one in roots and not {one} & (before | inside | after))
     for name in outside:  # a copy that adapters keep of a module that is trained whole goes where that is
-        if name not in before | inside | after and (
-            phase := _beside(tree, name, parts.blocks, (before, inside, after))
-        ):
-            phase.add(name)
+        there = None if name in before | inside | after else _beside(tree, name, parts.blocks, (before, inside, after))
+        if there is not None:
+            there.add(name)
     read = before | inside | after
 
     def of(names: Iterable[str]) -> tuple[str, ...]:
