@@ -264,3 +264,19 @@ def identity_experts() -> nn.Module:
 def sequences(seed: int) -> dict[str, torch.Tensor]:
     """Inputs of a `Stack`."""
     return {"x": torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+def a_mask_token() -> nn.Module:
+    """Two blocks, and a parameter that no run reads."""
+    model = Stack([Residual(), Residual()])
+    model.mask_token = nn.Parameter(torch.zeros(16))
+    return model
