@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardplan.compiler.lower import Program
+    from shardplan.core.diagnostics import Diagnostic
     from shardplan.runtime.apply import Applied
     from shardplan.runtime.apply.applied import AppliedParts
     from shardplan.runtime.pipeline import Pipeline
@@ -93,6 +94,38 @@ def program_or_raise(compiled: Compiled) -> Program:
     return compiled.program
 
 
+def prove_splits(
+    compiled: Compiled,
+    named: Model,
+    changes: Changes,
+    program: Program,
+    mesh: DeviceMesh,
+    *,
+    prove: bool,
+    strict: bool,
+    allow_unproven: bool,
+) -> tuple[tuple[Diagnostic, ...], str]:
+    """Prove what the program splits over tp, on the mesh's first rank for all: the warnings, and how it is known to be right, in words.
+
+    Raises:
+        PlanError: the proof found errors.
+    """
+    from shardplan.proof.stage import Question, prove_on_first_rank
+    from shardplan.report.errors import raise_errors
+
+    if (program.resolved.sizes.tp or 1) == 1:
+        return (), "data parallel only: nothing is split"
+    if not prove:
+        return (), "not proven: prove=False"
+    if compiled.reduced_model is None:
+        return (), "not proven: it cannot be (allow_unproven)"
+    _, read = compiled.given.both
+    asked = Question(compiled.reduced_model, named, read, changes.get("logits", "plan"), allow_unproven)
+    found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
+    raise_errors(found, compiled.given.sources, strict=strict)
+    return tuple(found), f"proven {method}, on a reduced model"
+
+
 def apply_plan(
     model: nn.Module,
     mesh: DeviceMesh,
@@ -143,8 +176,6 @@ def apply_plan(
             then, and its forward raises).
     """
     from shardplan.model.packed import patch_is_packed_sequence as patch_packed
-    from shardplan.proof.stage import Question, prove_on_first_rank
-    from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
     from shardplan.runtime.apply.early_optimizers import Originals
@@ -185,17 +216,10 @@ def apply_plan(
         plan_mesh.check_sections(program.resolved)
         autocast = read_dtype(autocast_dtype, program.resolved.data_parallel)
         agreement.say(f"{intention(program)}\nautocast {autocast}")
-    proof = "not proven: it cannot be (allow_unproven)"
-    if (plan_mesh.sizes.tp or 1) == 1:
-        proof = "data parallel only: nothing is split"
-    elif not prove:
-        proof = "not proven: prove=False"
-    elif compiled.reduced_model is not None:
-        _, read = compiled.given.both
-        asked = Question(compiled.reduced_model, named, read, changes.get("logits", "plan"), allow_unproven)
-        found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
-        raise_errors(found, compiled.given.sources, strict=strict)
-        warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"
+    found, proof = prove_splits(
+        compiled, named, changes, program, mesh, prove=prove, strict=strict, allow_unproven=allow_unproven
+    )
+    warnings = (*warnings, *found)
     originals = Originals(model)
     result = apply_program(
         model,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from shardplan.compiler.pipeline import Changes, compile_variant
 from shardplan.compiler.user_inputs import AnyPlan, Model
 
-from .apply import ApplyOptions, LiveModelOptions, program_or_raise
+from .apply import ApplyOptions, LiveModelOptions, program_or_raise, prove_splits
 from .deriving import deriving
 from .keywords import PlanOptions, split_options
 
@@ -73,7 +73,6 @@ def apply_pipeline(
             then).
     """
     from shardplan.proof.prove_stages import prove_pipeline_on_first_rank
-    from shardplan.proof.stage import Question, prove_on_first_rank
     from shardplan.report.errors import raise_errors
     from shardplan.runtime.apply.agreement import intention, same_on_all_ranks
     from shardplan.runtime.apply.autocast import read_dtype
@@ -115,22 +114,14 @@ def apply_pipeline(
         balance = partial(_balance, compiled.given.both[0], plan_mesh.sizes.pp, seq_len)
         layout = lay_out(plan_mesh, program.resolved, record, stages_per_rank, micro_batches, balance)
         agreement.say(f"{intention(program)}\nautocast {autocast}\n{layout.cut}\n{record.name} {micro_batches}")
-    proof = "not proven: it cannot be (allow_unproven)"
-    split = (plan_mesh.sizes.tp or 1) > 1
-    if not split:
-        proof = "data parallel only: nothing is split"
-    elif not prove:
-        proof = "not proven: prove=False"
-    elif compiled.reduced_model is not None:
-        _, read = compiled.given.both
-        asked = Question(compiled.reduced_model, named, read, changes.get("logits", "plan"), allow_unproven)
-        found, method = prove_on_first_rank(asked, program.resolved.overlays, mesh)
-        raise_errors(found, compiled.given.sources, strict=strict)
-        warnings, proof = (*warnings, *found), f"proven {method}, on a reduced model"
+    about, proof = prove_splits(
+        compiled, named, changes, program, mesh, prove=prove, strict=strict, allow_unproven=allow_unproven
+    )
+    warnings = (*warnings, *about)
     if prove and compiled.reduced_model is not None and compiled.staged is not None and compiled.staged.ok:
         found = prove_pipeline_on_first_rank(compiled.reduced_model, compiled.staged, plan_mesh.sizes.pp, mesh)
         raise_errors(found, compiled.given.sources, strict=strict)
-        proof = proof if split else "proven before it was applied, on a reduced model"
+        proof = proof if plan_mesh.tp_size > 1 else "proven before it was applied, on a reduced model"
     originals = Originals(model)
     pipeline = apply_stages(
         model,
