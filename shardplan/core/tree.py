@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeGuard
@@ -108,7 +108,7 @@ class ModuleTree:
     `inside`, and owns nothing.
 
     Args:
-        class_names: the model's class and its bases, nearest first, up to torch's own.
+        class_names: the model's class and its bases, nearest first, the bases up to torch's own.
         model_type: `config.model_type`, or None without a config.
         modules: by dotted name, the root ("") first.
         numbers: the numbers of the text config under their own names (`num_attention_heads`, and where an
@@ -188,12 +188,12 @@ class ModuleTree:
         }
 
     def pattern(self, name: str) -> str:
-        """The name with its list indices starred, those of a Sequential kept that holds different things: a plan's words for
-        it and all that is like it (`model.layers.*.mlp.up_proj`, `blocks.*.mlp.0`)."""
+        """The name with its list indices starred, those of a list of unlike elements kept: a plan's words for it and all that
+        is like it (`model.layers.*.mlp.up_proj`, `blocks.*.to_out.0`)."""
         if name not in self._patterns:
             parts, above = [], ""
             for part in name.split("."):
-                parts.append("*" if part.isdecimal() and above not in self._sequences else part)
+                parts.append("*" if part.isdecimal() and above not in self._numbered else part)
                 above = f"{above}.{part}" if above else part
             self._patterns[name] = ".".join(parts)
         return self._patterns[name]
@@ -203,13 +203,45 @@ class ModuleTree:
         return {}
 
     @cached_property
-    def _sequences(self) -> frozenset[str]:
-        """The Sequential modules whose children are of several classes."""
-        return frozenset(
-            name
-            for name, module in self.modules.items()
-            if module.class_name == "Sequential" and len({self.modules[c].class_name for c in self.children[name]}) > 1
-        )
+    def _numbered(self) -> frozenset[str]:
+        """The lists whose elements are unlike: Sequentials of several classes, and lists in which a star would name different
+        things. Blocks of several classes are alike: `having` tells them apart."""
+        lists = (name for name, module in self.modules.items() if module.kind == "list" and self.children[name])
+        return frozenset(name for name in lists if self._unlike(name))
+
+    def _unlike(self, name: str) -> bool:
+        elements = self.children[name]
+        if not all(one.rpartition(".")[2].isdecimal() for one in elements):
+            return False
+        several = len({self.modules[one].class_name for one in elements}) > 1
+        if self.modules[name].class_name == "Sequential":
+            return several
+        leaves = [one for one in elements if not self.children[one]]
+        if len(leaves) == len(elements) and not several:
+            return len({self._made_of(one) for one in elements}) > 1
+        outermost = element(elements[0]) and not leaves
+        return several and not outermost and self._clash(elements)
+
+    def _clash(self, elements: tuple[str, ...]) -> bool:
+        """Whether modules with parameters that stand at one place in two elements are of different classes or shapes."""
+        found: dict[str, set[tuple[str, tuple[tuple[int, ...], ...]]]] = {}
+        owners: set[str] = set()
+        for one in elements:
+            for below in self._below(one):
+                place = below[len(one) :]
+                found.setdefault(place, set()).add(self._made_of(below))
+                if self.modules[below].parameters:
+                    owners.add(place)
+        return any(len(found[place]) > 1 for place in owners)
+
+    def _below(self, name: str) -> Iterator[str]:
+        yield name
+        for child in self.children[name]:
+            yield from self._below(child)
+
+    def _made_of(self, name: str) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        module = self.modules[name]
+        return module.class_name, tuple(p.shape for p in module.parameters)
 
     @cached_property
     def parameters(self) -> Mapping[str, tuple[ModuleInfo, ParameterInfo]]:

@@ -92,9 +92,10 @@ def shared_modules(module: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def class_names(cls: type) -> tuple[str, ...]:
-    """The class and its bases, nearest first, without torch's own and Python's."""
+    """The class and its bases, nearest first, the bases without torch's own and Python's."""
     foreign = ("torch", "builtins", "abc", "typing")
-    return tuple(c.__name__ for c in cls.__mro__ if c.__module__.partition(".")[0] not in foreign)
+    bases = (c.__name__ for c in cls.__mro__[1:] if c.__module__.partition(".")[0] not in foreign)
+    return (cls.__name__, *bases)
 
 
 def kind_of(module: nn.Module) -> ModuleKind:

@@ -1,0 +1,133 @@
+"""`init` on the ways in which models of one's own are written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardplan
+from shardplan.model.build_tree import tree_of
+
+WIDTH, HEADS = 32, 4
+
+
+def hidden(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+
+class Attention(nn.Module):
+    """As diffusers has it: what makes the result is a list of a matrix and a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.to_q, self.to_k, self.to_v = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.to_out = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x) for f in (self.to_q, self.to_k, self.to_v))
+        head = k.shape[-1] // self.heads
+        q, k, v = (t.view(len(x), -1, self.heads, head).transpose(1, 2) for t in (q, k, v))
+        x = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(len(x), -1, self.heads * head)
+        return self.to_out[1](self.to_out[0](x))
+
+
+class Gelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, 4 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(self.proj(x))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(WIDTH, 8 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, gate = self.proj(x).chunk(2, -1)
+        return x * F.gelu(gate)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, first: type[nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([first(), nn.Dropout(0.1), nn.Linear(4 * WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.net:
+            x = module(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, first: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attn, self.ff = Attention(), FeedForward(first)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.ff(self.norm2(x))
+
+
+class Blocks(nn.Module):
+    """Blocks between two matrices."""
+
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.proj_in, self.proj_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.proj_in(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.proj_out(x)
+
+
+@pytest.mark.parametrize(("first", "style"), [(Gelu, "colwise"), (Gated, "packed_colwise")])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_unlike_siblings_have_rules_of_their_own(first: type[nn.Module], style: str, sequence_parallel: bool) -> None:
+    build = partial(Blocks, partial(Block, first))
+    made = shardplan.init_plan(build(), inputs=hidden, sequence_parallel=sequence_parallel)
+    rules = made.document["tensor_parallel"]
+    assert (rules["blocks.*.attn.to_out.0"], rules["blocks.*.ff.net.2"]) == ("rowwise", "rowwise")
+    assert rules["blocks.*.ff.net.0.proj"] == style and not made.diagnostics
+    assert shardplan.verify(build(), made.document, tp=2, inputs=hidden, sequence_parallel=sequence_parallel).ok
+
+
+def listed(*modules: nn.Module) -> nn.Module:
+    """A model with the modules as a list in a list."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.ModuleDict({"parts": nn.ModuleList(copy.deepcopy(modules))}) for _ in range(2)])
+    return model
+
+
+def with_name(name: str, module: nn.Module) -> nn.Module:
+    return nn.ModuleDict({name: module})
+
+
+@pytest.mark.parametrize(
+    ("modules", "pattern"),
+    [
+        ((nn.Linear(4, 4), nn.Dropout(0.1)), "blocks.*.parts.0"),
+        ((nn.Linear(4, 4), nn.Linear(4, 4)), "blocks.*.parts.*"),
+        ((nn.Linear(4, 8), nn.Linear(8, 4)), "blocks.*.parts.0"),
+        ((with_name("a", nn.Linear(4, 4)), nn.Dropout(0.1)), "blocks.*.parts.*.a"),
+        ((with_name("a", nn.Linear(4, 4)), Gated()), "blocks.*.parts.*.a"),
+    ],
+)
+def test_patterns_of_lists(modules: tuple[nn.Module, ...], pattern: str) -> None:
+    tree = tree_of(listed(*modules))
+    name = next(name for name in tree.modules if name.startswith("blocks.0.parts.0") and not tree.children[name])
+    assert tree.pattern(name) == pattern
+    assert tree.pattern(name.replace("blocks.0", "blocks.1")) == pattern
