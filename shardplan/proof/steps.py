@@ -89,8 +89,26 @@ def run_steps(
                 _objective(results, given).backward()
             else:
                 results["loss"].backward()
+        _separate(model)
         outputs.append({name: result.detach() for name, result in results.items()})
     return outputs
+
+
+def _separate(model: nn.Module) -> None:
+    """Give each gradient of a plain parameter memory of its own. Autograd keeps views of one gradient as the gradients of two
+    parameters (`a.flatten() + b.flatten()`), and adds the next step's to both twice: that is no reference.
+
+    Those of DTensors are as a planned model has them.
+    """
+    seen: set[int] = set()
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        if gradient is None or isinstance(gradient, DTensor):
+            continue
+        memory = gradient.untyped_storage().data_ptr()
+        if memory in seen:
+            parameter.grad = gradient.clone()
+        seen.add(memory)
 
 
 def _objective(results: Mapping[str, Tensor], directions: Directions) -> Tensor:

@@ -45,6 +45,12 @@ NAMES: dict[str, Private] = {
         ((_COLLECTIVES, "reduce_scatter_single"), (_COLLECTIVES, "reduce_scatter_tensor")),
         "collectives that torch.compile can trace",
     ),
+    "storage_use_count": Private(
+        (("torch._C", "_storage_Use_Count"),), "knowing whether a gradient's memory is another tensor's too"
+    ),
+    "TensorBase": Private(
+        (("torch._C", "TensorBase"),), "knowing whether anything else holds a gradient (`_use_count`)"
+    ),
     "disable_modes": Private(
         (("torch.utils._python_dispatch", "_disable_current_modes"),), "reduced models that are real inside a fake mode"
     ),

@@ -19,6 +19,7 @@ from shardplan.core.layout import R, V
 from shardplan.core.module_program import ParameterProgram
 from shardplan.torchlib.private import private
 
+from .own_gradients import own_gradients
 from .regather import note
 from .regime import Regime
 from .shared_rows import SharedRows
@@ -74,7 +75,7 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_second_derivatives()
-        found = list(gradients)
+        found = own_gradients(gradients)
         which = [i for i, one in enumerate(ctx.gradients) if one.partial]
         if any(found[i] is not None for i in which):
             parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
