@@ -280,3 +280,18 @@ def a_mask_token() -> nn.Module:
     model = Stack([Residual(), Residual()])
     model.mask_token = nn.Parameter(torch.zeros(16))
     return model
+
+
+class Placed(Stack):
+    """Blocks whose tokens have three positions each, in the first dim of a tensor."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + places.sum(0).unsqueeze(-1))
+
+
+def placed_blocks() -> nn.Module:
+    return Placed([Block(), Block()])
+
+
+def with_places(seed: int) -> dict[str, torch.Tensor]:
+    return {**features(seed), "places": torch.zeros(3, *features(seed)["x"].shape[:2])}

@@ -46,6 +46,14 @@ def test_a_mesh_is_sizes_by_axis_in_any_spelling_or_keywords() -> None:
         quick(small, {"dp_shard": 2}, tp=2)
     with pytest.raises(TypeError, match="verify needs a tp size"):
         shardplan.verify(small, "llama")
+    for wrong, text in (
+        ({"pp": 2, "schedule": "zbv"}, "a schedule and micro-batches are for pipeline stages in real processes"),
+        ({"pp": 2, "processes": True, "schedule": "2f2b"}, "there is no pipeline schedule '2f2b'"),
+        ({"pp": 2, "processes": True, "micro_batches": 0}, "micro_batches must be at least 1, not 0"),
+        ({"pp": 2, "processes": True, "micro_batches": 1}, "1f1b needs a micro-batch for each of its 2 stages"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            shardplan.verify(small, "llama", **wrong)
 
 
 def test_a_step_is_a_record_or_keywords() -> None:

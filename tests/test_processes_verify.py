@@ -6,7 +6,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+from typing import Any
 
+import jsonschema
 import pytest
 import torch
 from processes import on_ranks
@@ -20,6 +22,7 @@ from training_runs import ADAMW
 import shardplan
 from shardplan.cli.main import main
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.report.report_schema import report_schema
 
 WRONG = {
     "version": "1",
@@ -100,3 +103,56 @@ def test_the_styles_work_with_torchs_parallelize_module(sequence_parallel):
         assert own_loss == pytest.approx(loss, rel=TOLERANCE[torch.float64])
         for name, value in parameters.items():
             assert relative_error(own[name], value) <= TOLERANCE[torch.float64], name
+
+
+# A pipeline's schedule: (model, options of verify).
+SCHEDULED: dict[str, tuple[str, dict[str, Any]]] = {
+    "a tie, tp": ("qwen2", {"tp": 2, "settings": {"tie_word_embeddings": True}}),
+    "stages of several laps": ("llama", {"schedule": "interleaved", "tp": 2, "sequence_parallel": True}),
+    "a router's loss": ("mixtral", {"settings": {"output_router_logits": True}}),
+    "experts over ranks": ("qwen3_moe", {"dp_shard": 2, "ep": 2, "sequence_parallel": False}),
+    "state spaces": ("bamba", {"tp": 2, "sequence_parallel": False}),
+    "values of each layer": ("gemma4_text", {"micro_batches": 2}),
+    "packed parameters": ("gpt2", {"tp": 2, "settings": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)}),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_schedule_is_proven_of(name: str):
+    model, options = SCHEDULED[name]
+    report = shardplan.verify(model, "auto", pp=2, processes=True, **options)
+    assert report.ok and report.processes and report.pipeline is not None
+    for proof in report.variants:
+        assert proof.ok and proof.schedule == options.get("schedule", "1f1b") and not proof.unproven
+        assert {row.name for row in proof.rows if row.kind == "output"} == {"loss"}
+        assert len([row for row in proof.rows if row.kind == "gradient"]) > 15
+
+
+@pytest.mark.slow
+def test_a_schedule_from_the_command_line(capfd: pytest.CaptureFixture[str]):
+    words = ["verify", "llama", "llama", "--pp", "2", "--dp-shard", "2", "--processes", "--schedule", "zbv"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    jsonschema.Draft202012Validator(report_schema()).validate(report)
+    (proof,) = report["proofs"]
+    assert (proof["schedule"], proof["micro_batches"], report["pipeline"]["sizes"]) == ("zbv", 8, [1, 1, 1, 1])
+    names = {row["name"] for row in proof["comparisons"] if row["kind"] == "gradient"}
+    assert {"model.embed_tokens.weight", "model.layers.3.mlp.up_proj.weight", "lm_head.weight"} <= names
+
+
+@pytest.mark.slow
+def test_a_wrong_plan_is_refuted_by_a_schedule():
+    report = shardplan.verify("qwen3", WRONG, pp=2, tp=2, processes=True, sequence_parallel=False)
+    assert not report.ok and report.pipeline is not None and report.pipeline.ok
+    differ = {row.name for row in report.rows if row.verdict == "differs"}
+    assert differ and all("_norm" in name for name in differ)
+
+
+def test_a_model_without_a_loss_of_next_tokens():
+    """Its outputs are, each multiplied with fixed numbers; and the plan has the backend whose units FSDP2 wraps."""
+    plan = {**READING, "pipeline_parallel": {"layers": "layers.*"}}
+    given = {"inputs": "tests.case_models:features", "micro_batches": 3}
+    report = shardplan.verify("tests.case_models:reading_blocks", plan, pp=2, processes=True, **given)
+    assert report.ok and report.variants[0].micro_batches == 3
+    assert "layers.1.down.weight" in {row.name for row in report.variants[0].rows if row.verdict == "equal"}

@@ -77,3 +77,14 @@ def test_a_nan_is_the_worst_error():
 def test_sizes():
     assert sizes_text(MeshSizes(tp=2, dp_shard=4)) == "dp_shard 4, tp 2"
     assert sizes_text(MeshSizes(tp=1)) == "tp 1"
+
+
+def test_a_pipeline_in_processes_says_what_ran():
+    def title(tp: int) -> str:
+        proof = VariantProof("tensor_parallel", ROWS[:4], 10, tp - 1, schedule="zbv", micro_batches=8)
+        ran = VerifyReport("qwen3", "my.yaml", MeshSizes(tp=tp, pp=2), (proof,), processes=True)
+        return proof_text(ran, color=False)
+
+    assert title(1).startswith("pipeline parallel, pp 2, tp 1 (real processes, schedule zbv, 8 micro-batches)\n")
+    assert title(2).startswith("tensor parallel, pp 2, tp 2 (real processes, schedule zbv, 8 micro-batches)\n")
+    assert "split over tp" not in title(1) and "10 parameters, 10.0% of them split over tp" in title(2)

@@ -195,6 +195,8 @@ def verify(
     sequence_parallel: bool | None = None,
     logits: Logits = "plan",
     processes: bool = False,
+    schedule: str | None = None,
+    micro_batches: int | None = None,
     allow_unproven: bool = False,
     progress: Callable[[str], None] = lambda text: None,
     **options: Unpack[Options],
@@ -207,17 +209,21 @@ def verify(
             after the other.
         sequence_parallel: with or without the overlay; None proves both where the plan has one.
         processes: real gloo processes instead of a simulation in this one; needed where dp_shard or dp_replicate is
-            above 1.
+            above 1. With several pp ranks they run a pipeline's schedule.
+        schedule, micro_batches: of that pipeline; None: 1f1b, and twice as many as it has stages.
         allow_unproven, derive, inputs, reduced, settings, trust_remote_code: as for `validate`.
         progress: called with what is being done.
 
     Raises:
         PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
-        ValueError: data parallelism without `processes`.
+        ValueError: data parallelism without `processes`; a schedule that does not fit.
     """
     from shardplan.compiler.layout import ModelLayouts
+    from shardplan.proof.pipelined import schedule_of_call, scheduled_for
     from shardplan.proof.prove import prove
+    from shardplan.proof.prove_stages import with_pipeline
     from shardplan.report.errors import raise_errors
+    from shardplan.runtime.pipeline.layout_of_stages import number_of_stages
 
     of_model, of_plan, of_mesh = split_options("verify", options, ModelOptions, PlanOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
@@ -225,8 +231,7 @@ def verify(
         sizes = replace(sizes, tp=1)
     if sizes.tp is None:
         raise TypeError("verify needs a tp size, or several pp ranks")
-    if processes and sizes.pp > 1:
-        raise ValueError("pipeline stages are proven in one process: leave processes out")
+    record = schedule_of_call(schedule, micro_batches, processes=processes, pp=sizes.pp)
     if sizes.world_size > sizes.tp * sizes.pp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")
     if sizes.ep not in (1, sizes.tp) and not processes:
@@ -240,26 +245,33 @@ def verify(
     wanted = wanted_variants(read, sequence_parallel, sizes)
     variants = given.structure(sizes, wanted)
     raise_errors((*given.findings, *variants.all_findings), given.sources)
-    reduced = ModelLayouts(found, sizes.tp, sizes.ep, pp=sizes.pp)
+    stages = sizes.pp
+    if processes and sizes.pp > 1:
+        stages = number_of_stages(variants.resolved[wanted[0]], record, sizes.pp, None, micro_batches)
+    reduced = ModelLayouts(found, sizes.tp, sizes.ep, pp=stages, blocks=stages if processes and sizes.pp > 1 else 0)
+    staged, scheduled = None, None
+    if sizes.pp > 1:
+        variants, staged = prove_stages(variants, read, reduced, allow_unproven=allow_unproven)
+        raise_errors(variants.all_findings, given.sources)
+        assert staged is not None and staged.ok  # a mesh with pp and a plan without the section is an error
+        if processes:
+            scheduled = scheduled_for(reduced, staged, record, stages, micro_batches)
     report = VerifyReport(named.shown, read.name, sizes, ())
-    if replace(sizes, pp=1).splits_layers or sizes.pp == 1:
+    split = replace(sizes, pp=1).splits_layers
+    if split or sizes.pp == 1 or processes:
         report = prove(
             reduced,
             named,
             read,
-            replace(sizes, pp=1),
-            wanted,
+            sizes,
+            wanted if split or sizes.pp == 1 else wanted[:1],
             logits=logits,
             processes=processes,
+            scheduled=scheduled,
             allow_unproven=allow_unproven,
             progress=progress,
         ).report
-    if sizes.pp == 1:
+    if staged is None:
         return report
-    from shardplan.proof.prove_stages import with_pipeline
-
-    variants, staged = prove_stages(variants, read, reduced, allow_unproven=allow_unproven)
-    raise_errors(variants.all_findings, given.sources)
-    assert staged is not None and staged.ok  # a mesh with pp and a plan without the section is an error
     progress(f"pp={sizes.pp}: comparing the stages with the whole model")
-    return with_pipeline(replace(report, sizes=sizes), reduced, staged)[0]
+    return with_pipeline(report, reduced, staged)[0]

@@ -136,6 +136,10 @@ def _verify(parser: Parser) -> None:
     parser.add_argument(
         "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )
+    text = "of the pipeline that runs with --pp and --processes (1f1b)"
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), help=text)
+    text = "of its steps, on each data-parallel rank (twice as many as stages)"
+    parser.add_argument("--micro-batches", type=size, metavar="N", help=text)
     model_options(parser)
     allow_unproven(parser)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
@@ -275,7 +279,7 @@ COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     ),
     "verify": (
         "Prove a plan numerically: compare a reduced model of the same architecture, sharded and unsharded.",
-        "shardplan verify qwen3 plans/qwen3.yaml --tp 2",
+        "shardplan verify qwen3 plans/qwen3.yaml --tp 2 --pp 2 --processes --schedule 1f1b",
         _verify,
     ),
     "show": (

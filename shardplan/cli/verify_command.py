@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
         if args.pp == 1:
             raise UsageError("give the size to prove: --tp, --pp or both")
         args.tp = 1
-    if args.processes and args.pp > 1:
-        raise UsageError("--pp is proven in one process: leave --processes out")
+    if (args.schedule is not None or args.micro_batches is not None) and not (args.processes and args.pp > 1):
+        raise UsageError("--schedule and --micro-batches are for --pp N --processes, which runs a pipeline's schedule")
     if args.dp_shard > 1 and not args.processes:
         raise UsageError("FSDP2 does not run in the simulation: --dp-shard above 1 needs --processes")
     if args.ep not in (1, args.tp) and not args.processes:
@@ -47,12 +47,18 @@ def run(args: argparse.Namespace) -> int:
                 pp=args.pp,
                 sequence_parallel=args.sequence_parallel,
                 processes=args.processes,
+                schedule=args.schedule,
+                micro_batches=args.micro_batches,
                 allow_unproven=args.allow_unproven,
                 derive=args.derive,
                 progress=progress,
             )
     except PlanError as error:  # there is no reduced model, or it does not run
         return finish(replace(findings, diagnostics=error.diagnostics), args)
+    except ValueError as error:  # the schedule does not fit the plan, the model or the mesh
+        if args.schedule is None and args.micro_batches is None and args.pp == 1:
+            raise
+        raise UsageError(str(error)) from None
     finally:
         progress("")
     if args.json:

@@ -179,6 +179,7 @@ class VariantProof:
         sharded: how many of them are split over tp.
         unreached: full names of the model's parameters and modules that no run reached and that the plan does not change.
         unproven: those that no run reached and that the plan splits, or that lie in a block in which it moves values.
+        schedule, micro_batches: of a pipeline, where one ran.
     """
 
     variant: Variant
@@ -187,6 +188,8 @@ class VariantProof:
     sharded: int
     unreached: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
+    schedule: str | None = None
+    micro_batches: int | None = None
 
     @property
     def sharded_share(self) -> float:
@@ -239,7 +242,8 @@ class VerifyReport:
         model: the model's name.
         plan: the plan's name.
         sizes: the mesh on which it ran.
-        variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, none.
+        variants: one proof for each variant that the plan has (or that was asked for); with pipeline stages alone, and no
+            processes, none.
         pipeline: the proof of the pipeline stages, with several pp ranks.
         processes: whether it ran in real processes rather than simulated in one.
         seconds: the time that it took.

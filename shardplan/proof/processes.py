@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing import ProcessRaisedException
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.mesh import APPLIED, MeshSizes
@@ -40,7 +42,15 @@ class Recipe(Protocol):
     @property
     def sizes(self) -> MeshSizes: ...
 
-    def cases(self, dtype: torch.dtype) -> Iterable[Case]: ...
+    def cases(self, dtype: torch.dtype) -> Iterable[AnyCase]: ...
+
+
+class AnyCase(Protocol):
+    """What one process needs to run a proof."""
+
+    def rows(self) -> tuple[Comparison, ...]:
+        """Run it on this rank, and compare. All ranks call it together."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,16 @@ class Case:
     sizes: MeshSizes
     dtype: torch.dtype = torch.float32
 
+    def rows(self) -> tuple[Comparison, ...]:
+        """Apply the program on this rank, run the steps, and compare."""
+        shape, names = tuple(map(self.sizes.of, APPLIED)), tuple(axis.value for axis in APPLIED)
+        mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), ep=self.sizes.ep)
+        index, replicas = _data_parallel_rank(mesh.mesh), self.sizes.dp_replicate * self.sizes.dp_shard
+        reference = _combined_reference(self, index, replicas)
+        model = in_dtype(self.build(), self.dtype)
+        left = rank_steps(model, mesh, self.program, _batches(self, index, replicas), reference)
+        return compare_steps(reference, {"": left})
+
 
 def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:
     """Run the cases on as many processes as the mesh has ranks; each row is the worst over the ranks."""
@@ -68,8 +88,17 @@ def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, 
         rendezvous, result = Path(folder, "rendezvous"), Path(folder, "rows.pickle")
         arguments = (recipe, dtype, str(rendezvous), str(result))
         set_forkserver_preload(list(PRELOADED))
-        multiprocessing.start_processes(_worker, arguments, recipe.sizes.world_size, start_method="forkserver")
+        try:
+            multiprocessing.start_processes(_worker, arguments, recipe.sizes.world_size, start_method="forkserver")
+        except ProcessRaisedException as error:
+            raise RuntimeError(f"rank {error.error_index} raised {_last_line(str(error))}") from None
         return pickle.loads(result.read_bytes())
+
+
+def _last_line(trace: str) -> str:
+    """Which exception a trace ends with; its message may have further lines."""
+    named = [line for line in trace.splitlines() if re.match(r"[\w.]+(Error|Exception|Failed)\b", line)]
+    return named[-1] if named else trace
 
 
 def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, rendezvous: str, result: str) -> None:
@@ -79,7 +108,7 @@ def _worker(rank: int, recipe: Recipe, dtype: torch.dtype, rendezvous: str, resu
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=recipe.sizes.world_size, timeout=TIMEOUT
     )
     try:
-        worst = [_worst_of_all_ranks(rank, _prove(case)) for case in recipe.cases(dtype)]
+        worst = [_worst_of_all_ranks(rank, case.rows()) for case in recipe.cases(dtype)]
         if rank == 0:
             Path(result).write_bytes(pickle.dumps(worst))
     finally:
@@ -90,17 +119,6 @@ def _worst_of_all_ranks(rank: int, rows: tuple[Comparison, ...]) -> tuple[Compar
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, [replace(row, where=f"rank {rank}") for row in rows])
     return worst_of(row for rows in gathered for row in rows)  # by name: ranks may have other tensors
-
-
-def _prove(case: Case) -> tuple[Comparison, ...]:
-    shape, names = tuple(map(case.sizes.of, APPLIED)), tuple(axis.value for axis in APPLIED)
-    mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), ep=case.sizes.ep)
-    index, replicas = _data_parallel_rank(mesh.mesh), case.sizes.dp_replicate * case.sizes.dp_shard
-    reference = _combined_reference(case, index, replicas)
-    model = in_dtype(case.build(), case.dtype)
-    return compare_steps(
-        reference, {"": rank_steps(model, mesh, case.program, _batches(case, index, replicas), reference)}
-    )
 
 
 def _batches(case: Case, index: int, replicas: int) -> list[dict[str, Any]]:

@@ -60,4 +60,14 @@ mesh with pp 1.""",
 """,
 )
 
-CODES = (DIFFERS, UNREACHED, RAISES, STAGES)
+NO_ROWS = Code(
+    code="SP438",
+    title="inputs that cannot be divided into micro-batches",
+    text="""`shardplan verify --pp N --processes` runs a pipeline's schedule, whose micro-batches are rows of a batch: the first dim of each
+tensor that the model is called with must be the batch. The reduced model takes no such inputs (patches of all images in one dim,
+positions with another first dim). Without `--processes` the stages run one after the other on the whole batch.""",
+    bad="inputs = lambda seed: {'input_ids': torch.ones(2, 16, dtype=torch.long), 'position_ids': torch.zeros(3, 2, 16)}",
+    good="inputs = lambda seed: {'input_ids': torch.ones(2, 16, dtype=torch.long)}",
+)
+
+CODES = (DIFFERS, UNREACHED, RAISES, STAGES, NO_ROWS)

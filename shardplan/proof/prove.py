@@ -26,11 +26,13 @@ from shardplan.core.report import Comparison, VariantProof, VerifyReport
 from shardplan.core.tree import full_name
 from shardplan.model.reduced import ReducedModel
 from shardplan.model.reduced.precision import in_dtype
+from shardplan.runtime.pipeline.refused_plans import for_stages
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
 from .failure import sharded_run
-from .processes import Case, run_processes
+from .pipelined import Scheduled, ScheduledRecipe
+from .processes import Case, Recipe, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
 from .steps import STEPS, Batch, Steps, cast, reference_steps
@@ -83,6 +85,7 @@ def prove(
     *,
     logits: Logits = "plan",
     processes: bool = False,
+    scheduled: Scheduled | None = None,
     allow_unproven: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Proven:
@@ -90,7 +93,9 @@ def prove(
 
     Args:
         reduced: of the model that `source` names, at the size of tp.
+        sizes: of the mesh; the axis pp is looked at with `scheduled` alone.
         variants: which of the plan's variants.
+        scheduled: a pipeline's schedule, which runs in the processes.
         allow_unproven: parts that the plan touches and no run reached do not prevent a proof.
 
     Raises:
@@ -98,18 +103,22 @@ def prove(
     """
     start = time.monotonic()
     progress("building a reduced model")
-    compiled = compile_for(reduced, plan, sizes, variants)
+    compiled = compile_for(reduced, plan, replace(sizes, pp=1), variants)
     reference = references(reduced.reduced_model)
+    kinds = scheduled.kinds if scheduled is not None else reduced.reduced_model.kinds
     programs, missing, proofs = {}, {}, []
     with nullcontext() if processes else rank_threads(sizes.tp or 1) as on_ranks:
         for on in variants:
             progress(f"{variant_name(on).replace('_', ' ')}, tp={sizes.tp}: comparing with the unsharded model")
             programs[on] = program = program_of(compiled, on, logits=logits, sections=EAGER)
-            case = ReducedCase(source, program, sizes, reduced.heads_times)
+            case: Recipe = ReducedCase(source, program, sizes, reduced.heads_times)
+            if scheduled is not None:
+                kept = for_stages(program, scheduled.schedule, wrapped=True)
+                case = ScheduledRecipe(source, kept, sizes, scheduled, reduced.heads_times, reduced.blocks)
             layouts = compiled.layouts.get(on)
             with sharded_run(layouts.diagnostics if layouts is not None else ()):
                 rows = settle(partial(_run, case, on_ranks, reduced.reduced_model, reference))
-            references_of_kinds = [reference(kind, torch.float32)[1] for kind in reduced.reduced_model.kinds]
+            references_of_kinds = [reference(kind, torch.float32)[1] for kind in kinds]
             missing[on] = (
                 *unreached_parameters(reduced, references_of_kinds),
                 *unreached_modules(reduced, program),
@@ -117,7 +126,8 @@ def prove(
             unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
             names = (reduced.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
             counts = _counts(reduced.benches[0].model, program.modules)
-            proofs.append(VariantProof(variant_name(on), rows, *counts, *names))
+            of_schedule = (scheduled.schedule.name, scheduled.micro_batches) if scheduled is not None else ()
+            proofs.append(VariantProof(variant_name(on), rows, *counts, *names, *of_schedule))
     report = VerifyReport(
         model=source.shown,
         plan=plan.name,
@@ -171,7 +181,7 @@ class ReducedCase:
 
 
 def _run(
-    case: ReducedCase, on_ranks: OnRanks | None, reduced_model: ReducedModel, reference: References, dtype: torch.dtype
+    case: Recipe, on_ranks: OnRanks | None, reduced_model: ReducedModel, reference: References, dtype: torch.dtype
 ) -> tuple[Comparison, ...]:
     """Every kind of input that the model takes; each row is the worst of them. With threads by simulation, else in processes."""
     if on_ranks is None:
@@ -179,6 +189,7 @@ def _run(
     else:
         made = (reference(kind, dtype) for kind in reduced_model.kinds)
         build = partial(_built, reduced_model, dtype)
+        assert isinstance(case, ReducedCase)
         runs = [simulate(build, batches, case.program, steps, on_ranks) for batches, steps in made]
     return worst_of(row for run in runs for row in run)
 

@@ -55,7 +55,7 @@ def reference_steps(model: nn.Module, batches: Sequence[Batch]) -> Steps:
     made: list[Directions] = []
 
     def directions(results: Mapping[str, Tensor]) -> Directions:
-        made.append({name: _direction(name, result, len(made)) for name, result in results.items()})
+        made.append({name: direction_of(name, result, len(made)) for name, result in results.items()})
         return made[-1]
 
     outputs = run_steps(model, batches, directions)
@@ -86,15 +86,15 @@ def run_steps(
             results = results_of(model(**batch))
             given = directions(results)
             if i or "loss" not in results:
-                _objective(results, given).backward()
+                objective_of(results, given).backward()
             else:
                 results["loss"].backward()
-        _separate(model)
+        separate(model)
         outputs.append({name: result.detach() for name, result in results.items()})
     return outputs
 
 
-def _separate(model: nn.Module) -> None:
+def separate(model: nn.Module) -> None:
     """Give each gradient of a plain parameter memory of its own. Autograd keeps views of one gradient as the gradients of two
     parameters (`a.flatten() + b.flatten()`), and adds the next step's to both twice: that is no reference.
 
@@ -111,7 +111,12 @@ def _separate(model: nn.Module) -> None:
         seen.add(memory)
 
 
-def _objective(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
+def objective_of(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
+    """The sum of all outputs, each multiplied with its direction. A scalar.
+
+    Raises:
+        ValueError: none is differentiable.
+    """
     terms = []
     for name, result in results.items():
         direction = directions.get(name)
@@ -124,7 +129,7 @@ def _objective(results: Mapping[str, Tensor], directions: Directions) -> Tensor:
     return torch.stack([term.to(terms[0].dtype) for term in terms]).sum()
 
 
-def _direction(name: str, result: Tensor, step: int) -> Tensor:
+def direction_of(name: str, result: Tensor, step: int) -> Tensor:
     """Random numbers that depend on an output's name and shape alone, of a size at which the sum over the output is about
     one."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step} {name}".encode()))

@@ -117,7 +117,8 @@ def _verification(report: VerifyReport) -> VerificationReport:
 def _proof(proof: VariantProof) -> ProofRecord:
     missed = (proof.unreached, proof.unproven)
     rows = tuple(map(_comparison, proof.rows))
-    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, rows)
+    ran = (proof.schedule, proof.micro_batches)
+    return ProofRecord(proof.variant, proof.ok, proof.parameters, proof.sharded, *missed, *ran, rows)
 
 
 def _pipeline(proof: PipelineProof) -> PipelineRecord:

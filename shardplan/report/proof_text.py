@@ -63,7 +63,10 @@ def _fold(group: Sequence[Comparison]) -> list[Comparison]:
 
 def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: bool, width: int | None) -> str:
     rows = proof.rows if all_rows else fold_rows(proof.rows)
-    title = f"{VARIANTS[proof.variant]}, {sizes_text(report.sizes)} ({RANKS[report.processes]})"
+    whole_layers = report.sizes.tp == 1 and proof.variant == "tensor_parallel" and proof.schedule is not None
+    what = "pipeline parallel" if whole_layers else VARIANTS[proof.variant]
+    how = f"{RANKS[report.processes]}, schedule {proof.schedule}, {proof.micro_batches} micro-batches"
+    title = f"{what}, {sizes_text(report.sizes)} ({how if proof.schedule is not None else RANKS[report.processes]})"
     missed = {
         "not reached, and not split": proof.unreached,
         "not reached, and so not proven (--allow-unproven)": proof.unproven,
@@ -71,7 +74,9 @@ def _variant(proof: VariantProof, report: VerifyReport, paint: Paint, all_rows: 
     return "\n".join(
         [
             *_compared(title, rows, proof, paint, width),
-            f"{proof.parameters:,} parameters, {proof.sharded_share:.1%} of them split over tp",
+            f"{proof.parameters:,} parameters, {proof.sharded_share:.1%} of them split over tp"
+            if not whole_layers
+            else f"{proof.parameters:,} parameters",
             *(f"{what}: {named_few(names)} ({len(names)} in all)" for what, names in missed.items() if names),
         ]
     )

@@ -128,6 +128,8 @@ class ProofRecord:
     sharded: Annotated[int, "how many of them are split over tp"]
     unreached: Annotated[tuple[str, ...], "what no run reached, and the plan does not touch"]
     unproven: Annotated[tuple[str, ...], "what no run reached, and the plan splits or moves values around"]
+    schedule: Annotated[str | None, "of the pipeline that ran in processes; null without one"]
+    micro_batches: Annotated[int | None, "of a step of that pipeline, on each data-parallel rank"]
     comparisons: tuple[ComparisonRecord, ...]
 
 

@@ -52,11 +52,12 @@ class ModelLayouts:
         found: the model.
         tp, ep: the sizes of the axes.
         heads_times: how many times as many heads as usual its reduced model has; `fit` may choose more.
-        pp: of that axis; with several stages the reduced model has blocks for a first, a middle and a last one.
+        pp, blocks: with several stages the reduced model has blocks for a first, a middle and a last one, or so many.
     """
 
-    def __init__(self, found: FoundModel, tp: int, ep: int = 1, heads_times: int = 1, pp: int = 1):
+    def __init__(self, found: FoundModel, tp: int, ep: int = 1, heads_times: int = 1, pp: int = 1, blocks: int = 0):
         self.found, self.tp, self.ep, self.heads_times, self.pp = found, tp, ep, heads_times, pp
+        self.blocks = blocks or min(pp, STAGES)
         self._plans: dict[int, _Checked] = {}
         self._benches: dict[frozenset[str], tuple[Workbench, ...]] = {}
 
@@ -80,7 +81,7 @@ class ModelLayouts:
             ep=self.ep,
             experts_implementation=experts,
             heads_times=self.heads_times,
-            layers=min(self.pp, STAGES),
+            layers=self.blocks,
         )
 
     def fit(self, plan: PlanFile, overlays: Iterable[Overlays]) -> bool:
@@ -92,7 +93,7 @@ class ModelLayouts:
         """
         variants = tuple(overlays)
         for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
-            larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp)
+            larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp, self.blocks)
             if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
                 self.heads_times = times
                 vars(self).pop("reduced_model", None)

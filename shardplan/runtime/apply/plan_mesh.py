@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import APPLIED, AXES, DATA_PARALLEL, Axis, MeshSizes, canonical_axis, duplicate_axes
 from shardplan.core.plan import ResolvedPlan
-from shardplan.runtime.parallel.process_groups import flatten
+from shardplan.runtime.parallel.process_groups import flatten, root_of
 from shardplan.styles.backends import BACKENDS, Backend
 
 from .expert_mesh import EP, EP_SHARD, check_moe_mesh, ep_of, expert_view
@@ -134,10 +134,11 @@ class PlanMesh:
         flat = tuple(self.names[axis] for axis in axes)
         if not flat:
             return None
-        name = "_".join(flat)
+        name, mesh = "_".join(flat), self.mesh
         if len(flat) > 1:
-            flatten(self.mesh, flat, name)
-        return self.mesh[(replicate, name)] if replicate else self.mesh[name]
+            flatten(mesh, flat, name)
+            mesh = root_of(mesh)  # a slice of a mesh, as that of a stage, does not know the name
+        return mesh[(replicate, name)] if replicate else mesh[name]
 
     def joint(self, mesh: DeviceMesh) -> ProcessGroup | None:
         """The process group over both axes of a data-parallel mesh; None where it has one."""
@@ -146,7 +147,7 @@ class PlanMesh:
         assert mesh.mesh_dim_names is not None  # it is a part of this mesh, whose axes have names
         name = "_".join(mesh.mesh_dim_names)
         flatten(self.mesh, tuple(self.names[a] for a in DATA_PARALLEL if a in self.names), name)
-        return self.mesh[name].get_group()
+        return root_of(self.mesh)[name].get_group()
 
     def check_sections(self, resolved: ResolvedPlan) -> None:
         """Raise ValueError where the mesh has data-parallel ranks, but the plan has no section for them, or its backend

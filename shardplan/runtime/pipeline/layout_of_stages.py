@@ -32,17 +32,27 @@ def read_call(mesh: PlanMesh, schedule: str, micro_batches: int) -> Schedule:
         TypeError: the schedule is no name, micro_batches no whole number.
         ValueError: no such schedule; a mesh without an axis pp, or with context parallelism; fewer than one micro-batch.
     """
-    record = schedule_of(schedule)
-    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
-        raise TypeError(f"micro_batches must be a whole number, not {micro_batches!r}")
-    if micro_batches < 1:
-        raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
+    record = read_schedule(schedule, micro_batches)
     if mesh.pp is None or mesh.pp.size() == 1:
         raise ValueError("the mesh has no axis pp of several ranks, which stages are laid on: call apply_plan")
     if mesh.sizes.of(Axis.CP) > 1:
         raise ValueError("the mesh has the axis cp: pipeline stages do not work with context parallelism yet")
     mesh.within_stage  # noqa: B018  # raises where pp is the only axis
     return record
+
+
+def read_schedule(schedule: str, micro_batches: int) -> Schedule:
+    """The schedule of that name.
+
+    Raises:
+        TypeError: the schedule is no name, micro_batches no whole number.
+        ValueError: no such schedule; fewer than one micro-batch.
+    """
+    if not isinstance(micro_batches, int) or isinstance(micro_batches, bool):
+        raise TypeError(f"micro_batches must be a whole number, not {micro_batches!r}")
+    if micro_batches < 1:
+        raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
+    return schedule_of(schedule)
 
 
 def lay_out(
@@ -65,20 +75,7 @@ def lay_out(
     assert mesh.pp is not None  # `read_call` refused it
     pp, section = mesh.pp.size(), resolved.pipeline_parallel
     sizes = section.sizes if section is not None else None
-    if stages_per_rank is None and sizes is not None and len(sizes) % pp == 0:
-        stages_per_rank = len(sizes) // pp
-    count = pp * (stages_per_rank or schedule.stages_per_rank)
-    if (why := schedule.misfit(pp, micro_batches, stages_per_rank)) is not None:
-        raise ValueError(why)
-    if sizes is not None and len(sizes) != count:
-        raise ValueError(
-            f"pipeline_parallel has sizes for {len(sizes)} stages, but the schedule {schedule.name} has {count} on pp {pp}"
-        )
-    blocks = len(resolved.pp_blocks)
-    if blocks < count:
-        raise ValueError(
-            f"the model has {blocks} blocks, too few for {count} stages (pp {pp}, schedule {schedule.name})"
-        )
+    count = number_of_stages(resolved, schedule, pp, stages_per_rank, micro_batches)
     if micro_batches < count:
         warnings.warn(
             f"{micro_batches} micro-batches for {count} stages: some stages wait all the time; use at least {count}",
@@ -90,6 +87,42 @@ def lay_out(
             f"nothing is trained before stage {stage}, and the schedule {schedule.name} would compute no gradients there (torch "
             "2.13 splits the backward of a stage only where a gradient goes on to the one before): use 1f1b or interleaved"
         )
-    owners = {stage: schedule.rank_of(stage, pp) for stage in range(count)}
+    return layout_on(mesh, cut, schedule)
+
+
+def number_of_stages(
+    resolved: ResolvedPlan, schedule: Schedule, pp: int, stages_per_rank: int | None, micro_batches: int | None
+) -> int:
+    """How many stages the ranks of pp have together.
+
+    Args:
+        micro_batches: None: twice as many as stages, which every schedule can run.
+
+    Raises:
+        ValueError: as `lay_out`.
+    """
+    section = resolved.pipeline_parallel
+    sizes = section.sizes if section is not None else None
+    if stages_per_rank is None and sizes is not None and len(sizes) % pp == 0:
+        stages_per_rank = len(sizes) // pp
+    count = pp * (stages_per_rank or schedule.stages_per_rank)
+    if (why := schedule.misfit(pp, micro_batches or 2 * count, stages_per_rank)) is not None:
+        raise ValueError(why)
+    if sizes is not None and len(sizes) != count:
+        raise ValueError(
+            f"pipeline_parallel has sizes for {len(sizes)} stages, but the schedule {schedule.name} has {count} on pp {pp}"
+        )
+    blocks = len(resolved.pp_blocks)
+    if blocks < count:
+        raise ValueError(
+            f"the model has {blocks} blocks, too few for {count} stages (pp {pp}, schedule {schedule.name})"
+        )
+    return count
+
+
+def layout_on(mesh: PlanMesh, cut: PipelineCut, schedule: Schedule) -> Layout:
+    """Which rank of a mesh with an axis pp has which stage."""
+    assert mesh.pp is not None
+    owners = {stage: schedule.rank_of(stage, mesh.pp.size()) for stage in range(cut.stages)}
     rank = mesh.pp.get_local_rank()
     return Layout(mesh, cut, schedule, owners, tuple(stage for stage, owner in owners.items() if owner == rank))

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from shardplan.core.mesh import DATA_PARALLEL, Axis
 from shardplan.core.schedules import Schedule
@@ -28,7 +26,7 @@ from .forward_only import forward_only
 from .hand_over import Handing, HandOvers
 from .micro_batch_inputs import Inputs, read_inputs
 from .stage_forward import Call
-from .step_loss import LossFunction, StepLoss, count_by_step, tokens_of, zero_like_loss
+from .step_loss import LossFunction, StepLoss, count_by_step, predicts_next_token, tokens_of, zero_like_loss
 from .tied_copies import compare_copies, copies_of
 
 
@@ -110,7 +108,7 @@ class Pipeline(Parted):
             for copies in self.copies:
                 if len(copies.own) > 1:
                     copies.share()
-        self._shifted = _next_token(next(iter(inner.values())))
+        self._shifted = predicts_next_token(next(iter(inner.values())))
         if (
             (last := inner.get(layout.cut.stages - 1)) is not None
             and loss_function is None
@@ -335,10 +333,3 @@ class _Entrance(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         return None
-
-
-def _next_token(model: nn.Module) -> bool:
-    """Whether a transformers model's own loss predicts the next token."""
-    if not isinstance(model, PreTrainedModel):
-        return False
-    return LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss  # as its `loss_function` is chosen

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 IGNORED = -100
 LossFunction = Callable[[Any, Tensor], Tensor]
@@ -92,3 +94,10 @@ def tokens_of(labels: Tensor, *, shifted: bool) -> Tensor:
 
 def zero_like_loss(device: torch.device) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Whether a transformers model's own loss predicts the next token."""
+    if not isinstance(model, PreTrainedModel):
+        return False
+    return LOSS_MAPPING.get(model.loss_type, ForCausalLMLoss) is ForCausalLMLoss  # as its `loss_function` is chosen

@@ -1,0 +1,147 @@
+"""The micro-batches of a proof, and what an unsharded model makes of them: the loss of a step is the sum over tokens, divided by the
+tokens of all micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardplan.model.reduced import ReducedModel
+from shardplan.model.reduced.outcome import results_of
+from shardplan.runtime.pipeline.step_loss import IGNORED, predicts_next_token, tokens_of
+from shardplan.torchlib.private import private
+
+from .steps import cast, direction_of, objective_of
+
+Inputs = dict[str, Any]
+
+
+def rowwise_kinds(model: ReducedModel) -> tuple[str, ...]:
+    """The kinds of inputs that can be put together to a batch: each tensor has a row for each of the batch's, and what is no tensor
+    is the same in all micro-batches."""
+    return tuple(kind for kind in model.kinds if _joined([model.inputs(seed=seed, kind=kind) for seed in (0, 1)]))
+
+
+def _joined(parts: Sequence[Inputs]) -> Inputs:
+    """One batch of several; empty where there is none."""
+    first = parts[0]
+    rows = {x.shape[0] if x.ndim else 0 for value in first.values() for x in _tensors(value)}
+    if len(rows) != 1 or rows == {0} or any(part.keys() != first.keys() for part in parts):
+        return {}
+    joined = {}
+    for name, value in first.items():
+        values = [part[name] for part in parts]
+        if isinstance(value, Tensor):
+            if any(one.shape != value.shape for one in values):
+                return {}
+            joined[name] = torch.cat(values)
+        elif _tensors(value) or any(one != value for one in values):
+            return {}
+        else:
+            joined[name] = value
+    return joined
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in private("tree_leaves")(value) if isinstance(x, Tensor)]
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """Those of all steps and data-parallel ranks.
+
+    Args:
+        inputs: seed -> one micro-batch; each has another seed.
+        count: of one step, on each data-parallel rank.
+        replicas: the number of these ranks.
+    """
+
+    inputs: Callable[[int], Inputs]
+    count: int
+    replicas: int
+    dtype: torch.dtype
+
+    def one(self, step: int, replica: int, part: int) -> Inputs:
+        """A micro-batch. Labels of a token each are left out here and there, so that micro-batches have other numbers of them."""
+        made = cast(self.inputs((step * self.replicas + replica) * self.count + part), self.dtype)
+        ids, labels = made.get("input_ids"), made.get("labels")
+        if isinstance(ids, Tensor) and isinstance(labels, Tensor) and labels.shape == ids.shape and ids.ndim == 2:
+            labels = labels.clone()
+            labels[0, 1 : 2 + (replica + part) % (labels.shape[1] // 2)] = IGNORED
+            made["labels"] = labels
+        return made
+
+    def together(self, step: int, replica: int) -> Inputs:
+        """The batch of a step."""
+        return _joined([self.one(step, replica, part) for part in range(self.count)])
+
+    @cached_property
+    def _tokens(self) -> dict[int, int]:
+        return {}
+
+    def tokens(self, step: int) -> int:
+        """Of all micro-batches of a step that a loss of next tokens counts."""
+        if step not in self._tokens:
+            every = [(replica, part) for replica in range(self.replicas) for part in range(self.count)]
+            found = [tokens_of(self.one(step, *place)["labels"], shifted=True) for place in every]
+            self._tokens[step] = int(sum(found))
+        return self._tokens[step]
+
+    def loss_of(self, model: nn.Module, step: int, replica: int, part: int, *, own: bool) -> Tensor:
+        """The share of one micro-batch in the loss of a step, by the unsharded model.
+
+        Args:
+            own: the model's loss: the cross-entropy of its tokens over those of the step, and the mean of all else over the
+                micro-batches. Else `objective`, in the mean over them.
+        """
+        given, shares = self.one(step, replica, part), self.count * self.replicas
+        if not own:
+            labels = given.pop("labels", None)
+            return objective(_read(model(**given)), labels) / shares
+        output, labels = model(**given), given["labels"]
+        flat = nn.functional.cross_entropy(
+            output.logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        rest = output.loss - flat / tokens_of(labels, shifted=True)
+        return flat / self.tokens(step) + rest / shares
+
+
+def _read(output: Any) -> Any:
+    """What a loss function of a pipeline gets."""
+    return output.logits if hasattr(output, "logits") else output
+
+
+def objective(output: Any, labels: Tensor | None) -> Tensor:
+    """For models without a loss of next tokens: all outputs, each multiplied with fixed numbers. A scalar."""
+    results: Mapping[str, Tensor] = {n: x for n, x in results_of(output).items() if n != "loss"}
+    return objective_of(results, {name: direction_of(name, result, 0) for name, result in results.items()})
+
+
+def own_loss(model: nn.Module, inputs: Inputs) -> bool:
+    """Whether a model computes a loss of next tokens by its `loss_function`, which a pipeline divides by the tokens of the step.
+
+    Args:
+        model: one forward is run, which may change its buffers.
+    """
+    labels = inputs.get("labels")
+    if not isinstance(labels, Tensor) or not predicts_next_token(model):
+        return False
+    called: list[bool] = []
+    function = model.loss_function
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        called.append(True)
+        return function(*args, **kwargs)
+
+    model.loss_function = seen  # type: ignore[assignment]  # torch's types know tensors and modules alone
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            output = model(**inputs)
+    finally:
+        model.loss_function = function
+    return bool(called) and getattr(output, "logits", None) is not None

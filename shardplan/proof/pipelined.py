@@ -1,0 +1,252 @@
+"""The proof of a schedule in real processes: pipeline stages on every rank of pp, each sharded as the plan says, against the same
+micro-batches in the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardplan.compiler.layout import ModelLayouts
+from shardplan.compiler.layout.stage_plan import StagedPlan
+from shardplan.compiler.lower.program import Program
+from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
+from shardplan.compiler.user_inputs import Model
+from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
+from shardplan.core.mesh import COSTED, Axis, MeshSizes
+from shardplan.core.report import Compared, Comparison
+from shardplan.core.schedules import Schedule
+from shardplan.core.stages import PipelineCut
+from shardplan.model.adapters import unwrapped
+from shardplan.model.reduced.precision import in_dtype
+from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
+from shardplan.runtime.apply.state import packed_parameters
+from shardplan.runtime.pipeline import Pipeline
+from shardplan.runtime.pipeline.apply_stages import apply_stages
+from shardplan.runtime.pipeline.layout_of_stages import layout_on, read_schedule
+
+from .compare import NEGLIGIBLE, compare, magnitude, worst_of
+from .exact import in_precision_of
+from .micro_batches import MicroBatches, objective, own_loss, rowwise_kinds
+from .proof_codes import NO_ROWS
+from .rank import whole
+from .steps import STEPS
+
+AXES = (Axis.PP, *COSTED)  # a mesh with pp has no cp
+
+
+def schedule_of_call(schedule: str | None, micro_batches: int | None, *, processes: bool, pp: int) -> Schedule:
+    """The schedule that is to run; 1f1b where none is named.
+
+    Raises:
+        TypeError: as `read_schedule`.
+        ValueError: as `read_schedule`; a schedule or a number of micro-batches for a proof that runs none.
+    """
+    if (schedule is not None or micro_batches is not None) and not (processes and pp > 1):
+        raise ValueError(
+            "a schedule and micro-batches are for pipeline stages in real processes: pass processes=True (--processes) and several "
+            "pp ranks"
+        )
+    return read_schedule(schedule or "1f1b", 1 if micro_batches is None else micro_batches)
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """What runs.
+
+    Args:
+        cut: of the reduced model, with as many stages as the schedule has.
+        kinds: of inputs whose tensors have a row for each row of the batch.
+    """
+
+    cut: PipelineCut
+    schedule: Schedule
+    micro_batches: int
+    kinds: tuple[str, ...]
+
+
+def scheduled_for(
+    layouts: ModelLayouts, staged: StagedPlan, schedule: Schedule, stages: int, micro_batches: int | None
+) -> Scheduled:
+    """What runs of a plan on a reduced model.
+
+    Args:
+        layouts: of a reduced model with as many blocks as stages.
+        staged: without errors.
+        stages: of the schedule on all ranks.
+        micro_batches: None: twice as many as stages.
+
+    Raises:
+        PlanError: SP438: no inputs that micro-batches can be made of.
+        ValueError: the reduced model has fewer blocks than stages.
+    """
+    kinds = rowwise_kinds(layouts.reduced_model)
+    if not kinds:
+        raise PlanError((_no_rows(layouts),))
+    assert staged.resolved is not None and staged.ok, staged.findings
+    blocks = len(staged.resolved.pp_blocks)
+    if blocks < stages:
+        raise ValueError(f"the reduced model has {blocks} blocks, too few for the {stages} stages of {schedule.name}")
+    cut = pipeline_cut(staged.resolved, even_sizes(blocks, stages))
+    return Scheduled(cut, schedule, micro_batches or 2 * stages, kinds)
+
+
+def _no_rows(layouts: ModelLayouts) -> Diagnostic:
+    kinds = ", ".join(layouts.reduced_model.kinds)
+    return Diagnostic(
+        code=NO_ROWS.code,
+        severity=Severity.ERROR,
+        message=f"the inputs of {layouts.found.name} ({kinds}) cannot be divided into micro-batches",
+        notes=("the first dim of each tensor must be the batch, and all else the same for each row",),
+        help="leave --processes out: the stages then run one after the other on the whole batch",
+    )
+
+
+@dataclass(frozen=True)
+class ScheduledCase:
+    """What one process needs to run a schedule.
+
+    Args:
+        build: makes the unsharded model, the same in every process.
+        inputs: (seed, kind) -> one micro-batch.
+        program: of the whole model; each stage's is a part of it.
+        sizes: of the mesh, pp included.
+    """
+
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int], dict[str, Any]]
+    program: Program
+    sizes: MeshSizes
+    scheduled: Scheduled
+    dtype: torch.dtype
+
+    def rows(self) -> tuple[Comparison, ...]:
+        """Apply the program to the stages of this rank, run the steps, and compare. All ranks call it together."""
+        shape, names = tuple(map(self.sizes.of, AXES)), tuple(axis.value for axis in AXES)
+        mesh = read_mesh(init_device_mesh("cpu", shape, mesh_dim_names=names), ep=self.sizes.ep)
+        replicas = mesh.data_parallel_ranks
+        batches = MicroBatches(self.inputs, self.scheduled.micro_batches, replicas, self.dtype)
+        index = mesh.mesh.get_local_rank("dp_replicate") * self.sizes.dp_shard + mesh.mesh.get_local_rank("dp_shard")
+        models = [in_dtype(self.build(), self.dtype) for _ in range(replicas)]
+        own = own_loss(in_dtype(self.build(), self.dtype), batches.one(0, 0, 0))
+        pipeline = self._applied(mesh, own=own)
+        expected = [_reference(models, batches, step, own=own) for step in range(STEPS)]
+        rows: list[Comparison] = []
+        for step, right in enumerate(expected):
+            given = batches.together(step, index)
+            tokens = {} if own else {"tokens": self.scheduled.micro_batches * replicas}
+            with in_precision_of(models[0]):
+                loss = pipeline.step(**given, **tokens)
+            rows.append(compare("loss", "output", [("", loss)], right.loss.to(loss.dtype)))
+            rows += self._gradients(pipeline, right.gradients)
+            pipeline.zero_grad()
+        buffers = {name: buffer.detach() for name, buffer in models[index].named_buffers(remove_duplicate=False)}
+        found = {
+            name: buffer.detach()
+            for part in pipeline.parts
+            for name, buffer in _inner(pipeline, part).named_buffers(remove_duplicate=False)
+        }
+        rows += [
+            compare(name, "buffer", [("", got)], buffers[name]) for name, got in found.items() if name in buffers
+        ]
+        return worst_of((*rows, *_on_no_rank("buffer", buffers, found)))
+
+    def _applied(self, mesh: PlanMesh, *, own: bool) -> Pipeline:
+        scheduled = self.scheduled
+        return apply_stages(
+            in_dtype(self.build(), self.dtype),
+            layout_on(mesh, scheduled.cut, scheduled.schedule),
+            self.program,
+            scheduled.micro_batches,
+            None if own else objective,
+            compare=True,
+            src_data_rank=0,
+        )
+
+    def _gradients(self, pipeline: Pipeline, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
+        """Of the parameters that this rank's stages have; those of no rank are compared on all."""
+        floor = NEGLIGIBLE * max((magnitude(g) for g in expected.values()), default=0.0)
+        packed, tp = packed_parameters(self.program), self.sizes.tp or 1
+        found = {
+            name: whole(parameter.grad, packed.get(name), tp)
+            for part in pipeline.parts
+            for name, parameter in _inner(pipeline, part).named_parameters(remove_duplicate=False)
+            if parameter.grad is not None
+        }
+        for name, gradient in found.items():
+            if name in expected:
+                yield compare(name, "gradient", [("", gradient)], expected[name], floor)
+        yield from _on_no_rank("gradient", expected, found)
+
+
+def _inner(pipeline: Pipeline, part: nn.Module) -> nn.Module:
+    return unwrapped(pipeline.module_of(part))
+
+
+def _on_no_rank(kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[Comparison]:
+    """Rows for what only one of the two models has, on any rank: a stage has a part of the names. A collective."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, sorted(found))
+    apart = expected.keys() ^ {name for names in every for name in names}
+    return [Comparison(name, kind, float("inf"), "", "differs") for name in sorted(apart)]
+
+
+@dataclass(frozen=True)
+class _Reference:
+    """One step of the unsharded model over the micro-batches of all data-parallel ranks."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *, own: bool) -> _Reference:
+    """Args:
+    models: one for each data-parallel rank, of the same weights: each has buffers of its own.
+    """
+    gradients: dict[str, Tensor] = {}
+    total = torch.zeros((), dtype=torch.float64)
+    for index, model in enumerate(models):
+        for part in range(batches.count):
+            with in_precision_of(model):
+                loss = batches.loss_of(model, step, index, part, own=own)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().double()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter.grad is not None:
+                gradients[name] = gradients[name] + parameter.grad if name in gradients else parameter.grad.detach()
+        model.zero_grad(set_to_none=True)
+    return _Reference(total, gradients)
+
+
+@dataclass(frozen=True)
+class ScheduledRecipe:
+    """The cases, for each kind of input: each process makes the reduced model anew.
+
+    Args:
+        source: the model itself.
+        heads_times, blocks: of its reduced model.
+    """
+
+    source: Model
+    program: Program
+    sizes: MeshSizes
+    scheduled: Scheduled
+    heads_times: int
+    blocks: int
+
+    def cases(self, dtype: torch.dtype) -> Iterator[ScheduledCase]:
+        found, sizes = self.source.find(), self.sizes
+        assert sizes.tp is not None  # a proof is of one size
+        layouts = ModelLayouts(found, sizes.tp, sizes.ep, self.heads_times, sizes.pp, self.blocks)
+        reduced = layouts.reduced_model
+        for kind in self.scheduled.kinds:
+
+            def inputs(seed: int, kind: str = kind) -> dict[str, Any]:
+                return reduced.inputs(seed=seed, kind=kind)
+
+            yield ScheduledCase(reduced.build, inputs, self.program, sizes, self.scheduled, dtype)
