@@ -132,7 +132,7 @@ def own_loss(model: nn.Module, inputs: Inputs) -> bool:
     if not isinstance(labels, Tensor) or not predicts_next_token(model):
         return False
     called: list[bool] = []
-    function = model.loss_function
+    function: Callable[..., Tensor] = model.loss_function  # type: ignore[assignment]
 
     def seen(*args: Any, **kwargs: Any) -> Any:
         called.append(True)

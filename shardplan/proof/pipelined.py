@@ -3,7 +3,7 @@ micro-batches in the unsharded model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,9 +139,9 @@ class ScheduledCase:
         rows: list[Comparison] = []
         for step, right in enumerate(expected):
             given = batches.together(step, index)
-            tokens = {} if own else {"tokens": self.scheduled.micro_batches * replicas}
+            tokens = None if own else self.scheduled.micro_batches * replicas
             with in_precision_of(models[0]):
-                loss = pipeline.step(**given, **tokens)
+                loss = pipeline.step(tokens=tokens, **given)
             rows.append(compare("loss", "output", [("", loss)], right.loss.to(loss.dtype)))
             rows += self._gradients(pipeline, right.gradients)
             pipeline.zero_grad()
@@ -151,10 +151,7 @@ class ScheduledCase:
             for part in pipeline.parts
             for name, buffer in _inner(pipeline, part).named_buffers(remove_duplicate=False)
         }
-        rows += [
-            compare(name, "buffer", [("", got)], buffers[name]) for name, got in found.items() if name in buffers
-        ]
-        return worst_of((*rows, *_on_no_rank("buffer", buffers, found)))
+        return worst_of((*rows, *_own("buffer", buffers, found, found)))
 
     def _applied(self, mesh: PlanMesh, *, own: bool) -> Pipeline:
         scheduled = self.scheduled
@@ -169,31 +166,42 @@ class ScheduledCase:
         )
 
     def _gradients(self, pipeline: Pipeline, expected: Mapping[str, Tensor]) -> Iterator[Comparison]:
-        """Of the parameters that this rank's stages have; those of no rank are compared on all."""
+        """Of the parameters that this rank's stages have."""
         floor = NEGLIGIBLE * max((magnitude(g) for g in expected.values()), default=0.0)
         packed, tp = packed_parameters(self.program), self.sizes.tp or 1
-        found = {
-            name: whole(parameter.grad, packed.get(name), tp)
+        own = {
+            name: parameter.grad
             for part in pipeline.parts
             for name, parameter in _inner(pipeline, part).named_parameters(remove_duplicate=False)
-            if parameter.grad is not None
         }
-        for name, gradient in found.items():
-            if name in expected:
-                yield compare(name, "gradient", [("", gradient)], expected[name], floor)
-        yield from _on_no_rank("gradient", expected, found)
+        found = {name: whole(grad, packed.get(name), tp) for name, grad in own.items() if grad is not None}
+        return _own("gradient", expected, found, own, floor)
 
 
 def _inner(pipeline: Pipeline, part: nn.Module) -> nn.Module:
     return unwrapped(pipeline.module_of(part))
 
 
-def _on_no_rank(kind: Compared, expected: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[Comparison]:
-    """Rows for what only one of the two models has, on any rank: a stage has a part of the names. A collective."""
+def _own(
+    kind: Compared,
+    expected: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    names: Iterable[str],
+    floor: float = 0.0,
+) -> Iterator[Comparison]:
+    """What this rank has, against what it should have. A collective.
+
+    Args:
+        names: those that its stages have; what no rank has is missing on all.
+    """
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, sorted(found))
-    apart = expected.keys() ^ {name for names in every for name in names}
-    return [Comparison(name, kind, float("inf"), "", "differs") for name in sorted(apart)]
+    dist.all_gather_object(every, sorted(names))
+    nowhere = expected.keys() - {name for some in every for name in some}
+    for name in sorted(nowhere | found.keys() | (expected.keys() & set(names))):
+        if name in found and name in expected:
+            yield compare(name, kind, [("", found[name])], expected[name], floor)
+        else:
+            yield Comparison(name, kind, float("inf"), "", "differs")
 
 
 @dataclass(frozen=True)
@@ -214,7 +222,7 @@ def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *,
         for part in range(batches.count):
             with in_precision_of(model):
                 loss = batches.loss_of(model, step, index, part, own=own)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += loss.detach().double()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:

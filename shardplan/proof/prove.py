@@ -124,10 +124,18 @@ def prove(
                 *unreached_modules(reduced, program),
             )
             unproven = tuple(touched(missing[on], program, reduced)) if not allow_unproven else ()
-            names = (reduced.names_in_model(some) for some in ([n for n in missing[on] if n not in unproven], unproven))
-            counts = _counts(reduced.benches[0].model, program.modules)
-            of_schedule = (scheduled.schedule.name, scheduled.micro_batches) if scheduled is not None else ()
-            proofs.append(VariantProof(variant_name(on), rows, *counts, *names, *of_schedule))
+            untouched = [n for n in missing[on] if n not in unproven]
+            proofs.append(
+                VariantProof(
+                    variant_name(on),
+                    rows,
+                    *_counts(reduced.benches[0].model, program.modules),
+                    reduced.names_in_model(untouched),
+                    reduced.names_in_model(unproven),
+                    scheduled.schedule.name if scheduled is not None else None,
+                    scheduled.micro_batches if scheduled is not None else None,
+                )
+            )
     report = VerifyReport(
         model=source.shown,
         plan=plan.name,
