@@ -143,5 +143,5 @@ def own_loss(model: nn.Module, inputs: Inputs) -> bool:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             output = model(**inputs)
     finally:
-        model.loss_function = function
+        model.loss_function = function  # type: ignore[assignment]
     return bool(called) and getattr(output, "logits", None) is not None
