@@ -35,7 +35,7 @@ from .exact import in_precision_of
 from .micro_batches import MicroBatches, objective, own_loss, rowwise_kinds
 from .proof_codes import NO_ROWS
 from .rank import whole
-from .steps import STEPS
+from .steps import STEPS, separate
 
 AXES = (Axis.PP, *COSTED)  # a mesh with pp has no cp
 
@@ -223,6 +223,7 @@ def _reference(models: Sequence[nn.Module], batches: MicroBatches, step: int, *,
             with in_precision_of(model):
                 loss = batches.loss_of(model, step, index, part, own=own)
             loss.backward()
+            separate(model)
             total += loss.detach().double()
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter.grad is not None:
