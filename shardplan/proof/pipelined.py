@@ -32,7 +32,7 @@ from shardplan.runtime.pipeline.layout_of_stages import layout_on, read_schedule
 
 from .compare import NEGLIGIBLE, compare, magnitude, worst_of
 from .exact import in_precision_of
-from .micro_batches import MicroBatches, objective, own_loss, rowwise_kinds
+from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
 from .proof_codes import NO_ROWS
 from .rank import whole
 from .steps import STEPS, separate
