@@ -57,6 +57,7 @@ zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most 
 	$(BIN)/python -m tests.zoo --checkpoints --table docs/model-types.md
 	$(BIN)/python -m tests.zoo --experts --table docs/model-types.md
 	$(BIN)/python -m tests.zoo.expert_types --table docs/expert-types.md
+	$(BIN)/python -m tests.zoo.diffusion --table docs/diffusion-types.md
 
 variants: $(VENV)/.installed  ## `auto` with published checkpoints and with each switch of each model type; two hours
 	$(BIN)/python -m tests.variants

@@ -117,6 +117,7 @@ WORDS = (
     "grad",
     "packed",
     "argument",
+    "arguments",
     "read_outside",
     "seq_dim",
     "divides",

@@ -92,7 +92,7 @@ def _hands(style: Style) -> str:
 
 def _options(style: Style) -> list[str]:
     said = [
-        (style.argument_option, "argument"),
+        (style.argument_option, "argument, arguments"),
         (style.options.grad, "grad"),
         (bool(style.options.output), f"output ({', '.join(style.options.output)})"),
         (style.packed_option, "packed"),

@@ -101,6 +101,7 @@ class Rule:
         optional: matching nothing is not an error.
         override: may differ from an earlier rule of the same section for the same module.
         argument: the argument of `forward` that a block input moves; None is its first.
+        arguments: further arguments that it moves, and the style of each.
         grad: the gradient that the readers of a gathered value return: "partial" (R) or "complete" (I); None: the structure
             decides (whether a head that accepts R follows).
         output: the move of the module's output: "gather", "all_reduce", "reduce_scatter".
@@ -130,6 +131,7 @@ class Rule:
     optional: bool = False
     override: bool = False
     argument: str | None = None
+    arguments: tuple[tuple[str, str], ...] = ()
     grad: Literal["partial", "complete"] | None = None
     output: Output | None = None
     packed: tuple[str, ...] | int | str | None = None
@@ -152,6 +154,7 @@ class Rule:
         """What two rules must agree on, besides the style, to declare the same."""
         return {
             "argument": self.argument,
+            "arguments": self.arguments,
             "grad": self.grad,
             "output": self.output,
             "packed": self.packed,
@@ -172,7 +175,7 @@ class Rule:
 
 def as_written(option: str, value: object) -> Any:
     """The value of a rule's option as a document has it."""
-    if option == "set":
+    if option in ("set", "arguments"):
         return dict(cast(tuple[tuple[str, str], ...], value))
     if option == "split_arguments":
         return {one.argument: one.written for one in cast(tuple[SplitArgument, ...], value)}

@@ -95,8 +95,9 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
     options.pop("sum_outputs", None)
     if isinstance(options.get("packed"), list):
         options["packed"] = tuple(map(str, options["packed"]))
-    if "set" in options:
-        options["set"] = tuple(options["set"].items())
+    for name in ("set", "arguments"):
+        if name in options:
+            options[name] = tuple(options[name].items())
     if "split_arguments" in options:
         options["split_arguments"] = tuple(map(_split_argument, *zip(*options["split_arguments"].items(), strict=True)))
     for name in ("divide", "divides", "heads"):

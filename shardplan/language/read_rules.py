@@ -20,7 +20,7 @@ from .globs import GlobError, parse_glob
 from .limits import MAX_ALTERNATIVES
 from .nodes import Entry, ListNode, MapNode, Node, Path, Scalar, node_at
 from .parse_findings import TOO_LARGE, Findings, quoted
-from .rule_options import style_names, takers, takes
+from .rule_options import moving_styles, style_names, takers, takes
 
 UNKNOWN_STYLE = Code(
     code="SP106",
@@ -195,6 +195,8 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
         if not takes(style, entry.key):
             message = f"the style `{rule.style}` has no option `{entry.key}`"
             findings.add(WRONG_OPTION, message, path, "key", help=_who_takes(entry.key))
+        elif entry.key == "arguments" and isinstance(entry.value, MapNode):
+            _check_arguments(rule, entry.value, path, findings)
         elif entry.key == "output" and isinstance(entry.value, Scalar):
             _check_output(rule.style, style, entry.value.value, path, findings)
 
@@ -206,6 +208,19 @@ def _check_output(written: str, style: str, value: object, path: Path, findings:
         only = " and ".join(f"`{one}`" for one in able)
         message = f"the style `{written}` has no `output: {value}`, only {only}"
         findings.add(WRONG_OPTION, message, path, help=f"`output: {value}` goes with {', '.join(others)}")
+
+
+def _check_arguments(rule: _Rule, arguments: MapNode, path: Path, findings: Findings) -> None:
+    first = rule.options.get("argument") if rule.options is not None else None
+    for entry in arguments.entries:
+        at = (*path, entry.key)
+        style = entry.value.value if isinstance(entry.value, Scalar) else None
+        if isinstance(style, str) and style not in moving_styles():
+            message = f"{quoted(style)} is no style of an argument that a block input moves"
+            findings.add(UNKNOWN_STYLE, message, at, help=f"the styles are {', '.join(moving_styles())}")
+        if isinstance(first, Scalar) and first.value == entry.key:
+            message = f"{quoted(entry.key)} is the `argument` of the rule, and among its `arguments`"
+            findings.add(WRONG_OPTION, message, at, "key", help="remove one of them")
 
 
 def _who_takes(option: str) -> str:

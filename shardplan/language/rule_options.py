@@ -11,6 +11,7 @@ from shardplan.styles import ALIASES, NONE, STYLES, Style, canonical_style
 # Options that only some styles take. `style`, `optional` and `override` go with every style, and with `none`.
 TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "argument": lambda style: style.argument_option,
+    "arguments": lambda style: style.argument_option,
     "grad": lambda style: style.options.grad,
     "output": lambda style: bool(style.options.output),
     "packed": lambda style: style.packed_option,
@@ -36,6 +37,11 @@ def spellings(style: Style) -> tuple[str, ...]:
 def style_names() -> tuple[str, ...]:
     """Every name that a rule's style can have, `none` last."""
     return (*STYLES, *ALIASES, NONE)
+
+
+def moving_styles() -> tuple[str, ...]:
+    """The styles that an entry of `arguments` may have: those that move an argument and do nothing else."""
+    return tuple(style.name for style in STYLES.values() if style.moves_one_argument)
 
 
 def takers(option: str, value: str | None = None) -> tuple[str, ...]:

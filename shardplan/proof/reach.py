@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from shardplan.compiler.layout import ModelLayouts
 from shardplan.compiler.lower import Program
-from shardplan.core.tree import ModuleTree, block, full_name
+from shardplan.core.tree import ModuleTree, ancestors, block, full_name
 
 from .steps import Steps
 
@@ -19,14 +19,7 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterat
     can be learned from it."""
     learned = {name for run in runs for name in run.gradients if name not in run.zero}
     stuck = {name for run in runs for name in run.zero} - learned
-    read = {
-        bench.reference.parameters[number]
-        for bench in reduced.benches
-        for event in bench.reference.events
-        if event.kind == "op"
-        for number in event.inputs
-        if number in bench.reference.parameters
-    }
+    read = _read(reduced)
     groups = {name: group for group in (*reduced.tree.tied, *_copies(reduced.tree)) for name in group}
     for name, (_, parameter) in reduced.tree.parameters.items():
         if not parameter.numel:
@@ -35,6 +28,19 @@ def unreached_parameters(reduced: ModelLayouts, runs: Sequence[Steps]) -> Iterat
         reached = learned | (read - stuck) if parameter.requires_grad else read
         if reached.isdisjoint(names):
             yield name
+
+
+def _read(reduced: ModelLayouts, *, computing: bool = False) -> set[str]:
+    """The parameters that an operation reads; with `computing`, one that gives something that is not empty."""
+    return {
+        bench.reference.parameters[number]
+        for bench in reduced.benches
+        for event in bench.reference.events
+        if event.kind == "op"
+        and (not computing or any(bench.reference.values[output].numel() for output in event.outputs))
+        for number in event.inputs
+        if number in bench.reference.parameters
+    }
 
 
 def _copies(tree: ModuleTree) -> Iterator[tuple[str, ...]]:
@@ -57,7 +63,9 @@ def unreached_modules(reduced: ModelLayouts, program: Program) -> Iterator[str]:
 
 
 def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> Iterator[str]:
-    """Of what no run reached, what the plan splits, and what lies in a block that the plan moves values in."""
+    """Of what no run reached, what the plan splits, and what lies in a block that the plan moves values in. A parameter that
+    computes something which its block drops (the last block's queries of a stream that ends there) is not among them where the
+    same parameter of another block, in modules of the same classes and under the same rule, was reached: it is proven there."""
     moving = {block(name) for name, module in program.modules.items() if module.enter or module.leave}
     split = {
         full_name(name, p.name)
@@ -65,7 +73,21 @@ def touched(missing: Sequence[str], program: Program, reduced: ModelLayouts) -> 
         for p in module.parameters
         if p.dim is not None
     }
+    computing, reached = _read(reduced, computing=True), reduced.tree.parameters.keys() - {*missing}
+    proven = {_kind(program, reduced.tree, name) for name in reached}
     for name in missing:
+        if name in computing and _kind(program, reduced.tree, name) in proven:
+            continue
         owner = reduced.tree.parameters[name][0].name if name in reduced.tree.parameters else name
         if name in split or block(owner) in moving:
             yield name
+
+
+def _kind(program: Program, tree: ModuleTree, name: str) -> tuple[object, ...]:
+    """What a parameter and those of other blocks have in common that are as it is: their place, the classes from the block down
+    to their module, and the rule that stores them."""
+    owner = tree.parameters[name][0].name
+    classes = (tree.modules[one].class_name for one in (owner, *ancestors(owner)) if one.startswith(block(name)))
+    assignments = program.resolved.assignments
+    found = next((assignments[one] for one in (name, owner) if one in assignments), None)
+    return tree.pattern(name), tuple(classes), None if found is None else id(found.rule)

@@ -135,12 +135,19 @@ def boundary(rule: Rule) -> Boundary:
 
 
 def _inputs(style: Style, rule: Rule) -> tuple[InputBoundary, ...]:
+    first = "*" if style.argument == "floats" else rule.argument
+    moved = ((first, style), *((name, STYLES[other]) for name, other in rule.arguments))
+    return tuple(one for name, of in moved if (one := _input(name, of, rule)) is not None)
+
+
+def _input(argument: str | None, style: Style, rule: Rule) -> InputBoundary | None:
     if style.input_destination is None or not style.input_sources:
-        return ()
-    complete = rule.grad == "complete" and not style.gathers_features  # there it is of the output
+        return None
+    complete = (
+        rule.grad == "complete" and style.options.grad and not style.gathers_features
+    )  # there it is of the output
     destination = I if style.input_destination == R and complete else style.input_destination
-    argument = "*" if style.argument == "floats" else rule.argument
-    return (InputBoundary(argument, style.input_sources, destination, rule.regather),)
+    return InputBoundary(argument, style.input_sources, destination, rule.regather and style.regather_option)
 
 
 def _output(style: Style, rule: Rule) -> OutputBoundary | None:

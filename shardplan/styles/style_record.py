@@ -263,6 +263,11 @@ class Style:
         return bool(self.input_sources) and self.argument == "first" and self.kinds is None
 
     @property
+    def moves_one_argument(self) -> bool:
+        """Whether it moves an argument, and does nothing else: then it may be the style of a further one (`arguments:`)."""
+        return self.argument_option and self.is_block_input and self.output_source is None
+
+    @property
     def seq_option(self) -> bool:
         """Whether `seq_dim:` is accepted: something is, or by `output:` may be, split along the sequence."""
         return bool(self.options.output) or self.along_sequence

@@ -127,6 +127,19 @@ class JointStack(nn.Module):
         return self.head(torch.cat([text, image], 1))
 
 
+class EndingStack(JointStack):
+    """The text ends in the last layer, whose queries of it and their norm have a part in nothing."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__()
+        self.layers = self.layers[:layers]
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        for layer in self.layers:
+            image, text = layer(image, text)
+        return self.head(image)
+
+
 class OneReader(Joint):
     """Keys and values of the text alone: the two streams have other numbers of readers."""
 
@@ -315,6 +328,32 @@ CASES = (
         {"layers.*.attn": {"style": BLOCK_INPUT, "argument": "text"}, **JOINT},
         "right",
         "the second moved once",
+        inputs=streams,
+    ),
+    _adversary(
+        "joint/both_doors",
+        JointStack,
+        {"layers.*.attn": {"style": BLOCK_INPUT, "arguments": {"text": BLOCK_INPUT}}, **JOINT},
+        "right",
+        "each stream moved once",
+        inputs=streams,
+    ),
+    _adversary(
+        "joint/same_door",
+        JointStack,
+        {"layers.*.attn": {"style": BLOCK_INPUT, "arguments": {"image": BLOCK_INPUT}}, **JOINT},
+        "wrong",
+        "the first stream is moved twice",
+        inputs=streams,
+    ),
+    _adversary("ending/right", EndingStack, JOINT, "right", "as in the layers before", inputs=streams),
+    _adversary("ending/bare_norm", EndingStack, ONE_BARE, "wrong", "one stream's norm", inputs=streams),
+    _adversary(
+        "ending/alone",
+        partial(EndingStack, 1),
+        JOINT,
+        "unproven",
+        "no other layer shows what the text's queries need",
         inputs=streams,
     ),
     _adversary("joint/uneven", one_reader, JOINT, "right", "slices of the same heads are added", inputs=streams),

@@ -181,7 +181,7 @@ def _allowed(style: str) -> set[str]:
     allowed = {"style", "divide", "divides", "optional"}
     allowed |= {"packed"} if record.packed_option else set()
     allowed |= {"grad"} if record.options.grad else set()
-    allowed |= {"argument"} if record.argument_option else set()
+    allowed |= {"argument", "arguments"} if record.argument_option else set()
     allowed |= {"output"} if record.options.output else set()
     allowed |= {"read_outside"} if record.read_outside_option else set()
     return allowed

@@ -116,7 +116,8 @@ class Crossings:
         # What a block input splits; where it outputs the whole sequence again, the name is that of the output's layout.
         if P in one.sources and I in one.sources and not (bound.boundary.output and bound.boundary.output.gathers):
             self.incoming.setdefault(bound.name, P if actual.kind == "P" else I)
-        self.arguments[bound.name] = tuple(self.known.run.values[inside].shape)
+        if one == bound.boundary.inputs[0]:
+            self.arguments[bound.name] = tuple(self.known.run.values[inside].shape)
         self.known.maker.setdefault(inside, bound.name)
         if inside != number or inside not in self.known.types:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)

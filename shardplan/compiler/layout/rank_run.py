@@ -63,6 +63,8 @@ class RankRecorder(Recorder):
         moved = {}
         for one in bound.boundary.inputs:
             for name in chosen_arguments(bound, one, module, named):
+                if name in moved:
+                    raise ValueError(f"the rule moves the argument {name!r} by its style, and under `arguments`")
                 whole = self.reference.argument(*scope, name)
                 new = self._placed(one.destination, named[name], whole) if whole is not None else None
                 if new is not None:

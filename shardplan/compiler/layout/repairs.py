@@ -259,6 +259,7 @@ def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
         divides=old.divides,
         packed=old.packed if style.packed_option else None,
         argument=old.argument if style.argument_option else None,
+        arguments=old.arguments if style.argument_option else (),
         read_outside=old.read_outside if style.read_outside_option else (),
     )
 

@@ -11,7 +11,7 @@ from typing_extensions import TypeAliasType
 
 from shardplan.core.module_program import Exchange
 from shardplan.core.plan import Output, Rule
-from shardplan.language.rule_options import option_rules, style_schema
+from shardplan.language.rule_options import moving_styles, option_rules, style_schema
 
 from .field_values import AttributeName, ConditionText, Either, ExpressionText, Given, GlobText, Strict, default_of
 
@@ -33,6 +33,11 @@ Expressions = Annotated[
 Attributes = Annotated[
     AttributeName | Annotated[list[AttributeName], Field(min_length=1)],
     Either({str: "the name of an attribute", list: "a list of them"}),
+]
+
+MovedArguments = Annotated[
+    dict[AttributeName, Annotated[str, WithJsonSchema({"type": "string", "enum": list(moving_styles())})]],
+    Field(min_length=1),
 ]
 
 Settings = Annotated[dict[AttributeName, ExpressionText], Field(min_length=1)]
@@ -85,6 +90,12 @@ class RuleOptions(Strict):
         default=None,
         description="The argument of the module's `forward` that is moved. Without it, the first.",
         examples=["hidden_states"],
+    )
+    arguments: Given[MovedArguments] = Field(
+        default=None,
+        description="Further arguments of the module's `forward` that are moved, and the block input's style of each: the streams of a "
+        "joint attention, the text of a cross-attention. `grad`, `seq_dim` and `regather` of the rule are theirs too.",
+        examples=[{"encoder_hidden_states": "input_with_grad_allreduce"}],
     )
     grad: Given[Literal["partial", "complete"]] = Field(
         default=None,

@@ -1,0 +1,161 @@
+"""Reduced models of diffusers, of the published classes and with the published options, and what they are called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+HEADS, HEAD_DIM = 8, 12
+WIDTH = HEADS * HEAD_DIM
+BATCH, IMAGE, TEXT = 2, 16, 8  # tokens
+
+
+@dataclass(frozen=True)
+class Diffusion:
+    """A class of diffusers.
+
+    Args:
+        name: the class; behind it in parentheses which of its options.
+        sizes: of the reduced model, in place of its configuration's.
+        inputs: what the model is called with, from a generator.
+        published: of the model whose share of split parameters the table has, where these are not the default configuration's.
+    """
+
+    name: str
+    sizes: Mapping[str, Any]
+    inputs: Callable[[torch.Generator], dict[str, Any]]
+    published: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def cls(self) -> str:
+        """The class's name."""
+        return self.name.partition(" ")[0]
+
+    def build(self) -> nn.Module:
+        return getattr(diffusers, self.cls)(**self.sizes)
+
+    def make(self, seed: int) -> dict[str, Any]:
+        """The inputs of a seed."""
+        return self.inputs(torch.Generator().manual_seed(seed))
+
+
+def _floats(random: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=random)
+
+
+def _times(random: torch.Generator) -> Tensor:
+    return torch.randint(1, 1000, (BATCH,), generator=random)
+
+
+def _sd3(random: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": _floats(random, BATCH, 4, 8, 8),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "pooled_projections": _floats(random, BATCH, 24),
+        "timestep": _times(random),
+    }
+
+
+def _flux(random: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": _floats(random, BATCH, IMAGE, 16),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "pooled_projections": _floats(random, BATCH, 24),
+        "timestep": torch.rand(BATCH, generator=random),
+        "guidance": torch.rand(BATCH, generator=random),
+        "img_ids": torch.cartesian_prod(*(torch.arange(n).float() for n in (1, 4, 4))),
+        "txt_ids": torch.zeros(TEXT - 1, 3),
+    }
+
+
+def _qwen(random: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": _floats(random, BATCH, IMAGE, 16),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "timestep": torch.rand(BATCH, generator=random),
+        "img_shapes": [[(1, 4, 4)]] * BATCH,
+    }
+
+
+def _qwen_edit(random: torch.Generator) -> dict[str, Any]:
+    """The image, and one that it is made from."""
+    return {
+        **_qwen(random),
+        "hidden_states": _floats(random, BATCH, 2 * IMAGE, 16),
+        "img_shapes": [[(1, 4, 4), (1, 4, 4)]] * BATCH,
+    }
+
+
+HEADED = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
+
+DIFFUSION = {
+    one.name: one
+    for one in (
+        Diffusion(
+            "SD3Transformer2DModel",
+            {
+                **HEADED,
+                "sample_size": 8,
+                "in_channels": 4,
+                "out_channels": 4,
+                "num_layers": 3,
+                "joint_attention_dim": 32,
+                "caption_projection_dim": WIDTH,
+                "pooled_projection_dim": 24,
+                "pos_embed_max_size": 8,
+                "dual_attention_layers": (0,),
+                "qk_norm": "rms_norm",
+            },
+            _sd3,
+        ),
+        Diffusion(
+            "FluxTransformer2DModel",
+            {
+                **HEADED,
+                "in_channels": 16,
+                "num_layers": 2,
+                "num_single_layers": 2,
+                "joint_attention_dim": 32,
+                "pooled_projection_dim": 24,
+                "guidance_embeds": True,
+                "axes_dims_rope": (4, 4, 4),
+            },
+            _flux,
+        ),
+        Diffusion(
+            "QwenImageTransformer2DModel",
+            {
+                **HEADED,
+                "in_channels": 16,
+                "out_channels": 4,
+                "num_layers": 2,
+                "joint_attention_dim": 32,
+                "axes_dims_rope": (4, 4, 4),
+            },
+            _qwen,
+        ),
+        Diffusion(
+            "QwenImageTransformer2DModel (edit)",
+            {
+                **HEADED,
+                "in_channels": 16,
+                "out_channels": 4,
+                "num_layers": 2,
+                "joint_attention_dim": 32,
+                "axes_dims_rope": (4, 4, 4),
+                "zero_cond_t": True,
+            },
+            _qwen_edit,
+            {"zero_cond_t": True},
+        ),
+    )
+}
+
+# The same as `tests.diffusion_models:NAMED.<class>.build`, as other processes and the command line name it.
+NAMED = SimpleNamespace(**{name: one for name, one in DIFFUSION.items() if name == one.cls})
