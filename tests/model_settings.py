@@ -110,6 +110,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX", "is_decoder": True},
 }
 
+# What code draws with random numbers of its own in training (masks of sounds, layers that are left out) is refused, and so switched off.
+UNDRAWN = {"apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+
 
 # Of types with two classes, the one that takes images is found by its name.
 IMAGE_TEXT = {name: kind for kind, name in reversed(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items())}
@@ -144,6 +147,9 @@ def find(name: str) -> FoundModel:
     config = AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
     if name in IMAGE_TEXT or name in CLASSES:
         config.architectures = [name]
+    for field, value in UNDRAWN.items():
+        if hasattr(config, field):
+            setattr(config, field, value)
     vision, text = getattr(config, "vision_config", None), text_config(config)
     if getattr(
         vision, "out_hidden_size", None

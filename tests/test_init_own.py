@@ -17,14 +17,16 @@ WIDTH, HEAD = 32, 8
 
 
 class Attention(nn.Module):
-    """Self-attention, without a mask."""
+    """Attention without a mask: to itself, or to a memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        reads = x if memory is None else memory
+        made = (self.q(x), self.k(reads), self.v(reads))
+        q, k, v = (one.unflatten(-1, (-1, HEAD)).transpose(1, 2) for one in made)
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -170,3 +172,63 @@ def test_a_model_of_which_nothing_can_be_split(model: type[nn.Module], inputs: A
     with pytest.raises(PlanError) as raised:
         shardplan.init_plan(model(), inputs=inputs, sequence_parallel=sequence_parallel)
     assert [d.code for d in raised.value.diagnostics] == ["SP530"]
+
+
+class Layer(nn.Module):
+    """A block that normalises its sums, with cross-attention where there is a memory."""
+
+    def __init__(self, crosses: bool) -> None:
+        super().__init__()
+        self.attn, self.norm, self.last_norm = Attention(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.cross, self.cross_norm = (Attention(), nn.LayerNorm(WIDTH)) if crosses else (None, None)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = self.norm(x + self.attn(x))
+        if memory is not None:
+            x = self.cross_norm(x + self.cross(x, memory))
+        return self.last_norm(x + self.down(F.gelu(self.up(x))))
+
+
+class Side(nn.Module):
+    def __init__(self, crosses: bool) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(Layer(crosses) for _ in range(2))
+
+    def forward(self, ids: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = self.tokens(ids)
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+
+class Translator(nn.Module):
+    """An encoder-decoder: two lists of blocks, with nothing behind either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = Side(False), Side(True)
+
+    def forward(self, ids: Tensor, decoder_ids: Tensor) -> tuple[Tensor, Tensor]:
+        memory = self.encoder(ids)
+        return self.decoder(decoder_ids, memory), memory
+
+
+def test_both_sequences_of_an_encoder_decoder_are_split() -> None:
+    def inputs(seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return {name: torch.randint(64, (2, 8), generator=generator) for name in ("ids", "decoder_ids")}
+
+    torch.manual_seed(0)
+    made = shardplan.init_plan(Translator(), inputs=inputs, sequence_parallel=True)
+    rules = made.document["sequence_parallel"]
+    for side in ("encoder", "decoder"):
+        assert rules[f"{side}.layers.0"] == "split_seq_input"
+        assert rules[side] == "gather_seq_output"
+    for tp in (2, 4):
+        report = shardplan.validate(Translator(), made.document, inputs=inputs, tp=tp, sequence_parallel=True)
+        assert report.ok and report.proven, report
+    del made.document["sequence_parallel"]["decoder"]
+    report = shardplan.validate(Translator(), made.document, inputs=inputs, tp=2, sequence_parallel=True)
+    assert [one.code for one in report.errors] == ["SP405"]

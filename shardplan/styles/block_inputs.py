@@ -57,6 +57,18 @@ STYLES = (
         source="arXiv 2205.05198",
     ),
     Style(
+        name="gather_seq_output",
+        summary="The exit from the sequence-parallel region: the output of the module around the blocks, a slice of the "
+        "sequence, is gathered.",
+        owns_parameters=False,
+        output_source=V(SEQ),
+        output_destination=R,
+        options=Options(grad=True),
+        comment="What the blocks output is gathered along the sequence, once for all that read it.",
+        trials=(Trial(on=OTHER, sliced=17),),
+        source="arXiv 2205.05198",
+    ),
+    Style(
         name="reduce_seq_input",
         summary="A module inside a block (a norm) that reads a partial sum which the block's code adds up (experts and shared "
         "experts): it is reduced and split along the sequence.",

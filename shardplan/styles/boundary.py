@@ -156,6 +156,8 @@ def _output(style: Style, rule: Rule) -> OutputBoundary | None:
         gathers = rule.output == "gather"
         complete = gathers and rule.grad == "complete"
         return OutputBoundary(source, I if complete else destination, gathers, gathers and rule.grad is None)
+    if style.gathers_sequence:
+        return OutputBoundary(V(SEQ), I if rule.grad == "complete" else R, True, rule.grad is None)
     if style.output_source is None:
         return None
     completed = style.until_block_input or style.features.dtensor

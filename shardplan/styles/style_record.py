@@ -237,6 +237,11 @@ class Style:
         return self.lookup is None and self.output_source == V(-1) and self.output_destination == I
 
     @property
+    def gathers_sequence(self) -> bool:
+        """Whether the output is a slice of the sequence and is gathered, as with `output: gather`: the structure decides between R and I."""
+        return self.output_source == V(SEQ) and self.output_destination == R
+
+    @property
     def along_sequence(self) -> bool:
         """Whether something is split along the sequence."""
         layouts = (*self.input_sources, self.input_destination, self.output_source, self.output_destination)

@@ -140,17 +140,11 @@ def made_or_derived(before: Entry) -> Entry:
     return entry(before.name, derives=True)
 
 
-def at_first_size(name: str) -> Entry:
-    """As `made_or_derived`, at the first size alone, and without what a built-in plan communicates."""
-    return entry(name, derives=True, brief=True)
-
-
-def entry(name: str, *, derives: bool = False, brief: bool = False) -> Entry:
+def entry(name: str, *, derives: bool = False) -> Entry:
     """Find out about a model type, or an image-text class.
 
     Args:
         derives: a plan, where no built-in plan is for it; it is proven at the first size.
-        brief: a built-in plan is proven at the first size too.
     """
     torch.set_num_threads(1)
     try:
@@ -160,7 +154,7 @@ def entry(name: str, *, derives: bool = False, brief: bool = False) -> Entry:
     plan = auto_plan(found.tree).plan
     own = plan is not None or not derives
     try:
-        sizes = SIZES if own and not brief else SIZES[:1]
+        sizes = SIZES if own else SIZES[:1]
         small = {tp: fitting(name, tp, plan) if plan is not None else subject(name, tp) for tp in sizes}
     except PlanError as error:
         about = error.diagnostics[0]
@@ -169,10 +163,10 @@ def entry(name: str, *, derives: bool = False, brief: bool = False) -> Entry:
         return Entry(name, plan.name if plan else None, reason=f"does not run: {type(error).__name__}: {error}")
     why = ""
     if plan is None and derives:
-        plan, why = _derived(found)
+        plan, why = derived_plan(found)
     if plan is None:
         return Entry(name, reason=why or "no built-in plan is for it")
-    one = proven(name, found.tree, plan, small) if own and not brief else _judged_alone(name, found.tree, plan, small)
+    one = proven(name, found.tree, plan, small) if own else _judged_alone(name, found.tree, plan, small)
     split, whole = covered(found.tree, split_parameters(bind(plan, found.tree, MeshSizes())[0]))
     return replace(
         one,
@@ -192,7 +186,7 @@ def _judged_alone(name: str, tree: ModuleTree, plan: PlanFile, small: Mapping[in
     return Entry(name, plan.name, {f"{word}{tp}": said for (word, tp), (said, _) in verdicts.items()})
 
 
-def _derived(found: FoundModel) -> tuple[PlanFile | None, str]:
+def derived_plan(found: FoundModel) -> tuple[PlanFile | None, str]:
     """The plan that `auto` derives at the first size, with an overlay where one is found; and why there is no plan, or no overlay."""
     try:
         derived = derive(found, SIZES[0], sequence_parallel=True)

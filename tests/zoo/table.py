@@ -9,11 +9,21 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from .entry import Entry
 
 Page = Callable[[Sequence[Entry]], str]
+
+
+class Row(Protocol):
+    """What a table has."""
+
+    @property
+    def data(self) -> dict[str, Any]: ...
+
+
+E = TypeVar("E", bound=Row)
 
 
 def arguments(program: str) -> argparse.ArgumentParser:
@@ -49,14 +59,14 @@ def fill(
     return found
 
 
-def read(file: Path | None) -> dict[str, Entry]:
+def read(file: Path | None, kind: type[E] = Entry) -> dict[str, E]:
     """The entries of a table; none where there is no file."""
     if file is None or not (data := file.with_suffix(".json")).exists():
         return {}
-    return {row["name"]: Entry(**row) for row in json.loads(data.read_text("utf-8"))}
+    return {row["name"]: kind(**row) for row in json.loads(data.read_text("utf-8"))}
 
 
-def write(file: Path, found: Mapping[str, Entry], page: Page) -> None:
+def write(file: Path, found: Mapping[str, E], page: Callable[[Sequence[E]], str]) -> None:
     """The page, and its data beside it."""
     entries = [found[name] for name in sorted(found)]
     file.write_text(page(entries), "utf-8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 
 from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
@@ -15,7 +15,9 @@ from .draft import BLOCK_INPUT, Board, Draft, Options, Rules
 from .flow import Flow
 
 FIXABLE = 4  # reasons; with more of them the candidate itself is wrong
+MOST_FIXED = 4  # candidates, those with the fewest reasons
 MOST_WHOLE = 4  # parts of a block
+MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
 GATHERING = ("gather_seq_input", "colwise_seq")
 GATHERS: Options = {"style": "gather_seq_input"}
 COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
@@ -23,21 +25,49 @@ COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
     """The draft with a sequence-parallel section that the layout check has no reason to; else its reason."""
-    overlay = Overlay(board, flow, draft)
+    reasons = []
+    for listing in lists_of_blocks(board, flow, draft):
+        found = _with_list(board, flow, draft, listing)
+        if isinstance(found, str):
+            reasons.append(found)
+        else:
+            draft = found
+    if draft.sequence_parallel is not None:
+        return draft
+    return reasons[0] if reasons else "there is no list of blocks that run one after the other"
+
+
+def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
+    """The lists that run and whose blocks have split parts, outermost ones, in the order of the model: an encoder's and a decoder's."""
+    ran = {event.module for event in flow.run.events if event.kind == "op"}
+    ran |= {name for module in ran for name in ancestors(module)}
+    split = {name for name in board.tree.modules if name in ran and element(name) and _split_below(board, draft, name)}
+    found = dict.fromkeys(parent(name) for name in board.tree.modules if name in split)
+    return tuple(name for name in found if not any(element(one) for one in (name, *ancestors(name))))
+
+
+def _split_below(board: Board, draft: Draft, name: str) -> bool:
+    pattern = board.tree.pattern(name)
+    return any(rule == pattern or rule.startswith(f"{pattern}.") for rule in draft.tensor_parallel)
+
+
+def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | str:
+    """As `with_overlay`, for the blocks of one list."""
+    overlay = Overlay(board, flow, draft, listing)
     candidates = list(overlay.candidates())
-    if not candidates:
-        return "there is no list of blocks that run one after the other"
     if overlay.length % board.tp:
         return f"{overlay.first} reads {overlay.length} positions, which tp={board.tp} does not divide"
-    reports = [board.report(candidate, overlay=True) for candidate in candidates]
-    for candidate, report in zip(candidates, reports, strict=True):
+    counts: dict[int, int] = {}  # candidate -> what is wrong with it
+    for number, candidate in enumerate(candidates):
+        report = board.report(candidate, overlay=True)
         if report is not None and report.ok:
             return candidate
-    for candidate, report in zip(candidates, reports, strict=True):
         if report is not None and len(report.diagnostics) <= FIXABLE:
-            found = board.fixed(candidate, overlay=True)
-            if found is not None:
-                return found
+            counts[number] = len(report.diagnostics)
+    for number in sorted(counts, key=lambda number: (counts[number], number))[:MOST_FIXED]:
+        found = board.fixed(candidates[number], overlay=True)
+        if found is not None:
+            return found
     for candidate in candidates:
         found = with_whole_parts(board, candidate)
         if found is not None:
@@ -79,22 +109,24 @@ class Overlay:
     Args:
         board: where it is tried.
         flow: the unsharded run.
-        draft: the tensor-parallel rules.
+        draft: the tensor-parallel rules, and those of the sequence-parallel section for other lists.
+        listing: the list of the blocks.
     """
 
-    def __init__(self, board: Board, flow: Flow, draft: Draft):
+    def __init__(self, board: Board, flow: Flow, draft: Draft, listing: str):
         self.board, self.flow, self.draft, self.tree = board, flow, draft, board.tree
+        self.listing = listing
 
     def candidates(self) -> Iterator[Draft]:
         """With sections that may be right, the one that communicates least first."""
-        if not self.order_of_blocks:
-            return
         seen: list[Rules] = []
-        for together, table in product((self.together, {}), (self.partial, {})):
-            rules = {**table, **self.entrance, **self.within, **self._shared(together), **self.exit}
+        others = self.draft.sequence_parallel or {}
+        for leave, together, table in product(self.exits, (self.together, {}), (self.partial, {})):
+            rules = {**others, **table, **self.entrance, **self.within, **self._shared(together), **leave}
             if rules not in seen:
                 seen.append(rules)
-                yield replace(self.draft, sequence_parallel=rules, together=together)
+                both = {**self.draft.together, **together}
+                yield replace(self.draft, sequence_parallel=rules, together=both)
 
     @cached_property
     def starts(self) -> dict[str, int]:
@@ -122,16 +154,9 @@ class Overlay:
 
     @cached_property
     def order_of_blocks(self) -> tuple[str, ...]:
-        """The blocks of the list whose blocks have split parts, in the order of the run."""
-        lists = [parent(name) for name in self.tree.modules if element(name) and self._split_below(name)]
-        if not lists:
-            return ()
-        blocks = [name for name in self.tree.modules if parent(name) == lists[0] and name in self.order]
+        """The blocks of the list, in the order of the run."""
+        blocks = [name for name in self.tree.modules if parent(name) == self.listing and name in self.order]
         return tuple(sorted(blocks, key=lambda name: self.order[name]))
-
-    def _split_below(self, name: str) -> bool:
-        pattern = self.tree.pattern(name)
-        return any(rule == pattern or rule.startswith(f"{pattern}.") for rule in self.draft.tensor_parallel)
 
     @property
     def length(self) -> int:
@@ -275,6 +300,16 @@ class Overlay:
         if all(len(p.shape) == 1 for m in below for p in m.parameters):  # a norm in a wrapper
             return {self.tree.pattern(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}
         return {pattern: {"style": "replicate_seq"}}
+
+    @property
+    def exits(self) -> Iterator[Rules]:
+        """Where the sequence is gathered behind the blocks: by what is behind them, or as what a module around them returns."""
+        if self.exit:
+            yield self.exit
+        called = {event.module for event in self.flow.run.events if event.kind == "leave"}
+        around = (name for name in (self.listing, *ancestors(self.listing)) if name and name in called)
+        for name in islice(around, MOST_AROUND):
+            yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
 
     @cached_property
     def exit(self) -> Rules:
