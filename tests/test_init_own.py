@@ -232,3 +232,22 @@ def test_both_sequences_of_an_encoder_decoder_are_split() -> None:
     del made.document["sequence_parallel"]["decoder"]
     report = shardplan.validate(Translator(), made.document, inputs=inputs, tp=2, sequence_parallel=True)
     assert [one.code for one in report.errors] == ["SP405"]
+
+
+def test_a_model_that_ends_in_its_blocks_has_no_place_to_gather() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer(False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    def inputs(seed: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+    with pytest.raises(PlanError) as refused:
+        shardplan.init_plan(Blocks(), inputs=inputs, sequence_parallel=True)
+    assert [one.code for one in refused.value.diagnostics] == ["SP531"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
-from itertools import islice, product
+from itertools import product
 
 from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
@@ -307,9 +307,11 @@ class Overlay:
         if self.exit:
             yield self.exit
         called = {event.module for event in self.flow.run.events if event.kind == "leave"}
-        around = (name for name in (self.listing, *ancestors(self.listing)) if name and name in called)
-        for name in islice(around, MOST_AROUND):
+        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in called][:MOST_AROUND]
+        for name in around:
             yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
+        if not self.exit and not around:
+            yield {}
 
     @cached_property
     def exit(self) -> Rules:
