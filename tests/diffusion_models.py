@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import diffusers
 import torch
 from torch import Tensor, nn
 
@@ -38,7 +37,17 @@ class Diffusion:
         return self.name.partition(" ")[0]
 
     def build(self) -> nn.Module:
-        return getattr(diffusers, self.cls)(**self.sizes)
+        """The reduced model."""
+        return self._made(self.sizes)
+
+    def whole(self) -> nn.Module:
+        """The published model; on the meta device, as it is large."""
+        return self._made(self.published)
+
+    def _made(self, config: Mapping[str, Any]) -> nn.Module:
+        import diffusers  # a table can be read without it
+
+        return getattr(diffusers, self.cls)(**config)
 
     def make(self, seed: int) -> dict[str, Any]:
         """The inputs of a seed."""
@@ -51,6 +60,11 @@ def _floats(random: torch.Generator, *shape: int) -> Tensor:
 
 def _times(random: torch.Generator) -> Tensor:
     return torch.randint(1, 1000, (BATCH,), generator=random)
+
+
+def _dit(random: torch.Generator) -> dict[str, Any]:
+    labels = torch.randint(10, (BATCH,), generator=random)
+    return {"hidden_states": _floats(random, BATCH, 4, 8, 8), "timestep": _times(random), "class_labels": labels}
 
 
 def _sd3(random: torch.Generator) -> dict[str, Any]:
@@ -71,6 +85,14 @@ def _flux(random: torch.Generator) -> dict[str, Any]:
         "guidance": torch.rand(BATCH, generator=random),
         "img_ids": torch.cartesian_prod(*(torch.arange(n).float() for n in (1, 4, 4))),
         "txt_ids": torch.zeros(TEXT - 1, 3),
+    }
+
+
+def _wan(random: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": _floats(random, BATCH, 4, 2, 8, 4),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "timestep": _times(random),
     }
 
 
@@ -97,6 +119,18 @@ HEADED = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
 DIFFUSION = {
     one.name: one
     for one in (
+        Diffusion(
+            "DiTTransformer2DModel",
+            {
+                **HEADED,
+                "in_channels": 4,
+                "out_channels": 8,
+                "num_layers": 2,
+                "sample_size": 8,
+                "num_embeds_ada_norm": 10,
+            },
+            _dit,
+        ),
         Diffusion(
             "SD3Transformer2DModel",
             {
@@ -127,6 +161,20 @@ DIFFUSION = {
                 "axes_dims_rope": (4, 4, 4),
             },
             _flux,
+        ),
+        Diffusion(
+            "WanTransformer3DModel",
+            {
+                **HEADED,
+                "in_channels": 4,
+                "out_channels": 4,
+                "text_dim": 32,
+                "freq_dim": 16,
+                "ffn_dim": 64,
+                "num_layers": 2,
+                "rope_max_seq_len": 32,
+            },
+            _wan,
         ),
         Diffusion(
             "QwenImageTransformer2DModel",

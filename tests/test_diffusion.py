@@ -9,8 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from processes import on_ranks
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from shardplan import verify
+from shardplan import apply_plan, validate, verify
+from shardplan.proof.compare import relative_error
 from tests.diffusion_models import DIFFUSION
 from tests.zoo.diffusion import page, read, row
 
@@ -34,12 +39,101 @@ def test_a_class_is_as_the_table_says(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel"])
+@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "DiTTransformer2DModel"])
 def test_a_class_is_proven_on_real_processes(name: str) -> None:
     """Two ranks of tp: every output and every gradient, without and with sequence parallelism."""
     one = f"tests.diffusion_models:NAMED.{name}"
     report = verify(f"{one}.build", "auto", {"tp": 2}, inputs=f"{one}.make", processes=True)
     assert report.ok and len(report.variants) == 2
+
+
+def classifier(probability: float) -> nn.Module:
+    """A DiT that drops labels."""
+    torch.manual_seed(0)
+    model = DIFFUSION["DiTTransformer2DModel"].build().train()
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.dropout_prob = probability
+    return model
+
+
+def labels_of(model: nn.Module, calls: list[Tensor]) -> None:
+    """Note what each table looks up."""
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.embedding_table.register_forward_pre_hook(
+            lambda module, args: calls.append(args[0].clone())
+        )
+
+
+def dropped(sequence_parallel: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs of two steps, and what was looked up."""
+    one, calls = DIFFUSION["DiTTransformer2DModel"], []
+    model = apply_plan(
+        classifier(0.5),
+        init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)),
+        "auto",
+        sequence_parallel=sequence_parallel,
+        inputs=one.make,
+        prove=False,
+    )
+    labels_of(model, calls)
+    return [model(**one.make(seed)).sample.detach() for seed in range(2)], calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_all_ranks_drop_the_same_labels(sequence_parallel: bool) -> None:
+    """Each table draws anew in each call; given the labels that were kept, the outputs are the unsharded model's."""
+    one = DIFFUSION["DiTTransformer2DModel"]
+    (outputs, calls), (others, other_calls) = on_ranks(2, dropped, sequence_parallel)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(calls, other_calls, strict=True))
+    kept = [one.make(step)["class_labels"] for step in range(2) for _ in range(3)]  # two blocks and the last norm
+    assert 0 < sum(int((labels != 10).sum()) for labels in calls) < sum(labels.numel() for labels in kept)
+    assert all(((labels == own) | (labels == 10)).all() for labels, own in zip(calls, kept, strict=True))
+    assert len({tuple(labels.tolist()) for labels in calls[:3]}) > 1
+    model, left = classifier(0.5), iter(calls)
+    for block in model.transformer_blocks:
+        block.norm1.emb.class_embedder.token_drop = lambda labels, force_drop_ids=None: next(left)
+    for step in range(2):
+        expected = model(**one.make(step)).sample
+        assert relative_error(outputs[step], expected) < 1e-5 > relative_error(others[step], expected)
+
+
+class Noisy(nn.Module):
+    """Code that draws where its probability is above 0."""
+
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.split, self.drop_rate = split, 0.5
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def drawn(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(x.shape[:1]) > self.drop_rate)[:, None, None] if self.drop_rate > 0 else x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split:
+            return self.down(self.drawn(torch.relu(self.up(x))))
+        return self.drawn(x)
+
+
+class Layers(nn.Module):
+    def __init__(self, split: bool) -> None:
+        super().__init__()
+        self.embed, self.noisy = nn.Embedding(32, 16), Noisy(split)
+        self.mlp = nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 16)])
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.mlp[1](torch.relu(self.mlp[0](self.noisy(self.embed(tokens)))))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_code_that_draws_beside_whole_values_draws_common_numbers(split: bool) -> None:
+    """Where the same code sees a rank's features, which numbers it needs is not known."""
+    rules = {"mlp.0": "colwise", "mlp.1": "rowwise"} | (
+        {"noisy.up": "colwise", "noisy.down": "rowwise"} if split else {}
+    )
+    plan = {"version": "1", "name": "mine", "tensor_parallel": rules}
+    report = validate(Layers(split), plan, tp=2)
+    assert [d.code for d in report.errors] == (["SP370"] if split else []), report
 
 
 @pytest.mark.slow

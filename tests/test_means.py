@@ -11,6 +11,7 @@ from shardplan import compile_plan, validate, verify
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import FeatureMeans
+from shardplan.torchlib.rms_norms import rms_norm
 
 HIDDEN = 32
 RULES = {
@@ -92,10 +93,24 @@ def test_means_over_groups_of_features_are_a_ranks_own(tp: int) -> None:
     assert report.ok, report
 
 
-@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm], ids=["LayerNorm", "RMSNorm"])
-def test_a_norm_whose_means_are_not_seen_is_refused(norm) -> None:
-    """torch's own norms, which take their means inside one operator and know the width."""
-    report = validate(**subject(norm), tp=2)
+def test_torchs_rms_norm_is_taken_apart() -> None:
+    report = verify(**subject(nn.RMSNorm), tp=2)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("eps", [None, 1e-2])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_its_steps_are_torchs(dtype: torch.dtype, eps: float | None, weighted: bool) -> None:
+    torch.manual_seed(0)
+    x, weight = (0.01 * torch.randn(3, 5, 16)).to(dtype), torch.randn(16).to(dtype) if weighted else None
+    found = rms_norm(lambda squares: squares.mean(-1, keepdim=True), x, (16,), weight, eps)
+    torch.testing.assert_close(found, torch.rms_norm(x, (16,), weight, eps))
+
+
+def test_a_norm_whose_means_are_not_seen_is_refused() -> None:
+    """torch's layer norm, which takes its means inside one operator and knows the width."""
+    report = validate(**subject(nn.LayerNorm), tp=2)
     assert next(d.code for d in report.diagnostics) == "SP408", report
 
 

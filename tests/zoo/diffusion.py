@@ -8,11 +8,11 @@ import warnings
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 warnings.filterwarnings("ignore")
 
-import diffusers  # noqa: E402
 import torch  # noqa: E402
 
 from shardplan import coverage, validate  # noqa: E402
@@ -70,7 +70,7 @@ def row(one: Diffusion) -> Row:
         if tp == SIZES[0] and report.proof is not None:
             compared = len(report.proof.rows)
     with torch.device("meta"):
-        whole = getattr(diffusers, one.cls)(**one.published)
+        whole = one.whole()
     found = coverage(whole, "auto", derive=False)
     return Row(
         name=one.name,
@@ -95,7 +95,7 @@ def page(found: Mapping[str, Row]) -> str:
         for one in found.values()
         if one.whole
     ]
-    return HEAD.format(version=diffusers.__version__) + "\n".join(lines) + "\n"
+    return HEAD.format(version=version("diffusers")) + "\n".join(lines) + "\n"
 
 
 def read(file: Path) -> dict[str, Row]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from shardplan.model.reduced.trace import SourceLine, Trace
+from shardplan.model.reduced.trace import Event, SourceLine, Trace
 
-from .types import TypeKind
+from .spread import Spread
+from .spreads import Spreads
+from .types import KINDS, TypeKind
 from .typing_state import Known
 
 # Each drops elements of what it reads alone: the elements of a slice may be dropped with numbers of its rank's own.
@@ -15,6 +18,7 @@ ELEMENTWISE = frozenset(("dropout", "dropout_", "alpha_dropout", "alpha_dropout_
 WHOLE_FEATURES = frozenset(
     "dropout1d dropout2d dropout3d feature_dropout feature_dropout_ feature_alpha_dropout feature_alpha_dropout_".split()
 )
+OWN_CODE = "own code"  # in place of an operation: any value of the module's own code
 LINEAR = frozenset(("dropout", "dropout_"))  # of a sum they are the sum of what they are of its parts
 
 
@@ -24,8 +28,8 @@ class DrawingOperand:
 
     Args:
         module: the module whose code runs it.
-        name: of the operation; "" for a layer with its adapters, whose operand is the layer's input.
-        source: the line of the model's code; None for a layer.
+        name: of the operation; "" for a layer with its adapters, whose operand is the layer's input; `OWN_CODE`.
+        source: the line of the model's code; None for a layer and for `OWN_CODE`.
         kind: of the operand.
     """
 
@@ -48,3 +52,34 @@ def drawing_operands(run: Trace, known: Known) -> tuple[DrawingOperand, ...]:
             kind = known.type_of(event.outputs[0]).kind
             found[DrawingOperand(event.module, event.name, event.source, kind)] = None
     return tuple(found)
+
+
+def own_values(run: Trace, known: Known, spreads: Spreads, modules: Collection[str]) -> Iterator[DrawingOperand]:
+    """How what the own code of modules reads and computes is spread: arguments, parameters, results of operations and of the modules
+    that it calls. Code that draws under a condition which is false in this run can read nothing else."""
+    running = [""]
+    for event in run.events:
+        if event.kind == "enter":
+            running.append(event.module)
+        elif event.kind == "leave":
+            running.pop()
+        scope = event.module if event.kind in ("op", "read") else running[-1] if running else ""
+        if scope not in modules or event.kind == "crash":
+            continue
+        sides = (
+            ((event.inputs, True), (event.outputs, False))
+            if event.kind in ("op", "read")
+            else ((event.outputs, False),)
+        )
+        for numbers, inputs in sides:
+            for position, number in enumerate(numbers):
+                yield DrawingOperand(scope, OWN_CODE, None, _kind(event, position, number, known, spreads, inputs))
+
+
+def _kind(event: Event, position: int, number: int, known: Known, spreads: Spreads, inputs: bool) -> TypeKind:
+    if number in known.types:
+        return known.types[number].kind
+    if event.kind == "read":
+        return "whole"  # of what an operation reads next
+    spread = spreads.of(event, position, inputs=inputs)
+    return KINDS[spread.kind] if isinstance(spread, Spread) else "?"

@@ -25,12 +25,13 @@ from shardplan.model.reduced.lines import model_line
 from shardplan.model.reduced.nests import tensors_in
 from shardplan.model.reduced.trace import SourceLine
 
-from .drawing_operands import ELEMENTWISE, LINEAR, WHOLE_FEATURES, DrawingOperand
+from .drawing_operands import ELEMENTWISE, LINEAR, OWN_CODE, WHOLE_FEATURES, DrawingOperand
 from .dropout import active_probabilities, probabilities
 from .layout_codes import DROPOUT
-from .randomness import acting_sites
+from .randomness import OTHERS, acting_sites
 from .run import Workbench
 
+WHOLE = frozenset(("I", "R", "whole"))  # types of values that every rank has whole
 SWITCH_OFF = "set the probability to 0 in the config or the module"
 
 
@@ -60,12 +61,12 @@ class Noise:
     Args:
         drawings: what drew, each once.
         lost: (modules, attribute) with a probability above 0 that the reduced model does not have.
-        unmanaged: operations other than dropout that draw and act, in words.
+        unmanaged: operations other than dropout that draw and act: module, in words, whether they draw from torch's generator.
     """
 
     drawings: tuple[Drawing, ...] = ()
     lost: tuple[tuple[str, str], ...] = ()
-    unmanaged: tuple[tuple[str, str], ...] = ()
+    unmanaged: tuple[tuple[str, str, bool], ...] = ()
 
 
 def with_probabilities(bench: Workbench, tree: ModuleTree) -> tuple[nn.Module, tuple[tuple[str, str], ...]]:
@@ -112,10 +113,14 @@ def noise_of(bench: Workbench, tree: ModuleTree) -> Noise:
         drawn.run(bench.inputs)
     dropouts = tuple(one for one in dict.fromkeys(drawn.drawings) if one.name in ELEMENTWISE | WHOLE_FEATURES)
     known = {(one.module, one.source) for one in dropouts}
-    unmanaged: tuple[tuple[str, str], ...] = ()
+    unmanaged: tuple[tuple[str, str, bool], ...] = ()
     if len(dropouts) < len(dict.fromkeys(drawn.drawings)) or drawn.hidden:
         unmanaged = tuple(
-            (site.module, f"{site.source.short}: `{site.source.text}`" if site.source else site.name)
+            (
+                site.module,
+                f"{site.source.short}: `{site.source.text}`" if site.source else site.name,
+                site.name != OTHERS,
+            )
             for site in acting_sites(model, bench.inputs)
             if (site.module, site.source) not in known
         )
@@ -208,10 +213,14 @@ def decide(
     for run in noise:
         for drawing in run.drawings:
             _add(found[reduced_tree.pattern(drawing.module)], drawing, by_place)
-        for module, words in run.unmanaged:
+        for module, words, managed in run.unmanaged:
             at = found[reduced_tree.pattern(module)]
             at.places[words] = None
-            at.wrong["draws random numbers that are not dropout's"] = SWITCH_OFF
+            kinds = by_place.get((module, OWN_CODE, None), set())
+            if managed and kinds and kinds <= WHOLE:
+                at.streams.add("common")
+            else:
+                at.wrong["draws random numbers that are not dropout's, beside values that are not whole"] = SWITCH_OFF
         for pattern, attribute in run.lost:
             at = found[pattern]
             at.wrong[f"has {attribute} above 0, which the reduced model does not have"] = SWITCH_OFF

@@ -33,6 +33,12 @@ def probabilities(kind: str, numbers: Mapping[str, int | float]) -> dict[str, fl
     }
 
 
+def is_noisy(kind: str, numbers: Mapping[str, int | float]) -> bool:
+    """Whether a module that is no nn.Dropout has a probability, or a width of noise, whatever it is."""
+    words = (name for name, value in numbers.items() if isinstance(value, float))
+    return kind != "dropout" and any(word in name for name in words for word in WORDS)
+
+
 def around_compiled(
     draws: Mapping[str, Draws], resolved: ResolvedPlan
 ) -> tuple[Mapping[str, Draws], tuple[Diagnostic, ...]]:

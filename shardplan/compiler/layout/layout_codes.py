@@ -154,8 +154,8 @@ DROPOUT = Code(
 numbers on all tp ranks; one that drops elements of a split value (heads, a slice of the sequence) draws numbers of its
 rank's own. The layout check finds out which is which, for each module, on a run of the reduced model. It refuses, in
 evaluation mode too, as `.train()` may follow: a module whose own forward drops elements of both kinds of values;
-dropout in code that runs only where its probability is above 0 (layer drop, a router's jitter, stochastic depth); dropout of
-whole features of a split value; a probability that the reduced model does not have; a plan that could not be
+dropout in code that runs only where its probability is above 0 (stochastic depth); other random numbers (a router's jitter, dropped labels) in code
+that sees split values or partial sums too: where all that it sees is whole, all tp ranks draw the same; dropout of whole features of a split value; a probability that the reduced model does not have; a plan that could not be
 proven; a compiled module that drops elements of both kinds of values, as its graph begins with one state of the generator.""",
     bad="""# shardplan validate gpt2.json mine.yaml --tp 2
 version: "1"

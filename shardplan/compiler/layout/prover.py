@@ -17,7 +17,8 @@ from shardplan.model.reduced.trace import Event, Place
 from shardplan.styles.bound import BoundModule
 
 from .crossings import Crossings
-from .drawing_operands import drawing_operands
+from .drawing_operands import DrawingOperand, drawing_operands, own_values
+from .dropout import is_noisy
 from .finding import Finding
 from .mergeable_sums import shared_sums
 from .operation_types import Operations
@@ -80,8 +81,13 @@ class Prover:
             entering=tuple(crossings.entering),
             reduced=tuple(crossings.reduced),
             doubts=self.operations.doubts,
-            operands=drawing_operands(self.run, known),
+            operands=(*drawing_operands(self.run, known), *self._own_values()),
         )
+
+    def _own_values(self) -> tuple[DrawingOperand, ...]:
+        """Of modules that have a probability."""
+        having = {name for name, one in self.plan.items() if is_noisy(one.module.kind, one.module.numbers)}
+        return tuple(dict.fromkeys(own_values(self.run, self.known, self.operations.spreads, having))) if having else ()
 
     def _parameters(self) -> None:
         owned = {full_name(bound.name, p.name): (bound, p) for bound in self.plan.values() for p in bound.parameters}

@@ -6,6 +6,7 @@ No process group is needed: a move's result is known from the unsharded run, who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardplan.model.reduced.trace import Place, Trace
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary
 from shardplan.torchlib.attributes import divide_attributes, owner_of, set_attributes
+from shardplan.torchlib.rms_norms import RMS_NORMS, rms_norm
 
 from .rank_experts import distribute_experts
 from .spread import chunk, same
@@ -112,6 +114,17 @@ class RankRecorder(Recorder):
             raise ValueError(
                 f"{name} gets an empty tensor {list(empty.shape)} on rank {self.rank}: nothing is left for it"
             )
+
+    def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
+        """torch's RMS norm over features of which several ranks have some takes the mean of the unsharded run's."""
+        place = (*self._scopes[-1], self._position())
+        event = self.reference.at.get(place)
+        if func not in RMS_NORMS or self.plan[place[0]].mean_ranks == 1 or event is None:
+            return func
+        whole = self.reference.values[event.inputs[0]]
+        squares = whole.to(torch.promote_types(whole.dtype, torch.float32)).pow(2)
+        mean = self._mean(squares.mean(-1, keepdim=True), place[0])
+        return partial(rms_norm, lambda own: mean)
 
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """Roundoff decides between values that are nearly equal (the best of many zeros). Where a rank chooses among

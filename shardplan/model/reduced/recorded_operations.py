@@ -84,6 +84,10 @@ class OperationRecorder(TorchFunctionMode):
     def settle_choice(self, place: Place, name: str, operands: list[Tensor], results: list[Tensor]) -> None:
         """What an operation chose by floating-point values (indices, a mask), or cannot know alone, to be changed in place."""
 
+    def in_place_of(self, func: Callable[..., Any], args: tuple, kwargs: dict) -> Callable[..., Any]:
+        """What runs in place of an operation, under its name."""
+        return func
+
     # Values.
 
     def number(self, tensor: Tensor, reading: str | None = None) -> int:
@@ -167,6 +171,7 @@ class OperationRecorder(TorchFunctionMode):
             inputs = tuple(self.number(t, f"{i}") for i, t in enumerate(operands))
             self._note_captured(inputs)
             versions = [_version(t) for t in operands]
+            func = self.in_place_of(func, args, kwargs)
             try:
                 self.before_operation(name, operands)
                 self._probe(func, args, kwargs, operands)

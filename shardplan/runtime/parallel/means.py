@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardplan.core.layout import P, R, over_features
 from shardplan.core.module_program import FeatureMeans
+from shardplan.torchlib.rms_norms import RMS_NORMS, rms_norm
 
 from .tensor_moves import move
 
@@ -43,13 +44,21 @@ class _OverAllRanks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in RMS_NORMS:  # its mean is taken inside
+            return rms_norm(self._mean, *args, **kwargs)
         result = func(*args, **kwargs)
         if func not in MEANS:
             return result
         x = args[0] if args else kwargs["input"]
         if not over_features(x.shape, self.shape, grouped=self.program.grouped) or not _reads_last(x, args, kwargs):
             return result
-        return move(result * (x.shape[-1] / self.program.features), self.mesh, P, R)
+        return self._over_all(result, x)
+
+    def _mean(self, squares: Tensor) -> Tensor:
+        return self._over_all(squares.mean(-1, keepdim=True), squares)
+
+    def _over_all(self, mean: Tensor, x: Tensor) -> Tensor:
+        return move(mean * (x.shape[-1] / self.program.features), self.mesh, P, R)
 
 
 def _reads_last(x: Tensor, args: tuple, kwargs: dict) -> bool:
