@@ -6,7 +6,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardplan
@@ -23,11 +24,12 @@ from shardplan.torchlib.schedule_actions import actions_of
 
 from .page import table
 
-RANKS, MICRO_BATCHES, SEQ, TURNS = 2, 4, 128, 9
+RANKS, MICRO_BATCHES, SEQ, TURNS = 2, 4, 256, 5
+APART = 0.05  # played steps that differ by less are no order that a measurement could confirm
 CONFIG = {
-    "hidden_size": 256,
-    "intermediate_size": 704,
-    "num_hidden_layers": 12,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "vocab_size": 8192,
@@ -38,13 +40,14 @@ SECTION = {"layers": "model.layers.*", "first": ["model.embed_tokens"], "last": 
 RUNS = [("gpipe", "layers"), ("1f1b", "layers"), *((name, "cost") for name in SCHEDULES)]
 TEXT = """## Schedules of a pipeline
 
-`python -m benchmarks.pipelines`: a step of a Llama of 12 blocks on {ranks} gloo processes, {micro} micro-batches of {seq} tokens, measured in turns, over that of
-1F1B with blocks divided by cost; beside it the same from the table of actions, with what a block and the head take in these processes (forward, gradients
-of the input, of the weights). {blocks}
+`python -m benchmarks.pipelines`: a step of a Llama of 8 blocks on {ranks} gloo processes, {micro} micro-batches of {seq} tokens, the median of {turns} turns, over that of
+1F1B with blocks divided by cost in the same turn; beside it the same from the table of actions, with what a block, the head and a hand-over take in these processes. A backward at once
+and one in two halves (torch's `stage_backward_input` and `stage_backward_weight`, which go over the graph twice) are measured by themselves: {split}. {blocks}
 """
+Costs = tuple[float, float, float, float]  # seconds of a forward, of a backward at once, and of its two halves
 
 
-def measured(work: Callable[[], Any], repeats: int = 15) -> float:
+def measured(work: Callable[[], Any], repeats: int = 9) -> float:
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
@@ -53,20 +56,61 @@ def measured(work: Callable[[], Any], repeats: int = 15) -> float:
     return statistics.median(times[2:])
 
 
-def costs(module: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], width: int) -> tuple[float, float, float]:
-    """Seconds of a forward, of the gradients of its input and of those of its weights."""
-    x = torch.randn(1, SEQ, width, requires_grad=True)
+def costs(module: Callable[[Tensor], Tensor], parameters: list[nn.Parameter], width: int) -> Costs:
+    """As torch's stages compute them."""
 
-    def forward() -> Tensor:
-        return module(x)
+    def forward() -> tuple[Tensor, Tensor]:
+        x = torch.randn(1, SEQ, width, requires_grad=True)
+        return x, module(x)
 
-    def backward(wanted: list[Tensor]) -> None:
-        out = forward()
-        torch.autograd.grad(out, wanted, torch.ones_like(out))
+    def at_once() -> None:
+        x, out = forward()
+        stage_backward(out, torch.ones_like(out), [x])
+        clear()
 
-    one = measured(forward)
-    inputs = measured(lambda: backward([x])) - one
-    return one, inputs, max(measured(lambda: backward([x, *parameters])) - one - inputs, 0.0)
+    def first_half() -> list[dict[str, Any]]:
+        x, out = forward()
+        return stage_backward_input([out], [torch.ones_like(out)], [x], iter(parameters))[1]
+
+    def both() -> None:
+        stage_backward_weight(iter(parameters), first_half())
+        clear()
+
+    def clear() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+
+    one, half = measured(forward), measured(first_half)
+    return one, measured(at_once) - one, half - one, measured(both) - half
+
+
+def hand_over(index: int, width: int) -> float:
+    """Seconds of sending what a stage sends."""
+    x = torch.zeros(1, SEQ, width)
+
+    def there_and_back() -> None:
+        for source in range(RANKS):
+            dist.send(x, 1 - source) if index == source else dist.recv(x, source)
+
+    return measured(there_and_back, 21) / RANKS
+
+
+def stage_times(sizes: Sequence[int], block: Costs, head: Costs, *, splits: bool) -> list[StageTime]:
+    """What each stage costs. The first one has no input that needs a gradient: torch computes all of its backward in the second half."""
+    times = []
+    for stage, blocks in enumerate(sizes):
+        more = stage == len(sizes) - 1
+        forward, whole, inputs, weights = (blocks * b + (h if more else 0.0) for b, h in zip(block, head, strict=True))
+        halves = (inputs, weights) if splits and stage else (0.0, whole) if splits else (whole, 0.0)
+        times.append(StageTime(forward, *halves))
+    return times
+
+
+def together(one: Costs) -> Costs:
+    """The mean over the ranks."""
+    every: list[Any] = [None] * RANKS
+    dist.all_gather_object(every, one)
+    return tuple(map(statistics.mean, zip(*every, strict=True)))  # type: ignore[return-value]
 
 
 def rank(index: int, folder: str) -> None:
@@ -84,13 +128,16 @@ def rank(index: int, folder: str) -> None:
         logits = whole.lm_head(whole.model.norm(x))
         return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
-    dist.barrier()
-    of_block = costs(lambda x: block(x, position_embeddings=table_of), list(block.parameters()), config.hidden_size)
-    of_head = costs(head, [*whole.lm_head.parameters()], config.hidden_size)
-    every: list[Any] = [None] * RANKS
-    dist.all_gather_object(every, (of_block, of_head))
-    of_block, of_head = (tuple(statistics.mean(one[part][i] for one in every) for i in range(3)) for part in range(2))
-    pipelines, simulated = [], []
+    weights = [*block.parameters()], [*whole.model.norm.parameters(), *whole.lm_head.parameters()]
+
+    def look() -> tuple[Costs, Costs]:
+        dist.barrier()
+        of_block = costs(lambda x: block(x, position_embeddings=table_of), weights[0], config.hidden_size)
+        dist.barrier()
+        return together(of_block), together(costs(head, weights[1], config.hidden_size))
+
+    before, sent = look(), hand_over(index, config.hidden_size)
+    pipelines = []
     for name, balance in RUNS:
         pipeline = shardplan.apply_pipeline(
             LlamaForCausalLM(config),
@@ -104,16 +151,11 @@ def rank(index: int, folder: str) -> None:
             pipeline_parallel=SECTION | {"balance": balance},
         )
         pipelines.append(pipeline)
-        sizes = pipeline.layout.cut.sizes
-        stages = [
-            StageTime(*(n * b + (h if i == len(sizes) - 1 else 0) for b, h in zip(of_block, of_head, strict=True)))
-            for i, n in enumerate(sizes)
-        ]
-        simulated.append((play(actions_of(SCHEDULES[name], RANKS, MICRO_BATCHES), stages).seconds, sizes))
     batch = torch.randint(config.vocab_size, (MICRO_BATCHES, SEQ))
     real: list[list[float]] = [[] for _ in pipelines]
     for turn in range(TURNS + 1):
-        for times, pipeline in zip(real, pipelines, strict=True):
+        pairs = list(zip(real, pipelines, strict=True))
+        for times, pipeline in pairs if turn % 2 else reversed(pairs):  # so that a machine that slows down favours none
             pipeline.zero_grad()
             dist.barrier()
             start = time.perf_counter()
@@ -121,6 +163,13 @@ def rank(index: int, folder: str) -> None:
             dist.barrier()
             if turn:
                 times.append(time.perf_counter() - start)
+    after = look()
+    of_block, of_head = (tuple(map(statistics.mean, zip(*one, strict=True))) for one in zip(before, after, strict=True))
+    simulated = []
+    for (name, _), pipeline in zip(RUNS, pipelines, strict=True):
+        record, sizes = SCHEDULES[name], pipeline.layout.cut.sizes
+        stages = stage_times(sizes, of_block, of_head, splits=record.splits_backward)  # type: ignore[arg-type]
+        simulated.append((play(actions_of(record, RANKS, MICRO_BATCHES), stages, sent).seconds, sizes))
     if index == 0:
         Path(folder, "made").write_text(repr((of_block, of_head, simulated, real)), "utf-8")
     dist.destroy_process_group()
@@ -137,24 +186,20 @@ def main() -> None:
         [name, ", ".join(map(str, sizes)), f"{seconds / simulated[base][0]:.2f}", f"{ratio:.2f}"]
         for (name, _), (seconds, sizes), ratio in zip(RUNS, simulated, ratios, strict=True)
     ]
-    share = sum(of_head) / sum(of_block)
-    blocks = f"The head took {share:.1f} times what a block takes."
-    print(TEXT.format(ranks=RANKS, micro=MICRO_BATCHES, seq=SEQ, blocks=blocks))
+    blocks = f"The head took {sum(of_head[:2]) / sum(of_block[:2]):.1f} times what a block takes."
+    split = f"the halves of a block took {sum(of_block[2:]) / of_block[1]:.2f} times what its backward takes at once"
+    print(TEXT.format(ranks=RANKS, micro=MICRO_BATCHES, seq=SEQ, turns=TURNS, split=split, blocks=blocks))
     print(table(["schedule", "blocks of the stages", "played", "real"], rows))
     played = [seconds for seconds, _ in simulated]
     print()
     for split in (False, True):
         group = [i for i, (name, _) in enumerate(RUNS) if split or not SCHEDULES[name].splits_backward]
-        pairs = [(i, j) for i in group for j in group if played[i] > 1.02 * played[j]]
+        pairs = [(i, j) for i in group for j in group if played[i] > (1 + APART) * played[j]]
         agree = sum(ratios[i] > ratios[j] for i, j in pairs)
         what = "all schedules" if split else "schedules that compute each backward at once"
         print(
-            f"Of the {len(pairs)} pairs of {what} whose played steps differ by 2 %, {agree} are in the same order in reality."
+            f"Of the {len(pairs)} pairs of {what} whose played steps differ by {APART:.0%}, {agree} are in the same order in reality."
         )
-    print(
-        "torch computes the gradients of inputs and of weights in two passes over the graph, which small blocks on a CPU pay for; the "
-        "played step has no such cost."
-    )
 
 
 if __name__ == "__main__":

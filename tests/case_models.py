@@ -295,3 +295,52 @@ def placed_blocks() -> nn.Module:
 
 def with_places(seed: int) -> dict[str, torch.Tensor]:
     return {**features(seed), "places": torch.zeros(3, *features(seed)["x"].shape[:2])}
+
+
+class DictBlock(Block):
+    """A block that returns a mapping."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"x": super().forward(x)}
+
+
+class OfDicts(Stack):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)["x"]
+        return x
+
+
+def dict_blocks() -> nn.Module:
+    return OfDicts([DictBlock(), DictBlock()])
+
+
+class SideBySide(Stack):
+    """Blocks that all read the same value: the second does not read what the first returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](x) + self.layers[1](x)
+
+
+def blocks_side_by_side() -> nn.Module:
+    return SideBySide([Block(), Block()])
+
+
+class Looking(Stack):
+    """Code that looks at a parameter of a block, without an operation of torch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * len(layer.up.weight)
+        return x
+
+
+def looking_blocks() -> nn.Module:
+    return Looking([Block(), Block()])
+
+
+def shared_parts() -> nn.Module:
+    """Two blocks with one matrix module in both."""
+    first, second = Block(), Block()
+    second.up = first.up
+    return Stack([first, second])

@@ -28,10 +28,6 @@ ELSEWHERE: dict[str, str] = {
     "SP555": "tests/test_check_sections.py::test_gradients_that_megatron_fsdp_would_not_sum_are_refused",
     "SP556": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
     "SP557": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",
-    "SP434": "tests/test_pipeline_cut.py::test_what_cannot_be_cut_is_refused",
-    "SP435": "tests/test_pipeline_cut.py::test_blocks_side_by_side_are_refused",
-    "SP436": "tests/test_pipeline_cut.py::test_a_model_that_raises_in_a_stage_is_a_finding",
-    "SP437": "tests/test_pipeline_cut.py::test_a_module_in_two_blocks_is_refused",
     "SP560": "tests/test_estimate.py::test_a_model_that_looks_at_values_is_refused",
 }
 

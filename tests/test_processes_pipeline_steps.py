@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from pipeline_runs import LLAMA, Recipe, batch, pipeline_of, replica_of, unsharded
-from processes import RanksFailed, on_ranks
+from processes import RanksFailed, on_ranks, stop
 from small_models import meta_model, whole
 from torch import Tensor, nn
 
@@ -253,6 +257,67 @@ def test_a_rank_that_dies_ends_all() -> None:
         on_ranks(2, dies, seconds=60.0)
     assert failed.value.errors[1] == "died with exit code 3"
     assert "a pipeline step failed on pp rank 0, which has the stages 0" in failed.value.errors[0]
+
+
+def impatient(folder: Path) -> None:
+    """Another process group, with a short time-out."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = f"file://{folder / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks, timeout=TIME_OUT)
+
+
+@pytest.fixture
+def on_impatient_ranks(tmp_path: Path) -> Iterator[Callable[..., list[Any]]]:
+    """As `on_ranks`, for one call."""
+    yield lambda count, function: on_ranks(count, function, tmp_path)
+    stop()
+
+
+TIME_OUT = timedelta(seconds=20)
+
+
+def raises_and_stays(folder: Path) -> tuple[str, float]:
+    impatient(folder)
+    pipeline = pipeline_of(Recipe("llama", {"pp": 2}))
+    if dist.get_rank() == 1:
+        pipeline.parts[0].get_submodule("model.norm").register_forward_hook(fails)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as told:
+        pipeline.step(**batch(Recipe("llama", {"pp": 2}), 0, 0))
+    return str(told.value), time.monotonic() - start
+
+
+def fails(*_: Any) -> None:
+    raise ValueError("a norm that fails")
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_named_on_the_others_within_the_time_out(on_impatient_ranks: Any) -> None:
+    """It does not end; what waits for it does, at the time-out."""
+    (waited, seconds), (raised, _) = on_impatient_ranks(2, raises_and_stays)
+    assert "failed on pp rank 1, which has the stages 1: ValueError: a norm that fails" in raised
+    assert "rank 1 failed first: ValueError: a norm that fails" in waited and seconds < 3 * TIME_OUT.seconds
+
+
+def frozen_between_steps(folder: Path) -> str:
+    impatient(folder)
+    recipe = Recipe("llama", {"pp": 2})
+    pipeline = pipeline_of(recipe)
+    pipeline.step(**batch(recipe, 0, 0))
+    pipeline.zero_grad()
+    for name, parameter in pipeline.named_parameters():
+        parameter.requires_grad_("embed_tokens" not in name)
+    with pytest.raises((ValueError, RuntimeError)) as told:
+        pipeline.step(**batch(recipe, 1, 0))
+    return str(told.value)
+
+
+@pytest.mark.slow
+def test_requires_grad_that_changes_is_an_error(on_impatient_ranks: Any) -> None:
+    text, waited = on_impatient_ranks(2, frozen_between_steps)
+    assert text.startswith("model.embed_tokens.weight is not trained any more (1 in all): which gradients stages send")
+    assert "rank 0 failed first: ValueError: model.embed_tokens.weight is not trained any more" in waited
 
 
 # Ranks that differ

@@ -35,6 +35,10 @@ NAMES: dict[str, Private] = {
         (("torch.distributed._local_tensor", "maybe_run_for_local_tensor"),),
         "slices that depend on the rank, under torch's LocalTensorMode too",
     ),
+    "default_store": Private(
+        (("torch.distributed.distributed_c10d", "_get_default_store"),),
+        "a note that the other ranks read when they fail",
+    ),
     "fake_pg": Private((("torch.testing._internal.distributed.fake_pg", ""),), "the process group backend `fake`"),
     "all_reduce": Private(((_COLLECTIVES, "all_reduce"),), "collectives that torch.compile can trace"),
     "all_gather": Private(

@@ -26,6 +26,7 @@ from .forward_only import forward_only
 from .hand_over import Handing, HandOvers
 from .micro_batch_inputs import Inputs, read_inputs
 from .stage_forward import Call
+from .step_failures import StepFailures, in_words
 from .step_loss import LossFunction, StepLoss, count_by_step, predicts_next_token, tokens_of, zero_like_loss
 from .tied_copies import compare_copies, copies_of
 
@@ -99,6 +100,7 @@ class Pipeline(Parted):
         self._hand_overs = HandOvers(layout.cut.stages, layout.owners, self._called, self.group, self.device)
         self._engine: tuple[Any, Engine] | None = None
         self._more_to_come = False
+        self._failures, self._trained = StepFailures(), self._trainable()
         inner = {stage: unwrapped(self.module_of(part)) for stage, part in self._called.items()}
         stages = {
             name: stage for tie in layout.cut.ties for name in tie if (stage := layout.cut.stage_of(name)) is not None
@@ -212,7 +214,7 @@ class Pipeline(Parted):
             `tokens`. Under `torch.no_grad()` nothing but the loss is computed.
 
         Raises:
-            ValueError: gradients of an earlier step are there; no labels; a batch that the micro-batches do not divide; caches
+            ValueError: gradients of an earlier step are there; `requires_grad` of a parameter changed; no labels; a batch that the micro-batches do not divide; caches
                 or hidden states are asked for; with several calls, no `tokens`.
             RuntimeError: a stage failed, here or on another rank.
         """
@@ -233,10 +235,10 @@ class Pipeline(Parted):
             handing = self._hand_overs.of(given, self.micro_batches, self._mode)
             losses = self._engine_for(handing).run(given) if train else self._evaluated(given, handing)
         except Exception as error:
+            first = self._failures.tell(error) or "Where it is a communication that failed, another rank did first"
             raise RuntimeError(
                 f"a pipeline step failed on pp rank {self._rank}, which has the stages {', '.join(map(str, self.layout.own))}: "
-                f"{error}\nWhere it is a communication that failed, another rank did first; its own error says why. The pipeline "
-                "is not to be used any more"
+                f"{in_words(error)}\n{first}. The pipeline is not to be used any more"
             ) from error
         finally:
             self._call.loss, self._call.constants = None, {}
@@ -266,12 +268,24 @@ class Pipeline(Parted):
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return (shared.regime.variant if shared is not None else "", autocast)
 
+    def _trainable(self) -> frozenset[str]:
+        return frozenset(name for name, parameter in self.named_parameters() if parameter.requires_grad)
+
     def _check_gradients(self, accumulate: bool, tokens: Any, calls: int) -> None:
         if (accumulate or self._more_to_come) and (tokens is None or calls < 2):
             raise ValueError(
                 "several calls for one optimizer step need `tokens`, those of all calls together, and `calls`, their number, "
                 "in each call"
             )
+        changed = sorted(self._trained ^ self._trainable())
+        if changed:
+            now = "is not trained any more" if changed[0] in self._trained else "is trained now"
+            error = ValueError(
+                f"{changed[0]} {now} ({len(changed)} in all): which gradients stages send follows from what was trained when the "
+                "model was cut. Set requires_grad before apply_pipeline"
+            )
+            self._failures.tell(error)  # ranks with other stages do not know
+            raise error
         if self._more_to_come:
             return
         name = next((name for name, parameter in self.named_parameters() if parameter.grad is not None), None)

@@ -1,0 +1,132 @@
+"""What `apply_pipeline` and a step refuse, each with its message; no ranks are needed. docs/pipelines.md lists them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+
+import shardplan
+from shardplan.core.schedules import SCHEDULES
+from shardplan.runtime.pipeline.layout_of_stages import number_of_stages, read_schedule
+from shardplan.runtime.pipeline.micro_batch_inputs import REFUSED, read_inputs
+from shardplan.runtime.pipeline.refused_plans import for_stages
+
+SPLIT = [name for name, one in SCHEDULES.items() if one.splits_backward]
+SETTINGS = {"num_hidden_layers": 4}
+
+
+def program(**sections: Any) -> Any:
+    plan = {"version": "1", "name": "mine", "extends": "llama", **sections}
+    return shardplan.compile_plan("llama", {"tp": 2, "dp_shard": 2}, plan, settings=SETTINGS)
+
+
+COMPILE = {"compile": {"modules": ["model.layers.*"]}}
+DDP = {"data_parallel": {"backend": "ddp"}}
+RESHARD = {"data_parallel": {"reshard_after_forward": True}}
+NO_SECTION = {"pipeline_parallel": {"layers": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "schedules", "text"),
+    [
+        (NO_SECTION, SCHEDULES, "plan 'mine' has no section pipeline_parallel: add one, or pass"),
+        (COMPILE, SPLIT, "computes gradients of inputs and of weights apart, which compiled modules do not support"),
+        (DDP, SPLIT, "so that ddp would not reduce them"),
+        (RESHARD, SPLIT, "computes wrong gradients, without an error, where FSDP2 reshards after forward"),
+        (
+            {"data_parallel": {"backend": "megatron_fsdp"}},
+            SCHEDULES,
+            "stages do not work with the backend megatron_fsdp",
+        ),
+    ],
+    ids=["no section", "compile", "ddp", "resharding", "megatron_fsdp"],
+)
+def test_plans_that_a_schedule_cannot_run(sections: dict[str, Any], schedules: Collection[str], text: str) -> None:
+    made = program(**sections)
+    for name, schedule in SCHEDULES.items():
+        if name in schedules:
+            with pytest.raises(ValueError, match=text):
+                for_stages(made, schedule, wrapped=True)
+        else:
+            assert for_stages(made, schedule, wrapped=True).resolved.pp_blocks
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "text"),
+    [
+        ("1f1b", {"pp": 8}, "the model has 4 blocks, too few for 8 stages (pp 8, schedule 1f1b)"),
+        ("zbv", {"pp": 4}, "the model has 4 blocks, too few for 8 stages (pp 4, schedule zbv)"),
+        ("1f1b", {"stages_per_rank": 2}, "1f1b has 1 stage on each rank, not 2"),
+        ("dualpipev", {"stages_per_rank": 3}, "dualpipev has 2 stages on each rank, not 3"),
+        ("1f1b", {"micro_batches": 1}, "1f1b needs a micro-batch for each of its 2 stages, there are 1"),
+        (
+            "interleaved",
+            {"micro_batches": 5},
+            "interleaved runs micro-batches in rounds of at least pp = 2: 5 of them are not 2 rounds of one size",
+        ),
+        ("gpipe", {"sizes": [1, 1, 1, 1]}, "gpipe has 1 stage on each rank, not 2"),
+        (
+            "gpipe",
+            {"pp": 2, "sizes": [1, 1, 2]},
+            "pipeline_parallel has sizes for 3 stages, but the schedule gpipe has 2",
+        ),
+    ],
+)
+def test_numbers_that_do_not_fit(schedule: str, options: dict[str, Any], text: str) -> None:
+    pp, sizes = options.pop("pp", 2), options.pop("sizes", None)
+    given = {"stages_per_rank": None, "micro_batches": 8} | options
+    section = {"layers": "model.layers.*"} | ({"sizes": sizes} if sizes else {})
+    resolved = program(pipeline_parallel=section).resolved
+    with pytest.raises(ValueError) as told:
+        number_of_stages(resolved, SCHEDULES[schedule], pp, **given)
+    assert str(told.value).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "error", "text"),
+    [
+        ("2f2b", 4, ValueError, "there is no pipeline schedule '2f2b'"),
+        (3, 4, TypeError, "schedule must be a name, not 3"),
+        ("1f1b", 0, ValueError, "micro_batches must be at least 1, not 0"),
+        ("1f1b", 2.0, TypeError, "micro_batches must be a whole number, not 2.0"),
+        ("1f1b", True, TypeError, "micro_batches must be a whole number, not True"),
+    ],
+)
+def test_schedules_and_micro_batches_that_are_none(
+    schedule: Any, micro_batches: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error) as told:
+        read_schedule(schedule, micro_batches)
+    assert str(told.value).startswith(text)
+
+
+IDS = torch.zeros(8, 4, dtype=torch.long)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_without_a_meaning_for_a_stage(name: str) -> None:
+    with pytest.raises(ValueError) as told:
+        read_inputs({"input_ids": IDS, name: True}, 4)
+    assert str(told.value) == f"{name} in a pipeline step: {REFUSED[name]}"
+    assert name not in read_inputs({"input_ids": IDS, name: None}, 4).tensors
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ({}, "a pipeline step needs the batch by keywords: input_ids=..., labels=..."),
+        ({"input_ids": IDS[:6]}, "input_ids has 6 rows, which 4 micro-batches do not divide"),
+        ({"input_ids": IDS[0, 0]}, "input_ids has 0 rows, which 4 micro-batches do not divide"),
+        (
+            {"input_ids": IDS, "position_ids": torch.zeros(3, 8, 4)},
+            "position_ids has the shape (3, 8, 4): its first dim must be the batch of 8 rows, or 1",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_divided(inputs: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as told:
+        read_inputs(inputs, 4)
+    assert str(told.value).startswith(text)
