@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,8 +24,14 @@ def program(**sections: Any) -> Any:
     return shardplan.compile_plan("llama", {"tp": 2, "dp_shard": 2}, plan, settings=SETTINGS)
 
 
+def with_backend(name: str) -> Any:
+    """As compiled where that backend is installed, and on a mesh that it works on."""
+    made = program()
+    section = replace(made.resolved.data_parallel, backend=name)
+    return replace(made, resolved=replace(made.resolved, data_parallel=section))
+
+
 COMPILE = {"compile": {"modules": ["model.layers.*"]}}
-DDP = {"data_parallel": {"backend": "ddp"}}
 RESHARD = {"data_parallel": {"reshard_after_forward": True}}
 NO_SECTION = {"pipeline_parallel": {"layers": "none"}}
 
@@ -34,18 +41,20 @@ NO_SECTION = {"pipeline_parallel": {"layers": "none"}}
     [
         (NO_SECTION, SCHEDULES, "plan 'mine' has no section pipeline_parallel: add one, or pass"),
         (COMPILE, SPLIT, "computes gradients of inputs and of weights apart, which compiled modules do not support"),
-        (DDP, SPLIT, "so that ddp would not reduce them"),
+        ("ddp", SPLIT, "so that ddp would not reduce them"),
         (RESHARD, SPLIT, "computes wrong gradients, without an error, where FSDP2 reshards after forward"),
         (
-            {"data_parallel": {"backend": "megatron_fsdp"}},
+            "megatron_fsdp",
             SCHEDULES,
             "stages do not work with the backend megatron_fsdp",
         ),
     ],
     ids=["no section", "compile", "ddp", "resharding", "megatron_fsdp"],
 )
-def test_plans_that_a_schedule_cannot_run(sections: dict[str, Any], schedules: Collection[str], text: str) -> None:
-    made = program(**sections)
+def test_plans_that_a_schedule_cannot_run(
+    sections: dict[str, Any] | str, schedules: Collection[str], text: str
+) -> None:
+    made = with_backend(sections) if isinstance(sections, str) else program(**sections)
     for name, schedule in SCHEDULES.items():
         if name in schedules:
             with pytest.raises(ValueError, match=text):
