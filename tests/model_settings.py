@@ -20,6 +20,26 @@ MROPE = ROPE | {"mrope_section": [16, 24, 24]}
 QWEN_VL = {
     "text_config": {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4, "rope_parameters": MROPE}
 }
+GEMMA_2B = {  # PaliGemma 2's; the default's single key-value head is divided by no size
+    "model_type": "gemma2",
+    "hidden_size": 2304,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "intermediate_size": 9216,
+}
+SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "patch_size": 14,
+    "image_size": 224,
+    "projection_dim": 2304,
+    "vision_use_head": False,
+}
 HALF = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 GLM = {"text_config": {"rope_parameters": HALF}}
 COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
@@ -77,6 +97,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [0, 1, 0, 1],
         "downsample_rate": "1/2",
+        "vision_config": {"image_size": 336, "patch_size": 14},
     },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
@@ -101,6 +122,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "molmo2": {"adapter_config": {"text_hidden_size": 4096}},
     "nemotron_h_omni": PLACES | {"audio_token_id": 9},
     "ovis2": {"hidden_size": 4096},
+    "paligemma": {"text_config": GEMMA_2B, "projection_dim": 2304, "vision_config": SIGLIP},
     "qwen2_vl": QWEN_VL,
     "qwen2_5_vl": QWEN_VL | {"vision_config": {"hidden_size": 1280, "out_hidden_size": 3584}},
     "qwen3_omni_moe_thinker": {"text_config": {"num_attention_heads": 32, "rope_parameters": ROPE}},

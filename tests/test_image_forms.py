@@ -21,6 +21,8 @@ FORMS = {
     "fuyu": ("text", "image"),  # flat patches
     "gemma4": ("text", "image"),  # patches with their columns and rows
     "glm4v": ("text", "image", "video"),  # patches and grids
+    "glm5_next": ("text", "image"),  # positions that are selected in groups
+    "granite4_vision": ("text", "image"),  # features that go between the layers alone; head counts made from a width
     "idefics": ("image",),  # a mask of which tokens read a picture
     "inkling2": ("text", "image"),  # what becomes one token, as a picture
     "inkling_mm_model": ("text", "image"),  # patches over several frames

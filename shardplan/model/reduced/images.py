@@ -208,6 +208,8 @@ def _count(features: Callable[..., Any], recipe: Recipe, config: PreTrainedConfi
             found = features(**made)  # it hands on what it does not name
     given = getattr(found, "pooler_output", None)
     given = given if given is not None else getattr(found, "last_hidden_state", found)
+    if given is None:  # all of them go between the layers: (layer, features of each image)
+        (_, given), *_ = found.deepstack_features
     rows = sum(part.numel() // part.shape[-1] for part in ([given] if isinstance(given, Tensor) else given))
     if rows < BATCH or rows % BATCH:
         raise ValueError(f"{rows} features for {BATCH} images")

@@ -64,8 +64,19 @@ def reduced_config(
     link(config, data, text)
     read_layers(data, config)
     small = type(config)(**data)
+    _with_heads(small, data)
     _no_cache(small)
     return small
+
+
+def _with_heads(small: PreTrainedConfig, data: dict[str, Any]) -> None:
+    """Head counts that the class computes from a width (`hidden_size // 64`) and that came out as zero become those made small, in
+    place."""
+    for name, value in vars(small).items():
+        if isinstance(value, PreTrainedConfig) and isinstance(data.get(name), dict):
+            _with_heads(value, data[name])
+        elif role(name) == "heads" and type(value) is int and value == 0 and is_size(data.get(name)):
+            setattr(small, name, data[name])
 
 
 def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> dict[str, Any]:
@@ -234,6 +245,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "experts": _experts,
     "top_k": _capped(lambda scale: 2),
     "selected": _capped(lambda scale: scale.seq_len // 4),  # fewer positions than there are, so that it is a choice
+    "pooled": _capped(lambda scale: 2),  # positions that are selected together; they divide the number selected
     "groups": _capped(lambda scale: 2),
     "top_groups": _capped(lambda scale: 1),
     "state": _capped(lambda scale: STATE),

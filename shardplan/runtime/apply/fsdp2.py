@@ -37,8 +37,18 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
             shared = set(experts.parameters()) - set(experts.parameters(recurse=False))
             own = _of_experts({**options, "ignored_params": options["ignored_params"] | shared}, section, wrapped, name)
             fully_shard(experts, **own, reshard_after_forward=_reshard(section, _last(wrapped, name)))
+    _keep_class_names(model)
     _prefetch(model, wrapped, section.prefetch)
     return model
+
+
+def _keep_class_names(model: nn.Module) -> None:
+    """FSDP2 gives a unit a class of its own, made of FSDPModule and the module's. transformers finds what a class records
+    (`output_hidden_states`, which a tower's reader needs) by its qualified name, so that stays the module's."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            own, original = type(module), type(module).__bases__[-1]
+            own.__module__, own.__qualname__ = original.__module__, original.__qualname__
 
 
 def shard_units(
@@ -56,6 +66,7 @@ def shard_units(
     """
     assert not wrapped.experts, wrapped
     _shard_units(model, _options(model, mesh, section, wrapped), section, wrapped, shard)
+    _keep_class_names(model)
     _prefetch(model, wrapped, section.prefetch)
 
 
