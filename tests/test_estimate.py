@@ -152,6 +152,24 @@ def test_communication_is_the_minimum():
     assert found["dp_shard", "reduce_scatter"].calls == layers + 1
 
 
+def test_ranks_that_share_a_sequence():
+    """Keys and values are gathered over cp in each layer, forward and backward of them reduced; FSDP2 works over dp_shard and cp
+    together. The rank is that of the last chunk, whose tokens attend to all."""
+    layers, n = 2, 2
+    one, whole = estimated(mesh={"dp_shard": 2, "cp": n}), estimated(mesh={"dp_shard": 2 * n})
+    found, usual = ({(t.axis, t.collective): t for t in made.traffic} for made in (one, whole))
+    of_the_keys = SEQ * KV * LLAMA["head_dim"] * 2
+    for collective in ("all_gather", "reduce_scatter"):
+        assert found["cp", collective].calls == 2 * layers
+        assert found["cp", collective].bytes == 2 * layers * of_the_keys * (n - 1) // n
+        assert found["dp_shard", collective] == usual["dp_shard", collective]
+    pairs = 7 * layers * HEADS * 2 * LLAMA["head_dim"] * SEQ  # operations of attention, for one query
+    (of_chunk,), (of_whole,) = one.flops.values(), whole.flops.values()
+    assert n * (of_chunk - pairs * SEQ // n) == of_whole - pairs * SEQ // 2
+    assert one.held == whole.held and one.tokens * n == whole.tokens
+    assert one.memory.most["logits"] * n == whole.memory.most["logits"]
+
+
 def test_tokens_are_sent_once_to_each_rank_with_some_of_their_experts():
     """4 q (n - 1) / n H s bytes a token, layer and step, q = n (1 - C(E - E/n, k) / C(E, k)) (docs/applying.md), and what they need of
     ids, weights and numbers of rows. Each tp rank sends its half of the tokens."""
@@ -271,6 +289,15 @@ def test_what_bounds_a_step():
     assert (bound.by, bound.seconds) == ("links in a node", 12.0)
     alone = bound_of(DEVICE, MeshSizes(tp=8, dp_shard=2), {}, [Traffic("dp_shard", "all_gather", 1, 8)], 0)
     assert alone.terms["network"] == 8.0 and alone.terms["links in a node"] == 0.0
+    chunks = bound_of(
+        DEVICE,
+        MeshSizes(cp=4, tp=2, dp_shard=2),
+        {},
+        [Traffic("cp", "all_gather", 1, 8), Traffic("dp_shard", "x", 1, 8)],
+        0,
+    )
+    # 2 of the 4 cp ranks, and of the 8 that gather parameters, are in each node.
+    assert chunks.terms["network"] == 2 * alone.terms["network"] / 2
     with pytest.raises(ValueError, match="has no flops for float64"):
         bound_of(DEVICE, sizes, {"float64": 1}, (), 0)
 
@@ -281,6 +308,10 @@ def test_every_mesh_is_tried():
     assert [s.text((*APPLIED, "ep")) for s in meshes_of(4, (1, 4)) if s.ep > 1] == [
         "dp_shard 4 x ep 4", "dp_shard 2 x tp 2 x ep 4", "tp 4 x ep 4"
     ]  # fmt: skip
+    assert [s.text() for s in meshes_of(4, pp=(1, 2), cp=(2,)) if s.pp == 1] == [
+        "dp_shard 2 x cp 2", "dp_replicate 2 x cp 2", "cp 2 x tp 2"
+    ]  # fmt: skip
+    assert not any(s.cp > 1 for s in meshes_of(4, pp=(2,), cp=(2,)))
     with pytest.raises(ValueError, match="no mesh of 4 devices has ep 3"):
         meshes_of(4, (1, 3))
 
@@ -328,7 +359,6 @@ def test_a_device_file_that_is_none(tmp_path):
     ("options", "message"),
     [
         ({"mesh": {"tpp": 2}}, "no mesh axis 'tpp'"),
-        ({"mesh": {"cp": 2}}, "not cp"),
         ({"mesh": {"tp": 2, "ep": 4}}, "ep 4 does not divide"),
         ({"mesh": {"dp": 2, "fsdp": 2}}, "two sizes of the mesh mean dp_shard"),
         ({"mesh": {"tp": 0}}, "positive integer"),
@@ -427,7 +457,6 @@ def test_a_sweep(capsys, tmp_path):
         (["--mesh", "tpp=2"], "'tpp=2' is not of the form AXIS=N"),
         (["--mesh", "tp=2,tp=4"], "gives tp two sizes"),
         (["--mesh", "tp=x"], "not a positive integer"),
-        (["--mesh", "cp=2"], "not cp"),
         ([], "give either --mesh or --sweep"),
         (["--mesh", "tp=2", "--sweep", "4"], "give either --mesh or --sweep"),
         (["--sweep", "4"], "name one with --device"),

@@ -13,9 +13,15 @@ import jsonschema
 import pytest
 
 import shardplan
+from shardplan.api.fit_programs import Programs
 from shardplan.cli.main import main
+from shardplan.cli.output import Bar
+from shardplan.compiler.user_inputs import Model
+from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.fits import CHECKPOINTING
+from shardplan.core.mesh import MeshSizes
 from shardplan.cost.devices import read_device
+from shardplan.cost.fit_tables import of_chunks, of_experts
 from shardplan.report.fit_script import launch_lines, script_of
 from shardplan.report.fit_text import fit_tail, row_text
 from shardplan.report.report_schema import report_schema
@@ -30,6 +36,11 @@ SETTINGS = {
     "head_dim": 8,
     "num_hidden_layers": 6,
     "max_position_embeddings": 64,
+}
+EXPERTS = {
+    **{name: value for name, value in SETTINGS.items() if name != "head_dim"},
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
 }
 SLOW = replace(
     read_device("h100"),
@@ -114,31 +125,118 @@ def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     )
 
 
-@pytest.mark.slow
-def test_its_script_trains(fitted, tmp_path):
-    """As the launch line says, on two gloo processes: of a model in stages, and of a whole one."""
-    made, _ = fitted
+def rows_of(one, tmp_path):
+    """For the name of each script, (row, plan, the model's numbers): of a model in stages, of a whole one, and with each choice that
+    changes a line of the script."""
+    made, _ = one
     plan = tmp_path / "staged.json"
     plan.write_text(json.dumps(STAGED))
-    rows = {row.choice.schedule is not None: row for row in made.rows}
-    assert rows
-    for staged, row in rows.items():
-        script = tmp_path / f"train_{staged}.py"
-        script.write_text(script_of(row, str(plan), is_type=True, settings=SETTINGS))
-        ((_, line),) = launch_lines(row, str(script))
-        assert line == f"torchrun --nproc-per-node 2 {script}"
-        ran = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()[1:]],
-            env={**os.environ, "STEPS": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])},
-            capture_output=True,
-            text=True,
-            timeout=600,
+    rows = {f"staged_{row.choice.schedule is not None}": row for row in made.rows}
+    whole = next(row for row in made.rows if row.choice.schedule is None)
+    alone = replace(whole.choice, micro_batch=1, micro_batches=2, sharded_logits=False, sequence_parallel=False)
+    choices = {
+        "chunks": replace(alone, sizes=MeshSizes(tp=1, cp=2), checkpointing="full"),
+        "offloaded": replace(alone, sizes=MeshSizes(tp=1, dp_shard=2), offload=True),
+        "regathered": replace(alone, sizes=MeshSizes(tp=2), sequence_parallel=True, regather=True),
+    }
+    rows |= {name: replace(whole, choice=choice) for name, choice in choices.items()}
+    found = {name: (row, str(plan), SETTINGS) for name, row in rows.items()}
+    experts = replace(whole.estimate, asked=replace(whole.estimate.asked, model="mixtral"))
+    spread = replace(whole, choice=replace(alone, sizes=MeshSizes(tp=1, dp_shard=2, ep=2)), estimate=experts)
+    return found | {"experts": (spread, "auto", EXPERTS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["staged_True", "staged_False", "chunks", "offloaded", "regathered", "experts"])
+def test_its_script_trains(fitted, name, tmp_path):
+    """As the launch line says, on two gloo processes."""
+    row, plan, settings = rows_of(fitted, tmp_path)[name]
+    script = tmp_path / "train.py"
+    script.write_text(script_of(row, plan, is_type=True, settings=settings))
+    ((_, line),) = launch_lines(row, str(script))
+    assert line == f"torchrun --nproc-per-node 2 {script}"
+    ran = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()[1:]],
+        env={**os.environ, "STEPS": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert [one.split()[:3] for one in ran.stdout.splitlines() if one.startswith("step")] == [
+        ["step", "1", "loss"],
+        ["step", "2", "loss"],
+    ]
+
+
+def programs_of(model, settings):
+    step = TrainingStep(SEQ)
+    named = Model(model, settings)
+    return Programs(named, "auto", {}, Question(model, "auto", False, step), {}, lambda text: None)
+
+
+@pytest.mark.slow
+def test_sizes_that_were_not_traced_follow_from_those_that_were():
+    """cp is on the line through two sizes; experts are as many fewer, and rows are sent as the share of other ranks says."""
+    made = programs_of("llama", SETTINGS)
+    two, four, eight = (made.table(MeshSizes(tp=1, cp=n), "full") for n in (2, 4, 8))
+    said = of_chunks(two, four, (2, 4), 8)
+    for name, part in eight.costs.items():
+        assert sum(said.costs[name].kept.values()) == pytest.approx(sum(part.kept.values()), rel=0.02, abs=64)
+        assert said.costs[name].flops == pytest.approx(part.flops, rel=0.02)
+        assert {key: size for key, (_, size) in said.costs[name].traffic.items()} == pytest.approx(
+            {key: size for key, (_, size) in part.traffic.items()}, rel=0.02
         )
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        assert [one.split()[:3] for one in ran.stdout.splitlines() if one.startswith("step")] == [
-            ["step", "1", "loss"],
-            ["step", "2", "loss"],
-        ]
+    made = programs_of("mixtral", EXPERTS)
+    two, four = (made.table(MeshSizes(tp=1, dp_shard=n, ep=n), "full") for n in (2, 4))
+    said = of_experts(two, 2, 4)
+    for name, part in four.costs.items():
+        assert said.costs[name].stored.elements == part.stored.elements
+        assert said.costs[name].stored.experts == part.stored.experts
+
+
+@pytest.mark.slow
+def test_experts_are_distributed_and_sequences_shared_where_that_is_needed():
+    """Many experts and a slow network: the least time is with ep. Fewer sequences than devices, and no room for whole ones: cp."""
+    spread = shardplan.fit(
+        "mixtral",
+        gpus=4,
+        device=replace(SLOW, node_gpus=4, network_bandwidth=1e8),
+        global_batch=8,
+        seq_len=SEQ,
+        settings=EXPERTS,
+    )
+    assert any(row.choice.sizes.ep > 1 for row in spread.rows) and spread.rows[0].mfu > 0
+    long = SETTINGS | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}  # tp does not divide it
+    shared = shardplan.fit("llama", gpus=2, device=SLOW, global_batch=1, seq_len=SEQ, settings=long, best=1)
+    (row,) = shared.rows
+    assert row.choice.sizes.cp == 2 and dict(shared.refused).keys() == {"tp 2", "pp", "cpu_offload"}
+    again = shardplan.estimate(
+        "llama",
+        "auto",
+        {"cp": 2},
+        seq_len=SEQ,
+        settings=long,
+        precision="fp32",
+        device=SLOW,
+        activation_checkpointing=CHECKPOINTING[row.choice.checkpointing],
+        data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}},
+    )
+    assert again.memory == row.estimate.memory and again.bound == row.estimate.bound
+
+
+def test_the_bar(monkeypatch, capsys):
+    """Only on a terminal; it never goes back."""
+    bar = Bar()
+    bar.advance(1, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    bar.progress("tracing")
+    bar.advance(1, 4)
+    bar.advance(4, 4)
+    drawn = [line.split("\x1b[K")[1] for line in capsys.readouterr().err.split("\r") if line]
+    half, full = "#" * 12 + "." * 12, "#" * 24
+    assert drawn == [f"[{half}]  50% tracing"] * 2 + [f"[{full}] 100% tracing"]
 
 
 @pytest.mark.slow

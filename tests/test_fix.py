@@ -76,6 +76,92 @@ def test_a_rule_of_the_parent_is_overridden_here(tmp_path):
     assert "tensor_parallel:\n  model.layers.*.self_attn.{q,k}_norm: replicated_with_grad_allreduce" in made.after
 
 
+MISSPELT = """\
+# mine
+verzion: "1"
+models: [qwen3]
+extends: "lama"   # the parent
+tensor_parallel:
+  # kept
+  model.layers.*.mlp.{gate,up}_proj: colwize   # style
+  model.layers.*.mlp.down_projj: rowwise
+  nothing.like.it: colwise
+data_parallel:
+  backend: fsdp2
+  reshard_after_forward: yes
+  unit: [model.layers.*]
+"""
+SPELT = """\
+# mine
+version: "1"
+models: [qwen3]
+extends: "llama"   # the parent
+tensor_parallel:
+  # kept
+  model.layers.*.mlp.{gate,up}_proj: colwise   # style
+  model.layers.*.mlp.down_proj: rowwise
+  model.layers.*.self_attn.{q,k}_norm: replicated_with_grad_allreduce
+data_parallel:
+  backend: fsdp2
+  reshard_after_forward: true
+  units: [model.layers.*]
+"""
+
+
+def test_words_of_help_lines_are_tried(tmp_path, capsys):
+    """Misspelt fields, styles, words and keys; a key that matches nothing; and what then comes to light about layouts."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(MISSPELT)
+    assert main(["validate", "qwen3", str(plan), "--tp", "2", "--fix", *SMALL]) == 0
+    assert plan.read_text() == SPELT
+    assert "plan.yaml: 8 changes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("tensor_parallel: {lm_head: colwise}\n", 'version: "1"\ntensor_parallel: {lm_head: colwise}\n'),
+        ("version: 1\nextends: qwen3\n", 'version: "1"\nextends: qwen3\n'),
+        ("version: '1'\nextends: 'qwenn3'\n", "version: '1'\nextends: 'qwen3'\n"),
+        ('version: "1"\nextends: qwen3\nmodels: qwen3\n', 'version: "1"\nextends: qwen3\nmodels: [qwen3]\n'),
+        ('version: "1"\nextends: llama\nname:\n', 'version: "1"\nextends: llama\n'),
+        (
+            'version: "1"\nextends: qwen3\ntensor_parallel:\n  lm_head: {style: colwise, when: vocab_sise > 1}\n',
+            'version: "1"\nextends: qwen3\ntensor_parallel:\n  lm_head: {style: colwise, when: vocab_size > 1}\n',
+        ),
+        (
+            'version: "1"\ntensor_parallel:\n  lm_head: none\n  model.norm: replicate\n',
+            'version: "1"\ntensor_parallel:\n  model.norm: replicate\n',
+        ),
+        (
+            'version: "1"\nextends: qwen3\ntensor_parallel:\n  no.such.thing: colwise\n',
+            'version: "1"\nextends: qwen3\n',
+        ),
+    ],
+    ids=["version", "quotes", "parent", "list", "nothing", "condition", "none", "section"],
+)
+def test_one_word(before, after, tmp_path):
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(before)
+    made = fix_plan("qwen3", str(plan), tp=1, settings=SIZES, proof=False)
+    assert made.after + "\n" == after or made.after == after
+    assert made.changes == 1
+
+
+def test_what_helps_nothing_is_not_written(tmp_path):
+    """A style that is near, but does not fit the module; a later version; a parent's file; two words for one."""
+    plan = tmp_path / "plan.yaml"
+    for text in (
+        'version: "2"\nextends: qwen3\n',
+        'version: "1"\nextends: qwen3\nno_such_field: 1\n',
+        'version: "1"\nextends: base.yaml\n',
+    ):
+        plan.write_text(text)
+        (tmp_path / "base.yaml").write_text('verzion: "1"\n')
+        made = fix_plan("qwen3", str(plan), tp=1, settings=SIZES, proof=False)
+        assert not made.report.ok and made.changes == 0 and made.after == made.before
+
+
 @pytest.mark.parametrize("plan", ["qwen3", "auto", "plan.json"])
 def test_only_yaml_files_are_changed(plan, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
 """The page of `shardplan report`: well formed, complete, and no name of a model or a plan is markup in it."""
 
+import itertools
 from html.parser import HTMLParser
 
 import pytest
@@ -64,7 +65,9 @@ class Page(HTMLParser):
 
 
 def shown(made) -> str:
-    return html_report(made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow)
+    return html_report(
+        made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow, made.pipeline
+    )
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +95,59 @@ def test_everything_is_in_it(made):
     assert page.tags.count("svg") == 2
     titles = [value for name, value in page.attributes if name == "title"]
     assert any("model.layers.0-2.mlp.up_proj" in one and "weight: Shard(0) [48, 64]" in one for one in titles)
+
+
+def test_a_pipeline_is_drawn_with_every_axis():
+    """Each module's place on each axis of the mesh; the stages; a box for each forward and backward of each micro-batch."""
+    staged = {
+        "version": "1",
+        "extends": "llama",
+        "pipeline_parallel": {
+            "layers": "model.layers.*",
+            "first": ["model.embed_tokens"],
+            "last": ["model.norm", "lm_head"],
+        },
+    }
+    mesh = {"pp": 2, "dp_replicate": 2, "dp_shard": 2, "tp": 2}
+    made = plan_report(CONFIG, staged, mesh, proof=False, sequence_parallel=True)
+    assert made.pipeline is not None and [len(row) for row in made.pipeline.ranks] == [8, 8]
+    for row in made.pipeline.ranks:
+        assert all(0 <= slot.start < slot.end <= 1 for slot in row)
+        assert all(before.end <= after.start + 1e-9 for before, after in itertools.pairwise(row))
+    assert max(slot.end for row in made.pipeline.ranks for slot in row) == 1
+    page = Page(shown(made))
+    for said in (
+        "tp: Shard(0)",
+        "sp: gathers the sequence",
+        "sp: returns a slice",
+        "dp_shard: Shard(0)",
+        "dp_replicate: Replicate",
+        "pp: stage 0",
+        "pp: stage 1",
+        "1f1b, 4 micro-batches",
+        "backward of micro-batch 3, stage 1",
+        "stages of the model, one after the other",
+    ):
+        assert said in page.text, said
+
+
+def test_experts_and_chunks_have_their_axes():
+    from transformers import MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=4,
+    )
+    made = plan_report(config, "auto", {"dp_shard": 4, "tp": 1, "ep": 2}, proof=False)
+    page = Page(shown(made))
+    assert "ep: Shard(0)" in page.text and "dp_shard: over 2 ranks with the same experts" in page.text
+    chunks = Page(shown(plan_report(CONFIG, "llama", {"dp_shard": 2, "cp": 2}, proof=False, sequence_parallel=False)))
+    assert "dp_shard x cp: Shard(0)" in chunks.text and "a chunk of each sequence" in chunks.text
 
 
 def test_the_flow_is_in_the_order_in_which_modules_run(made):

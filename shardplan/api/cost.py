@@ -45,7 +45,7 @@ def estimate(
 
     Args:
         model, plan: as for `validate`.
-        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`; instead of it the keywords `tp`, `dp_shard`, `dp_replicate`, `pp`.
+        mesh: sizes by axis, `{"dp_shard": 8, "tp": 8}`; instead of it the keywords `tp`, `dp_shard`, `dp_replicate`, `cp`, `ep`, `pp`.
         step: what one step is; instead of it the keywords of its fields:
         seq_len: tokens of a sequence.
         micro_batch: sequences in one forward of a data-parallel rank.
@@ -64,7 +64,7 @@ def estimate(
 
     Raises:
         PlanError: all that `validate` can tell; a step of the model cannot be traced (SP560).
-        ValueError: a wrong size, word or device; a schedule that the mesh, the micro-batches or the plan do not allow; cp, or a data-parallel backend other than fsdp2; a process group exists.
+        ValueError: a wrong size, word or device; a schedule that the mesh, the micro-batches or the plan do not allow; a data-parallel backend other than fsdp2; a process group exists.
     """
     of_model, of_plan, of_mesh, of_step, changes = split_options(
         "estimate", options, ModelOptions, PlanOptions, MeshOptions, StepOptions, Changes
@@ -86,15 +86,17 @@ def sweep(
     device: Device | str,
     ep: Sequence[int] = (1,),
     pp: Sequence[int] = (1,),
+    cp: Sequence[int] = (1,),
     progress: Callable[[str], None] = lambda text: None,
     **options: Unpack[SweepOptions],
 ) -> Sweep:
-    """The estimate of every mesh for a number of devices: pp x dp_replicate x dp_shard x tp.
+    """The estimate of every mesh for a number of devices: pp x dp_replicate x dp_shard x cp x tp.
 
     Args:
         gpus: how many devices.
         ep: over how many ranks experts are distributed: each size is tried on each mesh that has it.
         pp: over how many ranks the stages of a pipeline are laid: each size is tried.
+        cp: over how many ranks a sequence is distributed: each size is tried, without stages.
         sequence_parallel: with the plan's overlay, where tp is above 1.
         expert_load: as for `estimate`, at most the largest `ep`; a mesh with a smaller one has all rows on one rank.
         model, plan and all others: as for `estimate`.
@@ -106,7 +108,7 @@ def sweep(
     from shardplan.core.estimates import Sweep
     from shardplan.cost.mesh_candidates import in_order, meshes_of
 
-    meshes = meshes_of(gpus, ep, pp)
+    meshes = meshes_of(gpus, ep, pp, cp)
     of_model, of_plan, of_step, changes = split_options(
         "sweep", options, ModelOptions, PlanOptions, StepOptions, Changes
     )
@@ -138,8 +140,8 @@ def _estimates(
     changes: Changes,
     progress: Callable[[str], None],
 ) -> list[Estimate | PlanError | Unschedulable]:
-    """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the axes tp and ep, with stages and
-    without."""
+    """The estimate of each mesh, or why there is none. The plan is compiled once for each size of the axes tp and ep, with
+    stages and without, with chunks of the sequence and without."""
     from shardplan.compiler.check import check
     from shardplan.core.estimates import Question
     from shardplan.cost.devices import read_device
@@ -149,11 +151,11 @@ def _estimates(
 
     asked = Question(model.shown, plan_name(plan), changes.get("sequence_parallel", False), step)
     known = read_device(device) if isinstance(device, str) else device
-    compiled: dict[tuple[int | None, int, bool], Compiled] = {}
+    compiled: dict[tuple[int | None, int, bool, bool], Compiled] = {}
     made: list[Estimate | PlanError | Unschedulable] = []
     for sizes in meshes:
         try:
-            split = sizes.tp, sizes.ep, sizes.pp > 1
+            split = sizes.tp, sizes.ep, sizes.pp > 1, sizes.cp > 1
             if split not in compiled:
                 progress(f"compiling for tp {sizes.tp}")
                 overlay = changes.get("sequence_parallel", False)

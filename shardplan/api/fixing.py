@@ -1,19 +1,21 @@
-"""Writing the changes that `validate` proposes into a plan."""
+"""Writing the changes that `validate` proposes into a plan: those that it tried, and those of help lines, which are tried here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardplan.compiler.user_inputs import AnyModel
+from shardplan.core.diagnostics import Diagnostic, Edit, Rewrite
 from shardplan.core.plan import Plan
 from shardplan.core.report import Report
+from shardplan.core.sources import SourceFile
 
 from .check import validate
 
-ROUNDS = 8  # a change may bring to light what another finding had hidden
+ROUNDS = 32  # a change may bring to light what another finding had hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class FixedPlan:
     Args:
         before, after: the text of the plan.
         report: of the plan as it is after the changes.
-        changes: how many rules were changed.
+        changes: how many places were changed.
     """
 
     before: str
@@ -35,9 +37,10 @@ class FixedPlan:
 def fix_plan(
     model: AnyModel, file: str, *, progress: Callable[[str], None] = lambda text: None, **options: Any
 ) -> FixedPlan:
-    """A YAML plan with the changes that `validate` tried and proposes, until it proposes none. The file is not written.
+    """A YAML plan with the changes that `validate` proposes, until none of them helps. The file is not written.
 
-    A change is kept only if fewer errors are left, or others that it brought to light.
+    A change is kept only if fewer errors are left, or others that it brought to light. Those that findings about layouts propose were tried
+    on the reduced model and are made together; those of other help lines (a misspelt word, a key that matches nothing) one at a time.
 
     Args:
         model, options: as for `validate`.
@@ -47,40 +50,80 @@ def fix_plan(
     Raises:
         ValueError: a plan in JSON or a built-in one: there is no YAML file to change.
     """
-    from shardplan.language.parsing import parse_text
-    from shardplan.language.plan_edits import edit_plan
     from shardplan.language.plan_files import is_file
 
     if not is_file(file) or file.lower().endswith(".json"):
         raise ValueError(f"{file} is not a YAML file that could be changed")
     report = validate(model, file, progress=progress, **options)
     source = report.sources.files.get(file)
-    if source is None or not source.lines or report.stages == ("plan",):
+    if source is None or not source.lines:
         return FixedPlan("", "", report, 0)
     before = after = "\n".join(source.lines)
     changes = 0
     tried: set[str] = {before}
     for _ in range(ROUNDS):
-        edits = [edit for d in report.diagnostics if d.is_error for edit in d.edits]
-        text, made = edit_plan(source, edits)
-        if not made or text in tried:
+        for text, count, known in _candidates(source, report):
+            if text in tried:
+                continue
+            tried.add(text)
+            again, read = _again(model, text, file, report, progress, options)
+            if _better(report, again, known=known):
+                after, report, source, changes = text, replace(again, plans=report.plans), read, changes + count
+                break
+        else:
             break
-        tried.add(text)
-        parsed = parse_text(text, file=file, folder=Path(file).parent)
-        if parsed.plan is None:  # a change that cannot be written like that
-            break
-        plan = Plan(parsed.plan, parsed.sources, parsed.diagnostics)
-        progress("validating the changed plan")
-        again = validate(model, plan, progress=progress, **options)
-        if not _better(report, again):
-            break
-        after, report, changes = text, replace(again, plans=report.plans), changes + len(made)
-        source = parsed.sources.files[file]
     return FixedPlan(before, after, report, changes)
 
 
-def _better(before: Report, after: Report) -> bool:
-    """Whether errors are gone, and none of those that are left is worse: they were there before, or a later stage found them."""
-    known = {(d.code, d.message) for d in before.errors}
+def _candidates(source: SourceFile, report: Report) -> Iterator[tuple[str, int, bool]]:
+    """(text, number of changes, whether they were tried before) of what may be better."""
+    from shardplan.language.plan_edits import edit_plan
+
+    if report.stages != ("plan",):
+        text, made = edit_plan(source, [edit for d in report.errors for edit in d.edits])
+        if made:
+            yield text, len(made), True
+    for diagnostic in report.errors:
+        yield from ((text, 1, False) for text in _proposed(source, diagnostic))
+
+
+def _proposed(source: SourceFile, diagnostic: Diagnostic) -> Iterator[str]:
+    from shardplan.language.plan_edits import edit_plan
+    from shardplan.language.plan_rewrites import rewrite_plan
+
+    for proposal in diagnostic.proposals:
+        if isinstance(proposal, Rewrite):
+            if (text := rewrite_plan(source, proposal)) is not None:
+                yield text
+        elif isinstance(proposal, Edit):
+            text, made = edit_plan(source, [proposal])
+            if made:
+                yield text
+
+
+def _again(
+    model: AnyModel, text: str, file: str, report: Report, progress: Callable[[str], None], options: dict[str, Any]
+) -> tuple[Report, SourceFile]:
+    """The changed plan, validated as the first one was."""
+    from shardplan.language.parsing import parse_text
+
+    parsed = parse_text(text, file=file, folder=Path(file).parent)
+    if parsed.plan is None:
+        again = replace(report, diagnostics=parsed.diagnostics, sources=parsed.sources, stages=("plan",))
+    else:
+        progress("validating the changed plan")
+        again = validate(model, Plan(parsed.plan, parsed.sources, parsed.diagnostics), progress=progress, **options)
+    return again, parsed.sources.files[file]
+
+
+def _better(before: Report, after: Report, *, known: bool) -> bool:
+    """Whether errors are gone, and none of those that are left is worse: they were there before, or a later stage found them.
+
+    Args:
+        known: the change was tried on its own, so that other errors of the same stage were hidden by what it fixed.
+    """
+    old = {(d.code, d.message) for d in before.errors}
     left = {(d.code, d.message) for d in after.errors}
-    return left < known or not (left & known)
+    if left & old or not old:
+        return left < old
+    return not left or known or len(after.stages) > len(before.stages)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Unpack
 
-from shardplan.compiler.pipeline import look_up
-from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
+from shardplan.compiler.automatic import Derive
+from shardplan.compiler.pipeline import compile_variant, look_up
+from shardplan.compiler.user_inputs import AnyModel, AnyPlan, Model, plan_name
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Section, variant_name
 from shardplan.core.report import Report
 
+from .apply import program_or_raise
 from .check import validate
 from .comparing import compiled
 from .cost import estimate
@@ -21,6 +23,7 @@ from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of,
 if TYPE_CHECKING:
     from shardplan.compiler.lower import Program
     from shardplan.core.estimates import Device, Estimate, TrainingStep
+    from shardplan.core.stages import PlayedSchedule
 
 Flow = tuple[str, tuple[tuple[str, int], ...]]  # a block, and the modules below it in the order in which they run
 
@@ -40,6 +43,7 @@ class PlanReport:
         programs: of each variant.
         estimates: of each variant, where a step was named.
         flow: a repeated block of the model.
+        pipeline: the stages and the schedule, with several pp ranks.
     """
 
     plan: str
@@ -49,6 +53,7 @@ class PlanReport:
     programs: Mapping[Section, Program] = field(default_factory=dict)
     estimates: Mapping[Section, Estimate] = field(default_factory=dict)
     flow: Flow = ("", ())
+    pipeline: PlayedSchedule | None = None
 
 
 def plan_report(
@@ -96,6 +101,7 @@ def plan_report(
     derive = deriving(named, of_plan, sizes, sequence_parallel=sequence_parallel, progress=progress)
     given = look_up(named, plan, split=sizes.splits_layers, derive=derive)
     programs = {variant_name(on): one for on, one in compiled(given, sizes, sequence_parallel, progress).items()}
+    pipeline = _pipeline(named, plan, sizes, step, derive, progress) if sizes.pp > 1 else None
     estimates: dict[Section, Estimate] = {}
     if step is not None:
         for section, program in programs.items():
@@ -111,4 +117,24 @@ def plan_report(
     reduced = ModelLayouts(given.both[0], sizes.tp or 1)
     if reduced.runs:
         flow = block_calls(reduced)
-    return replace(made, programs=programs, estimates=estimates, flow=flow)
+    return replace(made, programs=programs, estimates=estimates, flow=flow, pipeline=pipeline)
+
+
+def _pipeline(
+    model: Model,
+    plan: AnyPlan,
+    sizes: MeshSizes,
+    step: TrainingStep | None,
+    derive: Derive | None,
+    progress: Callable[[str], None],
+) -> PlayedSchedule:
+    """The stages, which all variants have alike. Without a step, as a schedule of 1F1B with two micro-batches for each stage."""
+    from shardplan.cost.played_schedule import played_schedule
+
+    made = compile_variant(model, sizes, plan, {}, allow_unproven=True, derive=derive)
+    program = program_or_raise(made)
+    found, _ = made.given.both
+    schedule, count, length = (
+        ("1f1b", None, None) if step is None else (step.schedule, step.micro_batches, step.seq_len)
+    )
+    return played_schedule(found, program.resolved, schedule, count, length, progress)

@@ -78,7 +78,7 @@ def _validate(parser: Parser) -> None:
     text = "skip the numeric proof, for editors; the report says so"
     parser.add_argument("--no-proof", dest="proof", action="store_false", help=text)
     allow_unproven(parser)
-    text = "write the proposed changes, which were tried, into PLAN: a YAML file; comments and order stay"
+    text = "write the changes that help lines propose into PLAN, a YAML file, where trying them leaves fewer errors; comments and order stay"
     parser.add_argument("--fix", action="store_true", help=text)
     parser.add_argument("--diff", action="store_true", help="show what --fix would write, as a unified diff")
     parser.add_argument("--verbose", action="store_true", help="also print findings that follow from others")
@@ -157,6 +157,8 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--ep", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
     text = "with --sweep: over how many ranks pipeline stages are laid, several sizes to try (1)"
     parser.add_argument("--pp", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
+    text = "with --sweep: over how many ranks a sequence is distributed, several sizes to try (1)"
+    parser.add_argument("--cp", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
     parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
     text = "sequences in one forward of a data-parallel rank (1)"
     parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)

@@ -71,7 +71,7 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "progress": progress,
     }
     if args.sweep is not None:
-        return api.sweep(model_of(args), args.plan, args.sweep, ep=args.ep, pp=args.pp, **options)
+        return api.sweep(model_of(args), args.plan, args.sweep, ep=args.ep, pp=args.pp, cp=args.cp, **options)
     return api.estimate(model_of(args), args.plan, dict(args.mesh), **options)
 
 

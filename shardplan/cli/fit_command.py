@@ -17,7 +17,7 @@ from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
-from .output import finish, progress, write_file
+from .output import Bar, finish, progress, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
     color, out = wants_color(sys.stdout), sys.stdout
     shown: list[Fitted] = []
+    bar = Bar()
 
     def show(row: Fitted) -> None:
         progress("")
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
                 tokens=args.tokens,
                 efficiency=args.efficiency,
                 derive=args.derive,
-                progress=progress,
+                progress=bar.progress,
+                advance=bar.advance,
                 found_row=show,
             )
     except PlanError as error:

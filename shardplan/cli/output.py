@@ -59,4 +59,26 @@ def write_file(name: str, content: str) -> None:
 def progress(step: str) -> None:
     """A line on stderr that the next one replaces, an empty one removes; only on a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{step}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{step[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+
+
+class Bar:
+    """As `progress`, with a bar before each text: how much of the work is done."""
+
+    WIDTH = 24
+
+    def __init__(self) -> None:
+        self._share, self._text = 0.0, ""
+
+    def advance(self, done: int, total: int) -> None:
+        """Draw the bar anew; it never goes back where more work turns up."""
+        self._share = max(self._share, done / total)
+        self._draw()
+
+    def progress(self, text: str) -> None:
+        self._text = text
+        self._draw()
+
+    def _draw(self) -> None:
+        full = round(self._share * self.WIDTH)
+        progress(f"[{'#' * full}{'.' * (self.WIDTH - full)}] {self._share:4.0%} {self._text}")

@@ -27,7 +27,9 @@ def run(args: argparse.Namespace) -> int:
         if args.seq_len is not None:
             from shardplan.core.estimates import TrainingStep
 
-            step = TrainingStep(args.seq_len, args.micro_batch)
+            step = TrainingStep(
+                args.seq_len, args.micro_batch, micro_batches=args.micro_batches, schedule=args.schedule
+            )
         with redirect_stdout(sys.stderr):  # what the model's own code prints
             made = api.plan_report(
                 model_of(args),
@@ -49,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         progress("")
     from shardplan.report.html_report import html_report
 
-    shown = (made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow)
+    shown = (made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow, made.pipeline)
     write_file(args.output, html_report(*shown))
     print(f"{args.output}: written; {count_text(made.report.diagnostics)}", file=sys.stderr)
     return CLEAN if made.report.ok else FINDINGS

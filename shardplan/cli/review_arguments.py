@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from shardplan.core.schedules import SCHEDULES
+
 from .argument_parts import MODEL_HELP, PLAN_HELP, Parser, mesh, model_options, size
 
 NO_DERIVE = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
@@ -51,7 +53,7 @@ def report_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the HTML file to write")
-    text = "sizes of dp_replicate, dp_shard, tp and ep; without tp the smallest above 1 that the model allows"
+    text = "sizes of pp, dp_replicate, dp_shard, cp, tp and ep; without tp the smallest above 1 that the model allows"
     parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
     _variants(parser)
     text = "with memory and communication of a step with this many tokens in a sequence"
@@ -60,6 +62,10 @@ def report_arguments(parser: Parser) -> None:
     parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
     text = "with --seq-len: also the least time of a step on this device, as for estimate"
     parser.add_argument("--device", metavar="NAME", help=text)
+    text = "with --seq-len: forwards and backwards before the optimizer steps (1): of a pipeline, or accumulated"
+    parser.add_argument("--micro-batches", type=size, default=1, metavar="N", help=text)
+    text = "with --seq-len: of the pipeline, with pp above 1 (1f1b)"
+    parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help=text)
     parser.add_argument("--no-proof", dest="proof", action="store_false", help="leave out the numeric proof")
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
     model_options(parser)

@@ -38,7 +38,7 @@ def _fix(args: argparse.Namespace) -> int:
         raise UsageError(str(error)) from None
     finally:
         progress("")
-    changed = f"{made.changes} rule{'' if made.changes == 1 else 's'} changed"
+    changed = f"{made.changes} change{'' if made.changes == 1 else 's'}"
     if args.diff:
         lines = (made.before.splitlines(keepends=True), made.after.splitlines(keepends=True))
         sys.stdout.writelines(unified_diff(*lines, args.plan, args.plan))

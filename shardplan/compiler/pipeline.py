@@ -153,6 +153,7 @@ class Compiled:
         given: what was compiled.
         reduced_model: the reduced model, where there is something to prove and something to prove it on.
         staged: the pipeline stages of the reduced model, with several pp ranks.
+        variants, overlays: what the program was lowered from; None where there is no program.
     """
 
     program: Program | None
@@ -160,6 +161,19 @@ class Compiled:
     given: Given
     reduced_model: ModelLayouts | None = None
     staged: StagedPlan | None = None
+    variants: Variants | None = None
+    overlays: Overlays | None = None
+
+    def lowered(self, *, logits: Logits = "plan", regather: bool | None = None) -> Program:
+        """The program with another layout of the logits, or with what is gathered kept or not.
+
+        Raises:
+            ValueError: the plan has no head that could be exchanged.
+        """
+        from .lowering_stage import program_of
+
+        assert self.variants is not None and self.overlays is not None, self.findings
+        return program_of(self.variants, self.overlays, logits=logits, regather=regather)
 
 
 def compile_variant(
@@ -211,7 +225,7 @@ def compile_variant(
         regather=changes.get("regather"),
     )
     provable = (variants.layouts or staged is not None) and reduced_model.runs
-    return Compiled(program, findings, given, reduced_model if provable else None, staged)
+    return Compiled(program, findings, given, reduced_model if provable else None, staged, variants, overlays)
 
 
 def compile_variants(

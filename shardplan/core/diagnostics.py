@@ -75,6 +75,19 @@ class Edit:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewrite:
+    """A change of one key or value of a plan, as a help line proposes it.
+
+    Args:
+        location: of a key or a value, by its path; the document itself: of a line above all others.
+        word: what takes its place, as YAML has it; None: the entry goes, key and value.
+    """
+
+    location: Location
+    word: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnostic:
     """One finding. The first line (`severity[code]: message`) stands alone.
 
@@ -88,6 +101,7 @@ class Diagnostic:
         help: what to change, as an instruction.
         modules: the modules or parameters concerned; equal findings over layers are one diagnostic.
         edits: the changes that fix it, where they were tried; empty where there is none.
+        proposals: changes that the help line names and nobody has tried, of which one may fix it: the likeliest first.
     """
 
     code: str
@@ -99,6 +113,7 @@ class Diagnostic:
     help: str | None = None
     modules: tuple[str, ...] = ()
     edits: tuple[Edit, ...] = field(default=(), compare=False)
+    proposals: tuple[Edit | Rewrite, ...] = field(default=(), compare=False)
 
     @property
     def is_error(self) -> bool:

@@ -30,6 +30,7 @@ class Choice:
         sequence_parallel: with the plan's overlay.
         regather: whether what is gathered along the sequence is gathered again in backward.
         schedule: of the pipeline; None without one.
+        offload: whether parameters, gradients and the optimizer's states are in the host's memory.
     """
 
     sizes: MeshSizes
@@ -40,6 +41,7 @@ class Choice:
     sequence_parallel: bool = False
     regather: bool = False
     schedule: str | None = None
+    offload: bool = False
 
 
 @dataclass(frozen=True, slots=True)

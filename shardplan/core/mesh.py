@@ -22,7 +22,6 @@ class Axis(StrEnum):
 AXES = tuple(Axis)
 DATA_PARALLEL = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)  # whose ranks have other batches or other tokens
 APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
-COSTED = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)  # that estimates know
 VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # whose ranks the ep axis is taken from
 
 # Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.

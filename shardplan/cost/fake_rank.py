@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import masking_utils
 
-from shardplan.core.mesh import COSTED, Axis, MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
+from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.private import private
 
 _serial = count()
@@ -20,7 +21,8 @@ _serial = count()
 
 @contextmanager
 def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
-    """The mesh of rank 0, whose collectives move nothing, while the context lasts.
+    """The mesh of one rank, whose collectives move nothing, while the context lasts: the first; of those that share a sequence the last,
+    which computes the most.
 
     Its axes have names that no other mesh has: DTensor remembers results of operators, with their mesh, for all meshes that
     are equal, and would return one whose process groups are gone.
@@ -31,12 +33,14 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     if dist.is_initialized():
         raise ValueError("an estimate needs its own process group: run it before init_process_group")
     private("fake_pg")
-    shape = {axis.value: sizes.of(axis) for axis in COSTED}
-    if shape["dp_replicate"] == 1:  # FSDP2 treats an axis of one rank as hybrid sharding
-        del shape["dp_replicate"]
+    shape = {axis.value: sizes.of(axis) for axis in APPLIED}
+    for axis in ("dp_replicate", "cp"):
+        if shape[axis] == 1:  # FSDP2 treats an axis of one rank as hybrid sharding
+            del shape[axis]
     serial = next(_serial)
     names = {axis: f"{axis}_{serial}" for axis in shape}
-    dist.init_process_group("fake", rank=0, world_size=sizes.world_size)
+    rank = (sizes.cp - 1) * sizes.of(Axis.TP)
+    dist.init_process_group("fake", rank=rank, world_size=sizes.world_size)
     try:
         mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
         yield read_mesh(mesh, names, sizes.ep)
@@ -55,6 +59,9 @@ def groups_of(mesh: PlanMesh, neighbours: Mapping[int, DeviceMesh]) -> Mapping[s
         found[one.get_group().group_name] = Axis.TP, copies
     for axis, name in mesh.names.items():
         found[mesh.mesh.get_group(name).group_name] = axis, mesh.mesh[name].size()
+    if (whole := mesh.data_parallel(BACKENDS["fsdp2"])) is not None:  # over dp_shard and cp
+        gathering = whole if whole.ndim == 1 else whole[(whole.mesh_dim_names or ())[-1]]
+        found[gathering.get_group().group_name] = Axis.DP_SHARD, gathering.size()
     for axis, one in mesh.expert_axes.items():
         found[one.get_group().group_name] = axis, one.size()
     return found

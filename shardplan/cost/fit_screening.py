@@ -16,7 +16,7 @@ from shardplan.core.stages import PipelineCut
 
 from .depth import Depths
 from .least_time import bound_of
-from .part_costs import PartCosts
+from .part_costs import PartCosts, Stored
 from .stage_costs import StageCosts, stage_time, stages_of
 
 SCREENED = ("1f1b", "interleaved", "zbv")
@@ -64,7 +64,14 @@ class Screened:
 
 
 def choices(
-    sizes: MeshSizes, rows: int, *, checkpointing: Checkpointing, sequence_parallel: bool, sharded: bool, regather: bool
+    sizes: MeshSizes,
+    rows: int,
+    *,
+    checkpointing: Checkpointing,
+    sequence_parallel: bool,
+    sharded: bool,
+    regather: bool,
+    offload: bool = False,
 ) -> Iterator[Choice]:
     """Each micro-batch, and each schedule, with which a mesh has so many sequences in a step."""
     ranks = sizes.dp_shard * sizes.dp_replicate
@@ -75,7 +82,9 @@ def choices(
             continue
         for schedule in SCREENED if sizes.pp > 1 else (None,):
             if schedule is None or SCHEDULES[schedule].misfit(sizes.pp, count) is None:
-                yield Choice(sizes, micro_batch, count, checkpointing, sharded, sequence_parallel, regather, schedule)
+                yield Choice(
+                    sizes, micro_batch, count, checkpointing, sharded, sequence_parallel, regather, schedule, offload
+                )
 
 
 def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screened | None:
@@ -99,10 +108,10 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screen
     for one in busiest:
         for dtype, n in one.flops("forward", "backward").items():
             flops[dtype] = flops.get(dtype, 0) + n * choice.micro_batches
-    elements = sum(one.stored.elements for one in busiest)
+    stored = sum((one.stored for one in busiest), Stored())
     touched = sum(one.touched for one in busiest) * choice.micro_batches
-    touched += elements // sizes.dp_shard * (3 * width.stored + 2 * width.states)
-    traffic = [*_data_parallel(choice, elements, width)]
+    touched += _share(stored, sizes) * (3 * width.stored + 2 * width.states)
+    traffic = [*_data_parallel(choice, stored, width)]
     for one in busiest:
         for (axis, name), (calls, size) in one.traffic(choice.micro_batches).items():
             traffic.append(Traffic(axis, name, calls, size))
@@ -148,32 +157,43 @@ def _seconds(stage: StageCosts, device: Device, sizes: MeshSizes) -> float:
 
 def _memory(choice: Choice, own: list[StageCosts], place: int, width: Bytes) -> int:
     sizes = choice.sizes
-    elements = sum(one.stored.elements for one in own)
+    parameters = sum((one.stored for one in own), Stored())
+    elements, share = parameters.elements, _share(parameters, sizes)
     blocks = [part.stored.elements for one in own for part in one.parts]
     kept = sum(sum(one.kept.values()) for one in own)
     burst = max(one.burst[0] for one in own)
-    stored = elements // sizes.dp_shard * (2 * width.stored + width.states)
+    stored = 0 if choice.offload else share * (2 * width.stored + width.states)
     if choice.schedule is None:
         outside = elements - max(blocks) * sum(1 for n in blocks if n == max(blocks))
         held = (max(outside, 0) + 2 * max(blocks)) * width.computed + max(blocks) * width.added
         return stored + held + kept + burst
     in_flight = min(choice.micro_batches, (sizes.pp - (place if choice.schedule == "1f1b" else 0)))
     buffers = choice.micro_batches * sum(one.received + one.handed for one in own)
-    stored -= elements // sizes.dp_shard * width.stored  # gradients are whole until the last micro-batch
+    if not choice.offload:
+        stored -= share * width.stored  # gradients are whole until the last micro-batch
     whole = elements * (width.computed + width.added)
     return int(stored + whole + kept * in_flight * IN_FLIGHT[choice.schedule] + burst + buffers)
 
 
-def _data_parallel(choice: Choice, elements: int, width: Bytes) -> Iterator[Traffic]:
+def _groups(stored: Stored, sizes: MeshSizes) -> tuple[tuple[int, int], ...]:
+    """(elements, ranks that they are sharded over): experts that are distributed have other ones than the rest."""
+    return (stored.elements - stored.experts, sizes.dp_shard * sizes.cp), (stored.experts, sizes.ep_shard)
+
+
+def _share(stored: Stored, sizes: MeshSizes) -> int:
+    """Elements that one rank keeps."""
+    return sum(elements // ranks for elements, ranks in _groups(stored, sizes))
+
+
+def _data_parallel(choice: Choice, stored: Stored, width: Bytes) -> Iterator[Traffic]:
     """FSDP2's collectives: gathered twice in each micro-batch, once in a step of a pipeline."""
     sizes, pipelined = choice.sizes, choice.schedule is not None
-    n, copies = sizes.dp_shard, sizes.dp_replicate
+    copies = sizes.dp_replicate
     times = 1 if pipelined else choice.micro_batches
-    if n > 1:
-        yield Traffic(
-            Axis.DP_SHARD, "all_gather", 1, elements * width.computed * (n - 1) // n * times * (1 if pipelined else 2)
-        )
-        yield Traffic(Axis.DP_SHARD, "reduce_scatter", 1, elements * width.added * (n - 1) // n * times)
+    moved = sum(elements * (n - 1) // n for elements, n in _groups(stored, sizes))
+    if moved:
+        yield Traffic(Axis.DP_SHARD, "all_gather", 1, moved * width.computed * times * (1 if pipelined else 2))
+        yield Traffic(Axis.DP_SHARD, "reduce_scatter", 1, moved * width.added * times)
     if copies > 1:
-        share = elements // n * width.added
+        share = _share(stored, sizes) * width.added
         yield Traffic(Axis.DP_REPLICATE, "all_reduce", 1, 2 * share * (copies - 1) // copies * times)

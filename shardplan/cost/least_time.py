@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from shardplan.core.estimates import Bound, Device, Term, Traffic
-from shardplan.core.mesh import COSTED, Axis, MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 
 
 def bound_of(
@@ -56,10 +56,13 @@ def computing(device: Device, flops: Mapping[str, int]) -> float:
 
 def placed(axis: Axis, sizes: MeshSizes, node: int) -> tuple[int, bool]:
     """How many ranks of a group of that axis are in one node, and whether the group has others."""
-    outer_first = (Axis.PP, *COSTED)
-    inner = (
-        outer_first[outer_first.index(axis) + 1 :] if axis in outer_first else ()
-    )  # neighbouring ranks are of one tp group, and of one of ep
-    stride, size = math.prod(map(sizes.of, inner)), sizes.of(axis)
+    if axis is Axis.EP:  # neighbouring ranks are of one group
+        stride, size = 1, sizes.ep
+    elif axis is Axis.DP_SHARD:  # parameters are gathered over it and cp together
+        stride, size = sizes.of(Axis.TP), sizes.dp_shard * sizes.cp
+    else:
+        outer_first = (Axis.PP, *APPLIED)
+        stride = math.prod(map(sizes.of, outer_first[outer_first.index(axis) + 1 :]))
+        size = sizes.of(axis)
     inside = max(1, min(size, node // stride))
     return inside, inside < size

@@ -8,28 +8,34 @@ from shardplan.core.estimates import Estimate
 from shardplan.core.mesh import MeshSizes
 
 
-def meshes_of(gpus: int, ep: Sequence[int] = (1,), pp: Sequence[int] = (1,)) -> tuple[MeshSizes, ...]:
-    """Each way to write a number as pp x dp_replicate x dp_shard x tp, the smallest tp first, with each ep that fits it.
+def meshes_of(
+    gpus: int, ep: Sequence[int] = (1,), pp: Sequence[int] = (1,), cp: Sequence[int] = (1,)
+) -> tuple[MeshSizes, ...]:
+    """Each way to write a number as pp x dp_replicate x dp_shard x cp x tp, the smallest tp first, with each ep that fits it. Of pp
+    and cp one is 1.
 
     Args:
-        pp: the sizes of that axis.
+        pp, cp: the sizes of that axis.
 
     Raises:
-        ValueError: no positive integer; an ep that no mesh has, a pp that does not divide it.
+        ValueError: no positive integer; an ep that no mesh has, a pp or cp that does not divide it.
     """
     if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ValueError(f"the number of devices must be a positive integer, not {gpus!r}")
-    for stages in pp:
-        if gpus % stages:
-            raise ValueError(f"pp {stages} does not divide {gpus} devices")
-    meshes = tuple(
-        MeshSizes(tp=tp, dp_shard=dp_shard, dp_replicate=gpus // stages // tp // dp_shard, ep=size, pp=stages)
+    for name, given in (("pp", pp), ("cp", cp)):
+        for one in given:
+            if gpus % one:
+                raise ValueError(f"{name} {one} does not divide {gpus} devices")
+    every = (
+        MeshSizes(tp=tp, dp_shard=shards, dp_replicate=rest // tp // shards, cp=chunks, ep=size, pp=stages)
         for stages in pp
-        for tp in _divisors(gpus // stages)
-        for dp_shard in reversed(_divisors(gpus // stages // tp))
+        for chunks in (cp if stages == 1 else (1,))
+        for rest in (gpus // stages // chunks,)
+        for tp in _divisors(rest)
+        for shards in reversed(_divisors(rest // tp))
         for size in ep
-        if (dp_shard * tp) % size == 0 and (tp % size == 0 or size % tp == 0)
     )
+    meshes = tuple(mesh for mesh in every if mesh.ep_misfit is None)
     for size in ep:
         if not any(mesh.ep == size for mesh in meshes):
             raise ValueError(f"no mesh of {gpus} devices has ep {size}")

@@ -188,7 +188,7 @@ class Meter(_DispatchMode):
     def _communicated(self, name: str, arguments: list[Any], made: list[Tensor]) -> None:
         whole = max((x for x in [*_leaves(arguments), *made] if isinstance(x, Tensor)), key=lambda x: x.nbytes)
         axis, ranks = self.groups[_group_name(arguments)]
-        if axis is not Axis.TP and name == "all_gather":
+        if axis not in (Axis.TP, Axis.CP) and name == "all_gather":
             self._see(whole.untyped_storage()).gathered = True
         if ranks > 1:
             sent = (2 if name == "all_reduce" else 1) * (ranks - 1) * whole.nbytes // ranks

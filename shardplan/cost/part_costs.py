@@ -23,12 +23,14 @@ class Stored:
         bytes: of these.
         whole: bytes of what data-parallel ranks gather them to.
         states: bytes of the optimizer's state.
+        experts: of the elements, those that are distributed over ep.
     """
 
     elements: int = 0
     bytes: int = 0
     whole: int = 0
     states: int = 0
+    experts: int = 0
 
     def __add__(self, other: Stored) -> Stored:
         return Stored(
@@ -36,6 +38,7 @@ class Stored:
             self.bytes + other.bytes,
             self.whole + other.whole,
             self.states + other.states,
+            self.experts + other.experts,
         )
 
     def __sub__(self, other: Stored) -> Stored:
@@ -44,6 +47,7 @@ class Stored:
             self.bytes - other.bytes,
             self.whole - other.whole,
             self.states - other.states,
+            self.experts - other.experts,
         )
 
 

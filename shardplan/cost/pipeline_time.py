@@ -45,12 +45,14 @@ class PipelineTime:
         busy: of each rank, the seconds in which it computes.
         kept: of each rank, the most bytes that its forwards keep at one moment.
         in_flight: of each rank, its stages at that moment -> micro-batches whose backward is not done.
+        ends: of each rank, when each of its actions ends, in the table's order.
     """
 
     seconds: float
     busy: tuple[float, ...]
     kept: tuple[int, ...]
     in_flight: tuple[dict[int, int], ...]
+    ends: tuple[tuple[float, ...], ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -68,6 +70,7 @@ def play(table: ActionTable, stages: Sequence[StageTime], hand_over: float = 0.0
     rank_of = {action.stage: rank for rank, row in enumerate(table) for action in row}
     done: dict[tuple[str, int, int], tuple[float, int]] = {}  # what ran -> when it ended, on which rank
     clocks, at = [0.0] * len(table), [0] * len(table)
+    ends: list[list[float]] = [[] for _ in table]
     waiting = set(range(len(table)))
     while waiting:
         rank = waiting.pop()
@@ -80,13 +83,15 @@ def play(table: ActionTable, stages: Sequence[StageTime], hand_over: float = 0.0
             clocks[rank] = max(clocks[rank], *ready, 0.0) + stages[action.stage].of(action)
             made = _made(action)
             done[made] = clocks[rank], rank
+            ends[rank].append(clocks[rank])
             at[rank] += 1
             readers = (action.stage + 1, action.stage - 1)
             waiting |= {rank_of[s] for s in readers if s in rank_of and rank_of[s] != rank}
     assert all(i == len(row) for i, row in zip(at, table, strict=True)), "the table waits for itself"
     busy = tuple(sum(stages[action.stage].of(action) for action in row) for row in table)
     moments = [_most_kept(row, stages) for row in table]
-    return PipelineTime(max(clocks), busy, tuple(size for size, _ in moments), tuple(live for _, live in moments))
+    kept, live = tuple(size for size, _ in moments), tuple(live for _, live in moments)
+    return PipelineTime(max(clocks), busy, kept, live, tuple(map(tuple, ends)))
 
 
 def _made(action: Action) -> tuple[str, int, int]:

@@ -16,7 +16,7 @@ from .part_costs import PartCosts, Stored
 from .pipeline_time import StageTime
 from .traced_parts import FIRST, LAST, SHARED
 
-OF_A_MICRO_BATCH = (Axis.TP, Axis.EP)  # what the other axes move, they move once in a step
+OF_A_MICRO_BATCH = (Axis.TP, Axis.EP, Axis.CP)  # what the other axes move, they move once in a step
 NOTHING = PartCosts()
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from shardplan.compiler.lower.program import Program
 from shardplan.core.estimates import Question, TrainingStep
+from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
 from shardplan.runtime.apply.phases import apply_program
@@ -34,6 +35,7 @@ def step_ledger(
     offloaded: bool = False,
     shorten: Callable[[nn.Module], None] = lambda model: None,
     names: PartNames | None = None,
+    unwrapped: bool = False,
 ) -> Ledger:
     """The measured step of a model, at its whole depth or at a smaller one.
 
@@ -41,18 +43,20 @@ def step_ledger(
         offloaded: parameters and optimizer state are in the host's memory.
         shorten: removes layers.
         names: the parts whose costs are asked for.
+        unwrapped: what data parallelism adds is left out, whatever the mesh has.
     """
     model = found.build("meta", DTYPES[asked.step.precision]).train()
     shorten(model)
     with fake_mesh(program.resolved.sizes) as mesh, without_advice(), _loaded(asked.step, program):
-        mesh.check_sections(program.resolved)
-        applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None)
+        if not unwrapped:
+            mesh.check_sections(program.resolved)
+        applied = apply_program(model, mesh, restricted(program, model), src_data_rank=None, bare=unwrapped)
         return trace(
             applied,
             mesh,
             inputs_of(found, model, asked.step.micro_batch, asked.step.seq_len),
             optimizer=asked.step.optimizer,
-            logits=_logits(found, asked, program.resolved.sizes.tp or 1),
+            logits=_logits(found, asked, program.resolved.sizes),
             offloaded=offloaded,
             name=found.name,
             names=names.within({name for name, _ in model.named_modules()}) if names is not None else None,
@@ -70,11 +74,12 @@ def _loaded(step: TrainingStep, program: Program) -> Iterator[None]:
         LOAD.reset(token)
 
 
-def _logits(found: FoundModel, asked: Question, tp: int) -> list[tuple[int, int]]:
+def _logits(found: FoundModel, asked: Question, sizes: MeshSizes) -> list[tuple[int, int]]:
     """(elements, last dim) of tensors over tokens and vocabulary: whole or split, for every token or all but the last of
     each sequence."""
     rows = config_value(text_config(found.config), "vocab_size") if found.config is not None else None
     if not isinstance(rows, int):
         return []
-    tokens = [asked.step.micro_batch * length for length in (asked.step.seq_len, asked.step.seq_len - 1)]
-    return [(n * width, width) for n in tokens for width in (rows, -(-rows // tp))]
+    chunk = asked.step.seq_len // sizes.cp
+    tokens = [asked.step.micro_batch * length for length in (chunk, chunk - 1)]
+    return [(n * width, width) for n in tokens for width in (rows, -(-rows // sizes.of(Axis.TP)))]

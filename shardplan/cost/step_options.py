@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypedDict
 
 from shardplan.core.estimates import OptimizerName, Precision, TrainingStep
-from shardplan.core.mesh import AXES, COSTED, Axis, MeshSizes
+from shardplan.core.mesh import MeshSizes
 
 
 class StepOptions(TypedDict, total=False):
@@ -25,11 +25,8 @@ def modelled(sizes: MeshSizes) -> MeshSizes:
     """The sizes, with tp 1 where it is not given.
 
     Raises:
-        ValueError: an axis that estimates leave out; an ep that the other axes do not have.
+        ValueError: an ep that the other axes do not have.
     """
-    for axis in AXES:
-        if axis not in (*COSTED, Axis.EP, Axis.PP) and sizes.of(axis) > 1:
-            raise ValueError(f"an estimate supports the axes {', '.join((Axis.PP, *COSTED, Axis.EP))}, not {axis}")
     sizes.check_ep()
     return replace(sizes, tp=sizes.tp or 1)
 

@@ -17,8 +17,10 @@ from shardplan.core.mesh import Axis
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.reduced.outcome import loss_of
 from shardplan.runtime.apply.applied import applied
+from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
+from shardplan.runtime.training.context_parallel import context_parallel
 
 from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
@@ -78,10 +80,10 @@ def trace(
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         make = OPTIMIZERS[optimizer]
         updates = make(model.parameters()) if make is not None else None
-        for _ in range(2):
+        for once in (1, rounds):
             meter.start()
             try:
-                run_step(model, inputs, updates, meter, rounds)
+                run_step(model, inputs, updates, meter, once, chunked=mesh.sizes.cp > 1)
             except PlanError:
                 raise
             except Exception as error:  # whatever the modelling code raises on tensors without values
@@ -128,12 +130,17 @@ def _stored(
         if (parameter, part) in seen:
             continue
         states = [] if optimizer is None else [x for x in optimizer.state[parameter].values() if isinstance(x, Tensor)]
-        ranks = 1
+        ranks, experts = 1, 0
         if isinstance(parameter, DTensor):
+            experts = local.numel() if EP in (parameter.device_mesh.mesh_dim_names or ()) else 0
             axes = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-            gathered = [i for i, (axis, p) in enumerate(axes) if p.is_shard() and axis.startswith(Axis.DP_SHARD.value)]
+            gathered = [
+                i
+                for i, (axis, p) in enumerate(axes)
+                if p.is_shard() and axis.startswith((Axis.DP_SHARD.value, EP_SHARD))
+            ]
             ranks = math.prod(parameter.device_mesh.size(i) for i in gathered)
-        one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(_local(x).nbytes for x in states))
+        one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(_local(x).nbytes for x in states), experts)
         found[part] = found[part] + one if part in found else one
         if any(other is parameter for other, _ in seen):
             tied = tied + one
@@ -147,17 +154,24 @@ def run_step(
     optimizer: torch.optim.Optimizer | None,
     meter: Meter,
     micro_batches: int = 1,
+    *,
+    chunked: bool = False,
 ) -> None:
     """Forward and backward of each micro-batch, optimizer step; nothing but the batch and the loss outlives the forward, and no
-    gradient the step."""
+    gradient the step.
+
+    Args:
+        chunked: ranks share a sequence.
+    """
     places = meter.places
     for _ in range(micro_batches):
         places.enter("forward")
         batch = inputs()
-        loss = loss_of(model(**batch))
-        meter.end_forward()
-        places.enter("backward")
-        loss.backward()
+        with context_parallel(model, **batch) if chunked else nullcontext(batch) as own:
+            loss = loss_of(model(**own))
+            meter.end_forward()
+            places.enter("backward")
+            loss.backward()
         del loss
         meter.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
     places.enter("optimizer step")

@@ -136,7 +136,8 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
         name = str(path[-1])
         where = f" in {_subject(path[:-1])}" if len(path) > 1 else ""
         message = f"there is no field {quoted(name)}{where}"
-        findings.add(UNKNOWN_FIELD, message, path, "key", help=_right_field(path, root))
+        help, words = _right_field(path, root)
+        findings.add(UNKNOWN_FIELD, message, path, "key", help=help, words=words)
     elif kind == "missing":
         message = f"{_subject(path[:-1])} has no `{path[-1]}`"
         findings.add(WRONG_VALUE, message, path[:-1], "key", help=_MISSING)
@@ -147,13 +148,18 @@ def _report(kind: str, path: Path, context: dict[str, Any], root: Node, findings
     else:
         must_be = _MUST_BE[kind](context)
         message = f"{_subject(path)} must be {must_be}, not {describe(node)}"
-        findings.add(WRONG_VALUE, message, path, help=_right_value(kind, must_be, node))
+        help, words = _right_value(kind, must_be, node)
+        findings.add(WRONG_VALUE, message, path, help=help, words=words)
+
+
+Proposed = tuple[str | None, tuple[str | None, ...]]  # a help line, and the words that it proposes
 
 
 def _report_version(node: Node | None, findings: Findings) -> None:
     help = 'write `version: "1"`'
     if node is None:
-        findings.add(VERSION, "the plan has no `version`", (), "key", help=help + " at its beginning")
+        words: tuple[str, ...] = (f'version: "{KNOWN_VERSION}"',)
+        findings.add(VERSION, "the plan has no `version`", (), "key", help=help + " at its beginning", words=words)
     elif isinstance(node, Scalar) and isinstance(node.value, str):
         if node.value.isdecimal() and int(node.value) > int(KNOWN_VERSION):
             message = f"the plan is in version {quoted(node.value)} of the plan language, of which shardplan {__version__} knows `1`"
@@ -163,7 +169,8 @@ def _report_version(node: Node | None, findings: Findings) -> None:
         findings.add(VERSION, message, ("version",), help=help)
     else:
         message = f'the version must be the text "1", not {describe(node)}'
-        findings.add(VERSION, message, ("version",), help=help)
+        words = (f'"{KNOWN_VERSION}"',) if isinstance(node, Scalar) and str(node.value) == KNOWN_VERSION else ()
+        findings.add(VERSION, message, ("version",), help=help, words=words)
 
 
 def _subject(path: Path) -> str:
@@ -180,40 +187,41 @@ def _dotted(path: Path) -> str:
     return quoted("".join(steps).removeprefix("."))
 
 
-def _right_field(path: Path, root: Node) -> str | None:
+def _right_field(path: Path, root: Node) -> Proposed:
     """Where an unknown field was meant to be, or what it was meant to be called."""
     name, known = str(path[-1]), _fields(path[:-1])
     if len(path) == 1:
         homes = [home for home in known if home not in SECTIONS and name in _fields((home,))]
         if len(homes) == 1:
-            return f"`{name}` belongs under `{homes[0]}`"
+            return f"`{name}` belongs under `{homes[0]}`", ()
         if "." in name or "*" in name:
-            return "a rule stands under `tensor_parallel`, `sequence_parallel` or `expert_parallel`"
+            return "a rule stands under `tensor_parallel`, `sequence_parallel` or `expert_parallel`", ()
     near = closest(name, known)
     if near:
-        return did_you_mean(name, near)
+        return did_you_mean(name, near), (near,)
     style = node_at(root, (*path[:-1], "style"))
     if "style" in known and isinstance(style, Scalar) and isinstance(style.value, str) and canonical_style(style.value):
         known = tuple(field for field in known if takes(style.value, field))
-        return f"the fields of a rule with the style {quoted(style.value)} are {_listed(known, 'and')}"
-    return f"the fields are {_listed(known, 'and')}"
+        return f"the fields of a rule with the style {quoted(style.value)} are {_listed(known, 'and')}", ()
+    return f"the fields are {_listed(known, 'and')}", ()
 
 
-def _right_value(kind: str, must_be: str, node: Node | None) -> str | None:
+def _right_value(kind: str, must_be: str, node: Node | None) -> Proposed:
     match node:
         case None | Scalar(None):
-            return "give it a value, or remove the line"
+            return "give it a value, or remove the line", (None,)
         case Scalar(str(text)) if must_be.startswith("true") and text.lower() in _SWITCHES:
-            return f"write `{_SWITCHES[text.lower()]}`; in YAML 1.2 {quoted(text)} is a text"
+            word = _SWITCHES[text.lower()]
+            return f"write `{word}`; in YAML 1.2 {quoted(text)} is a text", (word,)
         case Scalar(str(text)) if kind == "list_type":
-            return "write " + quoted(f"[{text}]")
+            return "write " + quoted(f"[{text}]"), (f"[{text}]",)
         case Scalar(str(text)) if near := closest(text, re.findall("`([^`]*)`", must_be)):
-            return did_you_mean(text, near)
+            return did_you_mean(text, near), (near,)
         case Scalar(str(text)) if "number" in must_be and text.isdecimal():
-            return "remove the quotes"
+            return "remove the quotes", (text,)
         case Scalar(bool() | int() | float(), text) if kind == "string_type":
-            return "put it in quotes: " + quoted(f'"{text}"')
-    return None
+            return "put it in quotes: " + quoted(f'"{text}"'), (f'"{text}"',)
+    return None, ()
 
 
 def _fields(path: Path) -> tuple[str, ...]:

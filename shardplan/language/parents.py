@@ -138,7 +138,8 @@ def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tup
     except CannotRead as error:
         code = TOO_LARGE if error.too_large else NO_PARENT if error.missing else CANNOT_READ
         message = f"{quoted(origin.display, LONGEST_PATH)} {error.reason}"
-        findings.add(code, message, PATH, help=_similar(word, chain[-1].folder))
+        help, words = _similar(word, chain[-1].folder)
+        findings.add(code, message, PATH, help=help, words=words)
         return None
 
 
@@ -153,7 +154,8 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
         if word in builtin_plans():
             return builtin_origin(word, tuple(one.display for one in chain))
         message = f"there is no built-in plan {quoted(word)}"
-        findings.add(NO_PARENT, message, PATH, help=_similar(word, child.folder))
+        help, words = _similar(word, child.folder)
+        findings.add(NO_PARENT, message, PATH, help=help, words=words)
         return None
     if child.folder is None:
         message = f"{quoted(word)} is a file, but this plan has no folder"
@@ -167,13 +169,13 @@ def _locate(word: str, chain: tuple[Origin, ...], findings: Findings) -> Origin 
     return file_origin(path, os.path.join(os.path.dirname(child.display), word))
 
 
-def _similar(word: str, folder: Path | None) -> str:
-    """Plans that may have been meant: built-in ones, and files beside the plan."""
+def _similar(word: str, folder: Path | None) -> tuple[str, tuple[str, ...]]:
+    """Plans that may have been meant, built-in ones and files beside the plan: the help line, and the words that it proposes."""
     beside = _plan_files(folder) if folder else []
     if f"{word}.yaml" in beside:
-        return f"write `{word}.yaml` for the file beside this plan"
+        return f"write `{word}.yaml` for the file beside this plan", (f"{word}.yaml",)
     near = closest(word, [*builtin_plans(), *beside])
-    return did_you_mean(word, near) if near else LISTED
+    return (did_you_mean(word, near), (near,)) if near else (LISTED, ())
 
 
 def _plan_files(folder: Path) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Part, Severity, Span
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Part, Rewrite, Severity, Span
 
 from .limits import MAX_FINDINGS
 from .nodes import ListNode, MapNode, Node, Path, Scalar
@@ -57,15 +57,25 @@ class Findings:
         notes: tuple[str, ...] = (),
         help: str | None = None,
         severity: Severity = Severity.ERROR,
+        words: Iterable[str | None] = (),
     ) -> None:
-        """Notes a finding at a path of the document, or at a span where the path is not exact enough."""
+        """Notes a finding at a path of the document, or at a span where the path is not exact enough.
+
+        Args:
+            words: what the help line proposes to write there; None: to remove it.
+        """
         if len(self._found) == MAX_FINDINGS:
             code, message, related, notes = TOO_LARGE, f"there are more than {MAX_FINDINGS} findings", (), ()
-            help, label, severity = "fix the first ones; that may fix others", "", Severity.ERROR
+            help, label, severity, words = "fix the first ones; that may fix others", "", Severity.ERROR, ()
         elif self.full:
             return
-        primary = Label(Location(self.file, path, part, span), label)
-        self._found.append(Diagnostic(code.code, severity, message, primary, tuple(related), notes, help))
+        place = Location(self.file, path, part, span)
+        proposals = tuple(Rewrite(place, word) for word in words)
+        self._found.append(
+            Diagnostic(
+                code.code, severity, message, Label(place, label), tuple(related), notes, help, proposals=proposals
+            )
+        )
 
     @property
     def full(self) -> bool:

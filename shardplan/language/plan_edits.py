@@ -67,9 +67,9 @@ def _added(lines: list[str], root: MapNode, edit: Edit) -> _Change | None:
         return None
     last = section.entries[-1]
     first = section.entries[0]
-    if first.span is None or last.span is None or not _begins_line(lines, first.span):
+    if first.span is None or last.span is None or not begins_line(lines, first.span):
         return None  # in braces
-    return _Change(_end(last.value, last.span) + 1, 0, (" " * (first.span.column - 1) + entry,))
+    return _Change(last_line_of(last.value, last.span) + 1, 0, (" " * (first.span.column - 1) + entry,))
 
 
 def _replaced(lines: list[str], root: MapNode, edit: Edit, location: Location) -> _Change | None:
@@ -77,9 +77,9 @@ def _replaced(lines: list[str], root: MapNode, edit: Edit, location: Location) -
     path = location.path
     value = node_at(root, path)
     key = next((e for e in _entries(root, path[:-1]) if e.key == path[-1]), None)
-    if value is None or key is None or key.span is None or not _begins_line(lines, key.span):
+    if value is None or key is None or key.span is None or not begins_line(lines, key.span):
         return None
-    start, end = key.span.line, _end(value, key.span)
+    start, end = key.span.line, last_line_of(value, key.span)
     old = lines[start - 1 : end]
     if any("#" in line for line in old[:-1]):
         return None
@@ -109,17 +109,18 @@ def _entries(root: MapNode, path: tuple[str | int, ...]) -> tuple:
     return node.entries if isinstance(node, MapNode) else ()
 
 
-def _begins_line(lines: list[str], span: Span) -> bool:
+def begins_line(lines: list[str], span: Span) -> bool:
+    """Whether nothing stands before a key on its line."""
     return not lines[span.line - 1][: span.column - 1].strip()
 
 
-def _end(node: Node, key: Span) -> int:
+def last_line_of(node: Node, key: Span) -> int:
     """The last line of a value."""
     if isinstance(node, MapNode) and node.entries:
         last = node.entries[-1]
-        inner = _end(last.value, last.span or key)
+        inner = last_line_of(last.value, last.span or key)
     elif isinstance(node, ListNode) and node.items:
-        inner = _end(node.items[-1], key)
+        inner = last_line_of(node.items[-1], key)
     else:
         return node.span.end_line if node.span is not None and node.span.end_column > 1 else key.line
     closing = node.span.end_line if node.span is not None and node.span.end_column > 1 else 0

@@ -181,7 +181,8 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
         names = style_names()
         near = closest(rule.style, names, cutoff=0.75)
         help = did_you_mean(rule.style, near) if near else f"the styles are {', '.join(names)}"
-        findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help)
+        words = (near,) if near else ()
+        findings.add(UNKNOWN_STYLE, f"there is no style {quoted(rule.style)}", rule.style_path, help=help, words=words)
         return
     if style == NONE and not extends and rule.path[0] != "expert_parallel":
         findings.add(
@@ -189,6 +190,7 @@ def _check_style(rule: _Rule, findings: Findings, *, extends: bool) -> None:
             "the style `none` removes an inherited rule, but this plan extends no other",
             rule.style_path,
             help="remove the rule, or name the plan that it extends",
+            words=(None,),
         )
     for entry in rule.options.entries if rule.options else ():
         path = (*rule.path, entry.key)

@@ -21,6 +21,8 @@ class ConfigurationRecord:
     checkpointing: Literal["none", "selective", "full"]
     logits: Annotated[Literal["plan", "sharded"], "sharded: split over tp; plan: as the plan has them"]
     schedule: Annotated[str | None, "of pipeline stages; null without"]
+    regather: Annotated[bool, "what is gathered along the sequence is gathered again in backward"]
+    cpu_offload: Annotated[bool, "parameters, gradients and the optimizer's states are in the host's memory"]
     estimate: EstimateRecord
     mfu: Annotated[float, "model FLOP/s utilisation at the bound, 0 to 1"]
     days: Annotated[float | None, "of the whole training at the bound; null where its tokens were not given"]
@@ -79,6 +81,8 @@ def _configuration(fit: Fit, row: Fitted, reason: str | None) -> ConfigurationRe
         checkpointing=row.choice.checkpointing,
         logits="sharded" if row.choice.sharded_logits else "plan",
         schedule=row.choice.schedule,
+        regather=row.choice.regather,
+        cpu_offload=row.choice.offload,
         estimate=mesh_record(row.estimate),
         mfu=row.mfu,
         days=fit.days(row),

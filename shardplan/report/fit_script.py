@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 
 from shardplan.core.fits import CHECKPOINTING, Fitted
-from shardplan.core.mesh import Axis
+from shardplan.core.mesh import APPLIED, Axis
 
 SCRIPT = '''"""Train {model} on {gpus} devices: {mesh}. Written by shardplan fit; `batches` is yours to replace."""
 
@@ -34,14 +35,14 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    dist.init_process_group({backend} if device == "cuda" else "gloo")
     mesh = shardplan.build_mesh({sizes}, device_type=device)
     config = AutoConfig.{config}
     with torch.device("meta"):  # no rank ever holds the whole model
         model = AutoModelForCausalLM.from_config(config{dtype})
     {apply}
     torch.manual_seed(0)
-    shardplan.materialize(model, device)  # or shardplan.load_checkpoint(model, "folder"), for weights to start from
+    shardplan.materialize(model, {place})  # or shardplan.load_checkpoint(model, "folder"), for weights to start from
     optimizer = torch.optim.AdamW({parameters}, lr=3e-4)
     group = dist.get_rank() // {inner}{replica}  # ranks of one group are fed the same tokens
     data = batches(config.get_text_config().vocab_size, seed=group)
@@ -64,6 +65,12 @@ WHOLE = """        loss = torch.zeros((), device=device)
             one = model(input_ids=part, labels=part, use_cache=False).loss / MICRO_BATCHES
             one.backward()
             loss += one.detach()"""
+CHUNKED = """        loss = torch.zeros((), device=device)
+        for part in ids.chunk(MICRO_BATCHES):
+            with shardplan.context_parallel(model, input_ids=part, labels=part, use_cache=False) as inputs:
+                one = model(**inputs).loss / MICRO_BATCHES
+                one.backward()
+            loss += one.detach()"""
 STAGED = """        loss = model.step(input_ids=ids, labels=ids)"""
 
 
@@ -77,7 +84,7 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
     """
     choice, asked = row.choice, row.estimate.asked
     sizes, wide = choice.sizes, asked.step.precision == "fp32"
-    axes = (Axis.PP, Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.TP)
+    axes = (Axis.PP, *APPLIED)
     options = [
         "mesh",
         "PLAN",
@@ -87,8 +94,13 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
     ]
     if choice.sharded_logits:
         options.append('logits="sharded"')
-    if wide:
-        options.append('data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}')
+    if choice.regather:
+        options.append("regather=True")
+    parallel: dict[str, object] = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}} if wide else {}
+    if choice.offload:
+        parallel["cpu_offload"] = True
+    if parallel:
+        options.append(f"data_parallel={json.dumps(parallel).replace('true', 'True')}")
     staged = choice.schedule is not None
     if staged:
         options += [f'schedule="{choice.schedule}"', "micro_batches=MICRO_BATCHES"]
@@ -99,23 +111,25 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
         else f"shardplan.apply_plan(\n        {lines},\n    )"
     )
     words = ", ".join((repr(asked.model), *(f"{name}={value!r}" for name, value in settings.items())))
-    tp, ranks = sizes.of(Axis.TP), sizes.dp_shard * sizes.dp_replicate
+    inner, ranks = sizes.of(Axis.TP) * sizes.cp, sizes.dp_shard * sizes.dp_replicate
     return SCRIPT.format(
         model=asked.model,
         config=f"{'for_model' if is_type else 'from_pretrained'}({words})",
         gpus=sizes.world_size,
-        mesh=sizes.text(axes) or "1 device",
+        mesh=sizes.text((*axes, Axis.EP)) or "1 device",
         seq_len=asked.step.seq_len,
         micro_batch=choice.micro_batch,
         micro_batches=choice.micro_batches,
         plan=plan,
-        sizes=", ".join(f"{axis}={sizes.of(axis)}" for axis in axes),
+        sizes=", ".join(f"{axis}={sizes.of(axis)}" for axis in (*axes, *((Axis.EP,) if sizes.ep > 1 else ()))),
         dtype="" if wide else ", dtype=torch.bfloat16",
         apply=call,
         parameters="[one for _, one in model.named_parameters()]" if staged else "model.parameters()",
-        inner=tp,
+        inner=inner,
         replica=f" % {ranks}" if staged else "",
-        step=STAGED if staged else WHOLE,
+        step=STAGED if staged else CHUNKED if sizes.cp > 1 else WHOLE,
+        backend='"cpu:gloo,cuda:nccl"' if choice.offload else '"nccl"',
+        place='"cpu"' if choice.offload else "device",
         zero="model.zero_grad()" if staged else "optimizer.zero_grad()",
     )
 

@@ -19,7 +19,9 @@ def row_text(number: int, row: Fitted, *, color: bool) -> str:
     how = [f"micro-batch {choice.micro_batch} x {choice.micro_batches}", f"checkpointing {choice.checkpointing}"]
     how += ["sequence parallel"] if choice.sequence_parallel else []
     how += [f"logits {'sharded' if choice.sharded_logits else 'whole'}"] if row.tensor_parallel > 1 else []
+    how += ["regather"] if choice.regather else []
     how += [f"schedule {choice.schedule}"] if choice.schedule else []
+    how += ["cpu_offload"] if choice.offload else []
     share = one.memory.total / one.device.memory
     lines = [
         paint("strong", f"{number}. {mesh_text(choice.sizes)}: {', '.join(how)}"),
@@ -114,6 +116,8 @@ def _hint(row: Fitted) -> str | None:
         if row.tensor_parallel > 1 and not choice.sharded_logits:
             return f"{part}: --logits sharded"
         return f"{part}: a loss in chunks of the sequence, or a smaller micro-batch"
+    if category == "activations" and choice.checkpointing == "none":
+        return f"{part}: --activation-checkpointing selective, if you need the memory"
     if category == "activations" and choice.checkpointing != "full":
         return f"{part}: --activation-checkpointing full, if you need the memory"
     if category in ("parameters", "gradients", "optimizer state") and choice.sizes.dp_replicate > 1:

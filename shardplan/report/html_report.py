@@ -11,9 +11,12 @@ from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Section
 from shardplan.core.report import Report, VerifyReport, count_text
 from shardplan.core.sources import SourceMap
+from shardplan.core.stages import PipelineCut, PlayedSchedule
 
 from .estimate_text import bytes_text, mesh_text, peak_place, seconds_text
+from .html_axes import mesh_table
 from .html_parts import chip, color, hue, page, table, text
+from .html_pipeline import pipeline_html
 from .html_tree import flow_svg, styles_of, tree_html
 from .proof_text import VARIANTS, fold_rows
 from .text import proof_lines
@@ -31,6 +34,7 @@ def html_report(
     programs: Mapping[Section, Program],
     estimates: Mapping[Section, Estimate],
     flow: Flow,
+    pipeline: PlayedSchedule | None = None,
 ) -> str:
     """The page: the verdict and the findings; for each variant the tree of modules, the flow of a block, memory and communication;
     the proof. It asks for nothing from elsewhere, and no script is in it.
@@ -41,10 +45,14 @@ def html_report(
         report: of `validate`.
         programs, estimates: by variant; empty where there are errors.
         flow: a block, and the modules below it in the order in which they run, with their depth.
+        pipeline: its stages and schedule, with several pp ranks.
     """
     parts = [_head(plan, model, sizes, report), _findings(report)]
+    if pipeline is not None:
+        parts.append(pipeline_html(pipeline))
     for section, program in programs.items():
-        parts.append(_variant(section, program, report.sources, estimates.get(section), flow))
+        cut = pipeline.cut if pipeline is not None else None
+        parts.append(_variant(section, program, report.sources, estimates.get(section), flow, cut))
     if report.proof is not None:
         parts.append(_proof(report.proof))
     return page(f"{plan} for {model}", "\n".join(parts))
@@ -57,7 +65,7 @@ def _head(plan: str, model: str, sizes: MeshSizes, report: Report) -> str:
     if report.allowed_tp is not None:
         lines.append(f"<p>tp sizes that the model allows: {text(', '.join(map(str, report.allowed_tp)) or 'none')}</p>")
     mesh = mesh_text(sizes) if sizes.world_size > 1 else "one device"
-    return f"<h1>{text(plan)} for {text(model)}</h1><p>{text(mesh)}, {sizes.world_size:,} devices</p>{''.join(lines)}"
+    return f"<h1>{text(plan)} for {text(model)}</h1><p>{text(mesh)}, {sizes.world_size:,} devices</p>{mesh_table(sizes)}{''.join(lines)}"
 
 
 def _findings(report: Report) -> str:
@@ -72,7 +80,14 @@ def text_lines(block: str) -> str:
     return "\n".join(text(line) for line in block.splitlines())
 
 
-def _variant(section: Section, program: Program, sources: SourceMap, estimate: Estimate | None, flow: Flow) -> str:
+def _variant(
+    section: Section,
+    program: Program,
+    sources: SourceMap,
+    estimate: Estimate | None,
+    flow: Flow,
+    cut: PipelineCut | None,
+) -> str:
     styles = " ".join(chip(style) for style in styles_of(program, sources))
     parts = [
         f"<h2>{text(VARIANTS[section].capitalize())}</h2>",
@@ -80,7 +95,7 @@ def _variant(section: Section, program: Program, sources: SourceMap, estimate: E
             f"<h3>Modules</h3><p>{styles}</p><p class=dim>Bytes are what a rank stores before data parallelism. "
             "The pointer on a module shows its shapes, moves and rules.</p>"
         ),
-        tree_html(program, sources),
+        tree_html(program, sources, cut),
         (
             "<h3>The flow of one block</h3><p class=dim>From top to bottom as it runs. I: whole, complete gradient; "
             "R: whole, partial gradient; V(d): split in dim d; P: partial sum.</p>"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardplan.compiler.lower import Program
 from shardplan.compiler.lower.describe import leaving
@@ -11,8 +11,10 @@ from shardplan.core.layout import Layout
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.moves import move_ops
 from shardplan.core.sources import SourceMap
+from shardplan.core.stages import PipelineCut
 
 from .estimate_text import bytes_text
+from .html_axes import axes_of
 from .html_parts import axis_chip, chip, color, text
 from .program_text import Row, fold, module_rows
 
@@ -31,22 +33,18 @@ class _Node:
         return own + sum(node.size for node in self.below.values())
 
 
-def tree_html(program: Program, sources: SourceMap) -> str:
-    """The tree, repeated layers folded, with the bytes that a rank stores before data parallelism. What a module does and holds is
-    shown while the pointer is on it."""
-    units = set(program.resolved.fsdp_units)
+def tree_html(program: Program, sources: SourceMap, cut: PipelineCut | None = None) -> str:
+    """The tree, equal layers (of one stage) folded, with the bytes that a rank stores before data parallelism. What a module does and holds
+    is shown while the pointer is on it."""
     root = _Node("(model)")
-    for row in fold(module_rows(program, sources)):
+    rows = module_rows(program, sources)
+    placed = (replace(row, axes=axes_of(program, program.modules[row.name], cut)) for row in rows)
+    for row in fold(placed):
         node = root
         for part in row.name.split(".") if row.name else ():
             node = node.below.setdefault(part, _Node(part))
         node.row = row
-    folded = {name for row in fold(_units(module_rows(program, sources), units)) for name in [row.name]}
-    return "".join(_node(node, "", folded) for node in root.below.values()) or '<p class="dim">nothing</p>'
-
-
-def _units(rows: Iterable[Row], units: set[str]) -> Iterator[Row]:
-    return (row for row in rows if row.name in units)
+    return "".join(_node(node, "") for node in root.below.values()) or '<p class="dim">nothing</p>'
 
 
 def styles_of(program: Program, sources: SourceMap) -> list[str]:
@@ -54,20 +52,18 @@ def styles_of(program: Program, sources: SourceMap) -> list[str]:
     return list(dict.fromkeys(style for row in module_rows(program, sources) for style in row.styles))
 
 
-def _node(node: _Node, above: str, units: set[str]) -> str:
+def _node(node: _Node, above: str) -> str:
     name = f"{above}.{node.name}" if above else node.name
     row = node.row
     marks = [chip(style) for style in row.styles] if row else []
-    places = dict.fromkeys(p.text.partition(" [")[0] for p in row.parameters) if row else {}
-    marks += [axis_chip(f"tp: {place}") for place in places]
-    marks += [axis_chip("dp_shard: a unit")] if name in units else []
+    marks += [axis_chip(mark) for mark in row.axes] if row else []
     line = f'<span class="mono">{text(node.name)}</span> {" ".join(marks)}'
     if node.size:
         line += f' <span class="dim">{text(bytes_text(node.size))}</span>'
     title = text("\n".join(_about(name, row))) if row else text(name)
     if not node.below:
         return f'<div class="leaf" title="{title}">{line}</div>'
-    inside = "".join(_node(one, name, units) for one in node.below.values())
+    inside = "".join(_node(one, name) for one in node.below.values())
     return f'<details open><summary title="{title}">{line}</summary>{inside}</details>'
 
 

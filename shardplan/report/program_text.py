@@ -71,6 +71,7 @@ class Row:
         lines: where these rules stand.
         parameters: what it owns.
         moves: the moves of its arguments and of its output.
+        axes: where it is on the axes of the mesh, for pages.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Row:
     lines: tuple[str, ...]
     parameters: tuple[ShownParameter, ...]
     moves: tuple[str, ...]
+    axes: tuple[str, ...] = ()
 
 
 def program_text(

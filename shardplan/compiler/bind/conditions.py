@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, PlanError, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, PlanError, Rewrite, Severity
 from shardplan.core.expressions import EvaluationError, holds, names, parse_condition
 from shardplan.core.plan import SECTIONS, PlanFile, Rule, Section
 from shardplan.core.suggest import closest, did_you_mean
@@ -156,15 +156,15 @@ class _Conditions:
             parsed = _parse(condition)
             return holds(parsed, self.values(*names(parsed)))
         except EvaluationError as error:
+            near = closest(error.unknown[0], self.tree.fields) if error.unknown else None
             self.findings[location] = Diagnostic(
                 code=NO_VALUE.code,
                 severity=Severity.ERROR,
                 message=f"the condition `{condition}` has no value: {error.reason}",
                 primary=Label(location),
-                help=self._help(error.unknown),
+                help=did_you_mean(error.unknown[0], near)
+                if near
+                else "name numbers, booleans or fields that may be None",
+                proposals=(Rewrite(location, condition.replace(error.unknown[0], near)),) if near else (),
             )
             return None
-
-    def _help(self, unknown: tuple[str, ...]) -> str:
-        near = closest(unknown[0], self.tree.fields) if unknown else None
-        return did_you_mean(unknown[0], near) if near else "name numbers, booleans or fields that may be None"

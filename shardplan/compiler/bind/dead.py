@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Location, Rewrite, Severity
+from shardplan.core.plan import section_at
 from shardplan.core.tree import named
 from shardplan.language.globs import Glob
 
@@ -62,10 +63,14 @@ def dead(
     as_one = len(close) == len(glob.alternatives) and " and " not in named(close)
     keys = [named(close)] if as_one else close
     near = " or ".join(f"`{key}`" for key in keys)
+    proposals: tuple[Edit | Rewrite, ...] = ()
     if inherited:
+        section = section_at(location.path)
+        proposals = (Edit(section, glob.pattern, "none"),) if section is not None else ()
         help = f"remove the inherited rule with `{glob.pattern}: none`" + (f"; this model has {near}" if near else "")
     else:
         help = f"write {near}" if near else "remove it"
+        proposals = tuple(Rewrite(location, key) for key in keys) or (Rewrite(location, None),)
         help += "" if modules_only else ", or write `optional: true` if only some models have it"
     return Diagnostic(
         code=DEAD.code,
@@ -73,4 +78,5 @@ def dead(
         message=f"`{glob.pattern}` matches {nothing} of {model}",
         primary=Label(location, "matches nothing"),
         help=help,
+        proposals=proposals,
     )

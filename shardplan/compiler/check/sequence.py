@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
+from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Location, Severity
 from shardplan.core.layout import SEQ, V
 from shardplan.core.plan import Assignment
 from shardplan.core.tree import block
@@ -122,5 +122,6 @@ def _finding(facts: Facts, waiting: list[Assignment], slices: list[Assignment]) 
         primary=Label(waiting[0].rule.location, "leaves the sequence whole"),
         related=(Label(slices[0].rule.location, "outputs a slice of the sequence"),),
         help=f"add {line} under `sequence_parallel`",
+        proposals=(Edit("sequence_parallel", tree.address(first), "split_seq_input"),) if in_list else (),
         modules=tuple(a.name for a in waiting),
     )

@@ -60,6 +60,7 @@ class Work:
     draws: ByVariant = field(default_factory=dict)  # whose random numbers each module draws
     streams: Streams | None = None
     steps: list[str] = field(default_factory=list)
+    bare: bool = False
 
     @property
     def split(self) -> bool:
@@ -125,7 +126,8 @@ def _autocast(work: Work) -> bool:
 
 def _data_parallel(work: Work) -> bool:
     resolved = work.program.resolved
-    work.mesh.check_sections(resolved)
+    if not work.bare:
+        work.mesh.check_sections(resolved)
     if resolved.data_parallel is None:
         return False
     backend = BACKENDS[resolved.data_parallel.backend]
@@ -208,6 +210,7 @@ def apply_program(
     derived: DerivedPlan | None = None,
     ranks: Ranks = ALONE,
     place: tuple[int, ...] = (),
+    bare: bool = False,
 ) -> nn.Module:
     """Run the phases. Returns the model, or the wrapper that its data-parallel backend puts around it.
 
@@ -219,6 +222,7 @@ def apply_program(
         derived: the plan, where `auto` derived it.
         ranks: those that do it together, and learn from each other where one of them fails.
         place: of this model among others with the same seed, which draw other numbers.
+        bare: a program without data parallelism is not refused on a mesh with such ranks: the model is looked at, not trained.
 
     Raises:
         PlanError: SP525: hooks on parameters that are replaced; the model is untouched.
@@ -230,7 +234,16 @@ def apply_program(
     draws = draws_of(program)
     streams = streams_of(mesh, seed, place) if seed is not None and draws else None
     work = Work(
-        model, unwrapped(model), mesh, program, src_data_rank, ranks, autocast=autocast, draws=draws, streams=streams
+        model,
+        unwrapped(model),
+        mesh,
+        program,
+        src_data_rank,
+        ranks,
+        autocast=autocast,
+        draws=draws,
+        streams=streams,
+        bare=bare,
     )
     with ranks.step():
         check_experts(mesh, program)

@@ -1,0 +1,191 @@
+"""What `fit` compiles and traces of a model, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from shardplan.compiler.pipeline import Compiled, compile_variant
+from shardplan.compiler.user_inputs import AnyPlan, Model
+from shardplan.core.diagnostics import PlanError
+from shardplan.core.mesh import MeshSizes
+
+from .apply import program_or_raise
+from .deriving import deriving
+from .keywords import PlanOptions
+
+if TYPE_CHECKING:
+    from shardplan.compiler.lower.program import Program
+    from shardplan.core.estimates import Question
+    from shardplan.core.fits import Checkpointing, Choice
+    from shardplan.cost.fit_screening import Table
+
+MIXED: dict[str, Any] = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}
+NO_EXPERTS = "SP393"  # the plan distributes none: there is no axis to search
+
+
+class Programs:
+    """The programs of a model for sizes of the axes that they depend on, and the tables of their parts.
+
+    Args:
+        asked: with the step, whose precision is that of products.
+        refused: is told what is not searched, and why.
+        progress: called with what is being done.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        plan: AnyPlan,
+        of_plan: PlanOptions,
+        asked: Question,
+        refused: dict[str, str],
+        progress: Callable[[str], None],
+    ) -> None:
+        self.model, self.plan, self.of_plan, self.asked = model, plan, of_plan, asked
+        self.refused, self.progress = refused, progress
+        self.derived: Any = None
+        self.stages = True
+        self._compiled: dict[tuple[int, int, bool], Compiled] = {}
+        self._tables: dict[Any, Table] = {}
+
+    def compiled(self, tp: int, *, ep: int = 1, chunked: bool = False) -> Compiled:
+        """With the plan's overlay where it allows that, its stages, every block checkpointed, and FSDP2.
+
+        Raises:
+            PlanError: the plan does not allow it.
+        """
+        key = (tp, ep, chunked)
+        if key in self._compiled:
+            return self._compiled[key]
+        self.progress(f"compiling for tp {tp}" + (f", ep {ep}" if ep > 1 else ""))
+        last: PlanError | None = None
+        for overlay in (True, False) if tp > 1 else (False,):
+            for stages in (2, 1) if self.stages and not chunked else (1,):
+                try:
+                    made = self._compile(
+                        MeshSizes(tp=tp, dp_shard=max(2, ep // tp), cp=1 + chunked, ep=ep, pp=stages), overlay
+                    )
+                except PlanError as error:
+                    last = error
+                    continue
+                if stages == 1 and self.stages and last is not None and not chunked and ep == 1:
+                    self.stages = False
+                    self.refused["pp"] = first_error(last)
+                if tp > 1 and not overlay and last is not None and ep == 1 and not chunked:
+                    self.refused[f"sequence parallelism, tp {tp}"] = first_error(last)
+                self._compiled[key] = made
+                return made
+        assert last is not None
+        raise last
+
+    def program(self, choice: Choice) -> tuple[Compiled, Program]:
+        """The program of a configuration, for its mesh.
+
+        Raises:
+            PlanError, ValueError: the plan does not allow it.
+        """
+        sizes = choice.sizes
+        compiled = self.compiled(sizes.tp or 1, ep=sizes.ep, chunked=sizes.cp > 1)
+        program = checkpointed(
+            _lowered(compiled, sharded=choice.sharded_logits, regather=choice.regather), choice.checkpointing
+        )
+        resolved = replace(program.resolved, sizes=sizes)
+        if choice.offload:
+            assert resolved.data_parallel is not None
+            resolved = replace(resolved, data_parallel=replace(resolved.data_parallel, cpu_offload=True))
+        return compiled, replace(program, resolved=resolved)
+
+    def table(
+        self,
+        sizes: MeshSizes,
+        checkpointing: Checkpointing,
+        *,
+        sharded: bool = False,
+        regather: bool = False,
+    ) -> Table:
+        """The parts of the model on one rank of these sizes of tp, ep and cp, for one sequence.
+
+        Raises:
+            PlanError, ValueError: the plan does not allow it; a model without repeated layers.
+        """
+        key = (sizes, checkpointing, sharded, regather)
+        if key not in self._tables:
+            compiled = self.compiled(sizes.tp or 1, ep=sizes.ep, chunked=sizes.cp > 1)
+            program = checkpointed(_lowered(compiled, sharded=sharded, regather=regather), checkpointing)
+            self._tables[key] = self._traced(compiled, program, sizes, checkpointing)
+        return self._tables[key]
+
+    def _compile(self, sizes: MeshSizes, overlay: bool) -> Compiled:
+        derive = deriving(self.model, self.of_plan, sizes, sequence_parallel=overlay, progress=self.progress)
+        compiled = compile_variant(
+            self.model,
+            sizes,
+            self.plan,
+            {
+                "sequence_parallel": overlay,
+                "data_parallel": MIXED if self.asked.step.precision == "bf16" else True,
+                "activation_checkpointing": {"mode": "full"},
+            },
+            seq_len=self.asked.step.seq_len,
+            allow_unproven=True,
+            derive=derive,
+        )
+        program_or_raise(compiled)
+        self.derived = compiled.given.derived or self.derived
+        return compiled
+
+    def _traced(self, compiled: Compiled, program: Program, sizes: MeshSizes, checkpointing: str) -> Table:
+        from shardplan.cost.depth import cut, depths_of
+        from shardplan.cost.fit_screening import Table
+        from shardplan.cost.step_ledgers import step_ledger
+        from shardplan.cost.traced_parts import PartNames
+
+        found, _ = compiled.given.both
+        alone = replace(
+            program.resolved,
+            sizes=sizes,
+            data_parallel=None,
+            dp_units=(),
+            dp_parts=(),
+            dp_experts=(),
+            dp_ignored=frozenset(),
+        )
+        program = replace(program, resolved=alone)
+        depths = depths_of(found, program)
+        if not depths.lists:
+            raise ValueError(f"{found.name} has no repeated layers that fit could put together: use estimate --sweep")
+        blocks = alone.pp_blocks or tuple(f"{depths.lists[0]}.{i}" for i in range(depths.count))
+        names = PartNames.of(alone) if alone.pp_blocks else PartNames(blocks, (), ())
+        text = "".join(f", {axis} {size}" for axis, size in (("ep", sizes.ep), ("cp", sizes.cp)) if size > 1)
+        self.progress(f"tracing tp {sizes.tp}{text}, checkpointing {checkpointing}")
+        shorten = partial(cut, depths=depths, depth=depths.traced[-1])
+        asked = replace(
+            self.asked, step=replace(self.asked.step, optimizer="none")
+        )  # its states are added for each mesh
+        ledger = step_ledger(found, program, asked, shorten=shorten, names=names, unwrapped=True)
+        return Table(blocks, depths, ledger.parts, bool(alone.pp_blocks))
+
+
+def _lowered(compiled: Compiled, *, sharded: bool, regather: bool) -> Program:
+    if not sharded and not regather:
+        assert compiled.program is not None
+        return compiled.program
+    return compiled.lowered(logits="sharded" if sharded else "plan", regather=regather or None)
+
+
+def checkpointed(program: Program, how: Checkpointing) -> Program:
+    """A program whose blocks are checkpointed, with another way of it."""
+    resolved = program.resolved
+    section = resolved.activation_checkpointing
+    if how == "none" or section is None:
+        return replace(program, resolved=replace(resolved, activation_checkpointing=None, ac_modules=()))
+    return replace(program, resolved=replace(resolved, activation_checkpointing=replace(section, mode=how)))
+
+
+def first_error(error: Exception) -> str:
+    if not isinstance(error, PlanError):
+        return str(error)
+    return next(d for d in error.diagnostics if d.is_error).message

@@ -1,0 +1,74 @@
+"""Tables of `fit` for sizes of an axis that were not traced, from those that were."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardplan.core.mesh import Axis
+
+from .fit_screening import Table
+from .part_costs import PartCosts, Stored
+
+
+def of_experts(table: Table, traced: int, ep: int) -> Table:
+    """The parts with experts over another number of ranks: each has another share of them, as many rows in the mean, and sends
+    (ep - 1) / ep of these.
+
+    Args:
+        table: at ep = `traced`, above 1.
+    """
+
+    def part(one: PartCosts) -> PartCosts:
+        experts = one.stored.experts * traced // ep
+        stored = replace(
+            one.stored, elements=one.stored.elements - one.stored.experts + experts, experts=experts
+        )  # its bytes are not read
+        sent = (ep - 1) * traced / (ep * (traced - 1))
+        traffic = {
+            (axis, name): (calls, int(size * sent) if axis is Axis.EP else size)
+            for (axis, name), (calls, size) in one.traffic.items()
+        }
+        return replace(one, stored=stored, traffic=traffic)
+
+    return replace(table, costs={name: part(one) for name, one in table.costs.items()})
+
+
+def of_chunks(few: Table, many: Table, sizes: tuple[int, int], cp: int) -> Table:
+    """The parts with a sequence over another number of ranks. What a part costs has a share that is divided by cp and one that is not
+    (keys and values are gathered whole): a line over 1 / cp.
+
+    Args:
+        few, many: traced at the two `sizes` of cp.
+    """
+    a, b = sizes
+    weight = (1 / cp - 1 / a) / (1 / b - 1 / a)
+
+    def number(x: int, y: int) -> int:
+        return max(0, round(x + (y - x) * weight))
+
+    def numbers(x: Mapping[Any, int], y: Mapping[Any, int]) -> dict[Any, int]:
+        return {key: number(x.get(key, 0), y.get(key, 0)) for key in {**x, **y}}
+
+    def part(x: PartCosts, y: PartCosts) -> PartCosts:
+        return PartCosts(
+            forward=numbers(x.forward, y.forward),
+            backward=numbers(x.backward, y.backward),
+            weights=numbers(x.weights, y.weights),
+            kept=numbers(x.kept, y.kept),
+            burst=number(x.burst, y.burst),
+            handed=number(x.handed, y.handed),
+            traffic={key: _pair(x.traffic, y.traffic, key, number) for key in {**x.traffic, **y.traffic}},
+            touched=number(x.touched, y.touched),
+            stored=x.stored,
+        )
+
+    nothing = PartCosts(stored=Stored())
+    names = {**few.costs, **many.costs}
+    return replace(few, costs={n: part(few.costs.get(n, nothing), many.costs.get(n, nothing)) for n in names})
+
+
+def _pair(x: Any, y: Any, key: Any, number: Callable[[int, int], int]) -> tuple[int, int]:
+    (calls, size), (other, large) = x.get(key, (0, 0)), y.get(key, (0, 0))
+    return max(calls, other), number(size, large)
