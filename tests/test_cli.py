@@ -148,3 +148,20 @@ def test_tables_fit_a_terminal_and_have_a_line_for_each_row_elsewhere(monkeypatc
         shown[stream.isatty()] = stream.getvalue().splitlines()
     assert max(map(len, shown[True])) <= 70 < max(map(len, shown[False]))
     assert sorted("".join(shown[True]).replace(" ", "")) == sorted("".join(shown[False]).replace(" ", ""))
+
+
+def test_what_newcomers_type(capsys, tmp_path, monkeypatch):
+    """No command, one that is misspelt, a code without its letters, a plan on standard input, JSON to format."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text('{"version": "1"}')
+    for words, code, said in (
+        ([], 2, "Check a plan against a model".lower()),
+        (["validat", "llama", "llama"], 2, "did you mean: shardplan validate"),
+        (["--debug", "lnit"], 2, "did you mean: shardplan init"),
+        (["explain", "401"], 0, "SP401: "),
+        (["lint", "-"], 1, "write /dev/stdin"),
+        (["fmt", "plan.json"], 2, "plan.json is JSON: only plans in YAML are formatted"),
+    ):
+        assert main(words) == code, words
+        printed = capsys.readouterr()
+        assert said in printed.out + printed.err or said in (printed.out + printed.err).lower(), words

@@ -87,6 +87,13 @@ def core(wheels, tmp_path_factory) -> Path:
         (["validate", "llama", "mine.yaml"], 2, "pip install shardplan"),
         (["estimate", "llama", "llama", "--mesh", "tp=2", "--seq-len", "8"], 2, "pip install shardplan"),
         (["init", "llama"], 2, "pip install shardplan"),
+        (["verify", "llama", "llama", "--tp", "2"], 2, "pip install shardplan"),
+        (["show", "llama", "llama", "--tp", "2"], 2, "pip install shardplan"),
+        (["diff", "llama", "mine.yaml", "llama"], 2, "pip install shardplan"),
+        (["lock", "llama", "mine.yaml"], 2, "pip install shardplan"),
+        (["report", "llama", "mine.yaml", "-o", "x.html"], 2, "pip install shardplan"),
+        (["list", "llama"], 2, "pip install shardplan"),
+        (["validate", "llama", "mine.yaml", "--fix"], 2, "pip install shardplan"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

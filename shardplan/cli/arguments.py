@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from shardplan.core.schedules import SCHEDULES
+from shardplan.core.suggest import closest
 
 from .argument_parts import (
     MODEL_HELP,
@@ -58,6 +59,12 @@ def build_parser() -> Parser:
         add_arguments(command)
         debug(command, default=argparse.SUPPRESS)  # accepted before or after the command
     return parser
+
+
+def misspelt(words: Sequence[str]) -> str | None:
+    """The command that the first word probably means, where it is none."""
+    word = next((word for word in words if not word.startswith("-")), "")
+    return closest(word, COMMANDS) if word not in COMMANDS else None
 
 
 def _validate(parser: Parser) -> None:

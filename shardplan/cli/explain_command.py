@@ -12,6 +12,7 @@ from .exits import CLEAN, UsageError
 
 def run(args: argparse.Namespace) -> int:
     pages, word = catalog(), args.code.upper()
+    word = f"SP{word}" if word.isdecimal() else word
     code = pages.get(word)
     if code is None:
         near = [known for known in pages if known.startswith(word)][:3]

@@ -20,6 +20,8 @@ from .output import finish, write_file
 
 
 def run(args: argparse.Namespace) -> int:
+    if named := [word for word in args.plans if word.lower().endswith(".json")]:
+        raise UsageError(f"{named[0]} is JSON: only plans in YAML are formatted")
     files = [file for word in args.plans for file in plans_of(word) if not file.lower().endswith(".json")]
     if builtin := [file for file in files if not is_file(file)]:
         raise UsageError(f"{builtin[0]} is no file: built-in plans are not formatted")

@@ -17,12 +17,17 @@ NOT_IN_CORE = ("torch", "transformers", "safetensors", "tqdm", "numpy")  # which
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (`shardplan.cli.exits`)."""
-    from .arguments import build_parser
+    from .arguments import build_parser, misspelt
 
     words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
+        build_parser().print_help(sys.stderr)
+        return USAGE
     try:
         args = build_parser().parse_args(words)
     except SystemExit as stop:
+        if stop.code and (near := misspelt(words)) is not None:
+            print(f"did you mean: shardplan {near}", file=sys.stderr)
         return stop.code if isinstance(stop.code, int) else USAGE
     try:
         return import_module(f"shardplan.cli.{args.command}_command").run(args)

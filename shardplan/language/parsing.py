@@ -106,6 +106,8 @@ def _refused(file: str, code: Code, message: str, help: str | None = None) -> Pa
 
 
 def _similar_builtin(word: str) -> str:
+    if word == "-":
+        return "write /dev/stdin for a plan on standard input"
     near = closest(word, builtin_plans())
     if near:
         return did_you_mean(word, near)
