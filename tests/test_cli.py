@@ -157,7 +157,7 @@ def test_what_newcomers_type(capsys, tmp_path, monkeypatch):
     for words, code, said in (
         ([], 2, "Check a plan against a model".lower()),
         (["validat", "llama", "llama"], 2, "did you mean: shardplan validate"),
-        (["--debug", "lnit"], 2, "did you mean: shardplan init"),
+        (["--debug", "verifi", "llama"], 2, "did you mean: shardplan verify"),
         (["explain", "401"], 0, "SP401: "),
         (["lint", "-"], 1, "write /dev/stdin"),
         (["fmt", "plan.json"], 2, "plan.json is JSON: only plans in YAML are formatted"),
