@@ -209,9 +209,9 @@ def test_experts_are_distributed_and_sequences_shared_where_that_is_needed():
     )
     assert any(row.choice.sizes.ep > 1 for row in spread.rows) and spread.rows[0].mfu > 0
     long = SETTINGS | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}  # tp does not divide it
-    shared = shardplan.fit("llama", gpus=2, device=SLOW, global_batch=1, seq_len=SEQ, settings=long, best=1)
-    (row,) = shared.rows
-    assert row.choice.sizes.cp == 2 and dict(shared.refused).keys() == {"tp 2", "pp", "cpu_offload"}
+    shared = shardplan.fit("llama", gpus=2, device=SLOW, global_batch=1, seq_len=SEQ, settings=long)
+    (row,) = (row for row in shared.rows if row.choice.sizes.cp == 2)
+    assert dict(shared.refused).keys() == {"tp 2", "cpu_offload"}
     again = shardplan.estimate(
         "llama",
         "auto",
