@@ -18,7 +18,7 @@ from shardplan.compiler.lower.program import Program
 from shardplan.compiler.pipeline_cut import even_sizes, pipeline_cut
 from shardplan.compiler.user_inputs import Model
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
-from shardplan.core.mesh import COSTED, Axis, MeshSizes
+from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.core.report import Compared, Comparison
 from shardplan.core.schedules import Schedule
 from shardplan.core.stages import PipelineCut
@@ -37,7 +37,7 @@ from .proof_codes import NO_ROWS
 from .rank import whole
 from .steps import STEPS, separate
 
-AXES = (Axis.PP, *COSTED)  # a mesh with pp has no cp
+AXES = (Axis.PP, *(axis for axis in APPLIED if axis is not Axis.CP))  # a mesh with pp has no cp
 
 
 def schedule_of_call(schedule: str | None, micro_batches: int | None, *, processes: bool, pp: int) -> Schedule:
