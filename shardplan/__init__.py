@@ -11,14 +11,18 @@ if TYPE_CHECKING:
         applied,
         apply_pipeline,
         apply_plan,
+        check_lock,
         compile_plan,
         convert_plan,
         coverage,
         diff_plans,
         estimate,
         fit,
+        fix_plan,
         init_plan,
         load_plan,
+        lock_plan,
+        plan_report,
         sweep,
         validate,
         verify,
@@ -29,6 +33,7 @@ if TYPE_CHECKING:
     from .core.estimates import TrainingStep
     from .core.plan import Plan
     from .core.plan_changes import PlanDiff
+    from .core.plan_lock import LockedQuestion
     from .core.report import Report
     from .runtime.apply import build_mesh, without_sequence_parallel
     from .runtime.apply.micro_batches import micro_batches
@@ -68,6 +73,10 @@ _EXPORTS = {
     "convert_plan": "shardplan.api.plans",
     "coverage": "shardplan.api.check",
     "diff_plans": "shardplan.api.comparing",
+    "fix_plan": "shardplan.api.fixing",
+    "lock_plan": "shardplan.api.locking",
+    "check_lock": "shardplan.api.locking",
+    "plan_report": "shardplan.api.reporting",
     "validate": "shardplan.api.check",
     "compile_plan": "shardplan.api.apply",
     "apply_plan": "shardplan.api.apply",
@@ -111,6 +120,7 @@ _EXPORTS = {
     "PlanError": "shardplan.core.diagnostics",
     "Plan": "shardplan.core.plan",
     "PlanDiff": "shardplan.core.plan_changes",
+    "LockedQuestion": "shardplan.core.plan_lock",
     "Report": "shardplan.core.report",
 }
 
