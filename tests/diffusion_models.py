@@ -114,6 +114,47 @@ def _qwen_edit(random: torch.Generator) -> dict[str, Any]:
     }
 
 
+def _pixart(random: torch.Generator) -> dict[str, Any]:
+    mask = torch.ones(BATCH, TEXT - 1)
+    mask[1, TEXT // 2 :] = 0
+    return {
+        "hidden_states": _floats(random, BATCH, 4, 8, 8),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "timestep": _times(random),
+        "encoder_attention_mask": mask,
+        "added_cond_kwargs": {"resolution": None, "aspect_ratio": None},
+    }
+
+
+def _auraflow(random: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": _floats(random, BATCH, 4, 8, 8),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "timestep": torch.rand(BATCH, generator=random),
+    }
+
+
+def _cogvideox(random: torch.Generator) -> dict[str, Any]:
+    return {
+        "hidden_states": _floats(random, BATCH, 2, 4, 8, 8),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT, 32),
+        "timestep": _times(random),
+    }
+
+
+def _hunyuan_video(random: torch.Generator) -> dict[str, Any]:
+    mask = torch.ones(BATCH, TEXT - 1, dtype=torch.long)
+    mask[1, TEXT // 2 :] = 0
+    return {
+        "hidden_states": _floats(random, BATCH, 4, 2, 8, 4),
+        "encoder_hidden_states": _floats(random, BATCH, TEXT - 1, 32),
+        "encoder_attention_mask": mask,
+        "pooled_projections": _floats(random, BATCH, 24),
+        "timestep": _times(random),
+        "guidance": 1000 * torch.rand(BATCH, generator=random),
+    }
+
+
 HEADED = {"num_attention_heads": HEADS, "attention_head_dim": HEAD_DIM}
 
 DIFFUSION = {
@@ -201,6 +242,65 @@ DIFFUSION = {
             },
             _qwen_edit,
             {"zero_cond_t": True},
+        ),
+        Diffusion(
+            "PixArtTransformer2DModel",
+            {
+                **HEADED,
+                "in_channels": 4,
+                "out_channels": 8,
+                "num_layers": 2,
+                "cross_attention_dim": WIDTH,
+                "sample_size": 8,
+                "caption_channels": 32,
+                "use_additional_conditions": False,
+            },
+            _pixart,
+            {"caption_channels": 4096},
+        ),
+        Diffusion(
+            "AuraFlowTransformer2DModel",
+            {
+                **HEADED,
+                "sample_size": 8,
+                "num_mmdit_layers": 2,
+                "num_single_dit_layers": 2,
+                "joint_attention_dim": 32,
+                "caption_projection_dim": WIDTH,
+                "pos_embed_max_size": 16,
+            },
+            _auraflow,
+        ),
+        Diffusion(
+            "CogVideoXTransformer3DModel",
+            {
+                **HEADED,
+                "in_channels": 4,
+                "out_channels": 4,
+                "time_embed_dim": 16,
+                "text_embed_dim": 32,
+                "num_layers": 2,
+                "sample_width": 8,
+                "sample_height": 8,
+                "sample_frames": 5,
+                "max_text_seq_length": TEXT,
+            },
+            _cogvideox,
+        ),
+        Diffusion(
+            "HunyuanVideoTransformer3DModel",
+            {
+                **HEADED,
+                "in_channels": 4,
+                "out_channels": 4,
+                "num_layers": 2,
+                "num_single_layers": 2,
+                "num_refiner_layers": 2,
+                "text_embed_dim": 32,
+                "pooled_projection_dim": 24,
+                "rope_axes_dim": (4, 4, 4),
+            },
+            _hunyuan_video,
         ),
     )
 }

@@ -37,7 +37,9 @@ def config_of_file(file: ConfigFile, settings: Mapping[str, Setting], *, trust_r
         raise refuse(
             NO_MODEL_TYPE,
             f"{file.shown} has no model_type",
-            help='add the architecture\'s name, as in "model_type": "llama"',
+            help="a configuration of diffusers builds no model here: name a function that does, `module:callable`"
+            if "_class_name" in file.data
+            else 'add the architecture\'s name, as in "model_type": "llama"',
             file=file.shown,
         )
     if model_type not in CONFIG_MAPPING and not file.own_code:
