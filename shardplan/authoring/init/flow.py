@@ -76,7 +76,7 @@ class Flow:
         return found
 
     def _product(self, event: Event) -> Product | None:
-        if event.kind != "op":
+        if event.kind != "op" or self.depthwise(event) is not None:
             return None
         if event.place[2] == "atom":
             own = [i for i in event.inputs if i in self.run.parameters]
@@ -90,6 +90,14 @@ class Flow:
         given = tuple(i for i in event.inputs if i not in matrices and self.run.requires_grad[i])
         name, turns = next(iter(matrices.values()))
         return Product(name, event.module, given, event.outputs, turned=(event.name == "linear") == (turns % 2 == 1))
+
+    def depthwise(self, event: Event) -> str | None:
+        """The module whose channels an operation convolves, each by itself: that mixes no features, and is no product."""
+        if event.kind != "op" or not event.name.startswith("conv"):
+            return None
+        found = (self._matrix(i) for i in event.inputs)
+        owners = (self.tree.parameters[one[0]][0] for one in found if one is not None)
+        return next((owner.name for owner in owners if owner.kind == "depthwise"), None)
 
     def _matrix(self, number: int) -> tuple[str, int] | None:
         """The parameter of two or more dims that a value is, or is cut from, and how often it was transposed."""

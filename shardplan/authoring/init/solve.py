@@ -15,6 +15,7 @@ from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, Rules
 from .flow import Flow, Product
 from .parts import cut, features, packed
 from .regions import Group
+from .states import States
 
 MOST_DIVIDED = 5  # attributes in one group
 # Of the parameters of its blocks: a smaller group is not gathered. That costs a step four collectives in each block, which
@@ -61,10 +62,21 @@ class Solver:
 
     def solve(self, group: Group) -> Draft | str:
         """Rules that split a group, and are right for it alone; where none are found, the reason against the best."""
-        draft, reason = self._split_through(group)
+        draft, reason = self._with_state(group)
+        if draft is None:
+            draft, other = self._split_through(group)
+            reason = reason or other
         if draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
             draft = self.board.fixed(self._gathered(group))
         return draft if draft is not None else reason
+
+    def _with_state(self, group: Group) -> tuple[Draft | None, str]:
+        """With the states of a state space or linear attention layer split, where the group is of one."""
+        states = States(self.board, self.flow, self.tree, group) if group.container is None else None
+        if states is None or not states.has_state:
+            return None, ""
+        draft, best = states.solved()
+        return draft, "" if draft is not None or best is None else self.board.reason(best)
 
     def _split_through(self, group: Group) -> tuple[Draft | None, str]:
         """With nothing gathered between the first matrices and the last."""

@@ -197,6 +197,8 @@ def _text(options: Options) -> str:
 def _option_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_option_value, value))}]"
+    if isinstance(value, Mapping):
+        return _text(value)
     if isinstance(value, bool):
         return str(value).lower()
     return _scalar(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,123 @@
+"""Where the features of a result go in the model's code: into which parts they are cut, and into how many heads each part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import permutations
+
+import torch
+
+from shardplan.model.reduced.trace import Event
+
+from .flow import MATMULS, Flow
+
+CHANNELS = 1  # [batch, channels, positions], as convolutions have them
+MOST_DIMS = 5  # of a value whose dims are permuted
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring features that the code takes out of a result together.
+
+    Args:
+        length: how many.
+        heads: into how many heads the code splits them; None where it does not.
+    """
+
+    length: int
+    heads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Features of the result from `start` on, in one dim of a value."""
+
+    number: int
+    dim: int
+    start: int
+    length: int
+
+
+def parts_of(flow: Flow, number: int, dim: int) -> tuple[Part, ...]:
+    """The parts of the features that one dim of a value has, in their order; one part where they are not cut.
+
+    Followed are operations that keep the features apart: element by element, cuts, permuted dims, depthwise convolutions. The groups of a
+    norm are no heads.
+    """
+    size = flow.run.values[number].shape[dim]
+    ends, heads = {0, size}, dict[tuple[int, int], int]()
+    queue = [_Span(number, dim, 0, size)]
+    seen = {(number, dim)}
+    for span in queue:
+        ends.update((span.start, span.start + span.length))
+        for event in flow.readers.get(span.number, ()):
+            for output in event.outputs:
+                count = _heads(flow, span, output) if flow.tree.modules[event.module].kind != "norm" else None
+                if count is not None:
+                    heads.setdefault((span.start, span.length), count)
+                    continue
+                for more in _carried(flow, span, event, output):
+                    if (more.number, more.dim) not in seen:
+                        seen.add((more.number, more.dim))
+                        queue.append(more)
+    places = sorted(ends)
+    found = [(start, end - start) for start, end in zip(places, places[1:], strict=False)]
+    known = [Part(length, heads.get((start, length))) for start, length in found]
+    return tuple(Part(one.length, one.heads or _of_equals(known, one.length)) for one in known)
+
+
+def _of_equals(parts: list[Part], length: int) -> int | None:
+    """The heads of another part of the same length: what is multiplied element by element has the same."""
+    return max((one.heads for one in parts if one.length == length and one.heads), default=None)
+
+
+def _heads(flow: Flow, span: _Span, output: int) -> int | None:
+    """How many heads the features become where a result is a value with one dim as two or more; None where it is not."""
+    whole, result = flow.run.values[span.number], flow.run.values[output]
+    if result.ndim <= whole.ndim or result.numel() != whole.numel():
+        return None
+    more = result.ndim - whole.ndim
+    inside = result.shape[span.dim : span.dim + more + 1]
+    if result.shape[: span.dim] != whole.shape[: span.dim] or torch.Size(inside).numel() != span.length:
+        return None
+    return inside[0] if torch.equal(result.reshape(whole.shape), whole) else None
+
+
+def _carried(flow: Flow, span: _Span, event: Event, output: int) -> Iterator[_Span]:
+    """Where the features are in a result of an operation."""
+    whole, result = flow.run.values[span.number], flow.run.values[output]
+    if event.name in MATMULS:
+        if span.dim == CHANNELS and flow.depthwise(event) is not None and result.shape[CHANNELS] == span.length:
+            yield _Span(output, CHANNELS, span.start, span.length)
+        return
+    if result.ndim != whole.ndim:
+        return
+    same = result.shape == whole.shape
+    if same and not (len(event.inputs) == 1 and not torch.equal(result, whole) and _turned(span, whole, result)):
+        yield _Span(output, span.dim, span.start, span.length)
+        return
+    if (turned := _turned(span, whole, result)) is not None:
+        yield _Span(output, turned, span.start, span.length)
+    elif result.shape[span.dim] == span.length:
+        yield _Span(output, span.dim, span.start, span.length)  # other dims are cut, padded or broadcast
+    elif result.shape[span.dim] < span.length and _but(result, span.dim) == _but(whole, span.dim):
+        length = result.shape[span.dim]
+        for start in range(span.length - length + 1):
+            if torch.equal(whole.narrow(span.dim, start, length), result):
+                yield _Span(output, span.dim, span.start + start, length)
+                return
+
+
+def _but(value: torch.Tensor, dim: int) -> tuple[int, ...]:
+    return (*value.shape[:dim], *value.shape[dim + 1 :])
+
+
+def _turned(span: _Span, whole: torch.Tensor, result: torch.Tensor) -> int | None:
+    """The dim of the features in a result that is a value with its dims in another order."""
+    if whole.ndim > MOST_DIMS or sorted(whole.shape) != sorted(result.shape):
+        return None
+    for order in permutations(range(whole.ndim)):
+        if order != tuple(range(whole.ndim)) and torch.equal(whole.permute(order), result):
+            return order.index(span.dim)
+    return None

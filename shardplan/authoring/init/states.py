@@ -1,0 +1,289 @@
+"""The rules of state space and linear attention layers, whose states are split by heads or channels as attention is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
+from typing import Any
+
+from shardplan.core.tree import ModuleInfo, ModuleTree, full_name, is_count
+from shardplan.model.forward_code import forward_reads
+from shardplan.model.shaping_numbers import shapes_with
+
+from .channels import CHANNELS, Part, parts_of
+from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options
+from .flow import Flow, Product
+from .lengths import Lengths, Sized
+from .parts import features
+from .regions import Group
+
+MOST_DRAFTS = 24  # ways to say how the matrices of one group are packed, and what their norms do
+MOST_PACKED = 3  # of one matrix
+
+Rules = dict[str, dict[str, Any]]
+
+
+class States:
+    """Reads rules off the code of a module with a state: the parts into which it cuts the results of its matrices and of its
+    convolution, the heads of each, and the numbers that count them.
+
+    Args:
+        board: where drafts are tried.
+        flow: the unsharded run.
+        tree: the model's own picture.
+        group: matrices that one module calls.
+    """
+
+    def __init__(self, board: Board, flow: Flow, tree: ModuleTree, group: Group):
+        self.board, self.flow, self.tree, self.group = board, flow, tree, group
+        self.columns = [self._product(name) for name in group.columns]
+        self.rows = [self._product(name) for name in group.rows]
+        self.home = self.rows[0].module
+        self.inside = [m for name, m in board.tree.modules.items() if name == self.home or self._below(name)]
+        self.convolutions = [module for module in self.inside if module.kind == "depthwise"]
+        pairs = [(module, self._full(module)) for module in self.inside]
+        model = board.benches[0].model
+        known = [(one, full) for one, full in pairs if full is not None]
+        self.lengths = Lengths(board.tree, tree, known, lambda number: shapes_with(model, number))
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the group is of one module, which convolves channels or has parameters of its own that are no matrices."""
+        together = {one.module for one in self.rows} == {self.home} and self.home != ""
+        own = self.board.tree.modules[self.home].parameters
+        return together and (bool(self.convolutions) or any(len(p.shape) == 1 for p in own))
+
+    def _below(self, name: str) -> bool:
+        return name.startswith(f"{self.home}.")
+
+    def _product(self, pattern: str) -> Product:
+        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
+
+    def _full(self, module: ModuleInfo) -> ModuleInfo | None:
+        """The module in the model itself."""
+        pattern = self.board.tree.pattern(module.name)
+        same = (one for name, one in self.tree.modules.items() if self.tree.pattern(name) == pattern)
+        return next((one for one in same if one.class_name == module.class_name), None)
+
+    # What is split.
+
+    def solved(self) -> tuple[Draft | None, Draft | None]:
+        """Rules that split the group and are right for it alone, and, where none are, the draft that came furthest."""
+        best: tuple[tuple[bool, int, int], Draft] | None = None
+        for draft in islice(self._drafts(), MOST_DRAFTS):
+            score = self._score(draft)
+            if score is not None and (best is None or score > best[0]):
+                best = score, draft
+            if best is not None and best[0][0]:
+                break
+        if best is None:
+            return None, None
+        score, draft = best
+        if not score[0]:
+            draft = self._with_fewer(draft, score)
+        return (self.board.fixed(draft) if (self._score(draft) or score)[0] else None), draft
+
+    def _score(self, draft: Draft) -> tuple[bool, int, int] | None:
+        proof = self.board.proof(draft)
+        if proof is None:
+            return None
+        hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
+        return not hard, min((finding.at for finding in hard), default=0), -len(hard)
+
+    def _with_fewer(self, draft: Draft, score: tuple[bool, int, int]) -> Draft:
+        """The draft without those attributes under `divide` that it gets further without: other numbers may have the same value."""
+        pattern = self._pattern(self.home)
+        for attribute in draft.tensor_parallel[pattern].get("divide", ()):
+            now = draft.tensor_parallel[pattern]
+            left = [one for one in now["divide"] if one != attribute]
+            fewer = {**now, "divide": left} if left else {n: v for n, v in now.items() if n != "divide"}
+            without = Draft({**draft.tensor_parallel, pattern: fewer})
+            reached = self._score(without)
+            if reached is not None and reached > score:
+                draft, score = without, reached
+        return draft
+
+    def _drafts(self) -> Iterator[Draft]:
+        choices = [list(islice(self._split(column), MOST_PACKED)) for column in self.columns]
+        channels = [list(islice(self._convolved(one), MOST_PACKED)) for one in self.convolutions]
+        norms = [list(self._normed(module)) for module in self.inside if module.kind == "norm"]
+        for chosen in product(*choices, *channels, *norms):
+            sized = [one for _, parts in chosen for one in parts]
+            rules: Rules = {}
+            for found, _ in chosen:
+                rules.update(found)
+            rules.update({self._pattern(one.name): {"style": "rowwise"} for one in self.rows})
+            rules.update(self._vectors(sized))
+            rules.update(self._numbers(sized, [parts for found, parts in chosen if _convolves(found)]))
+            yield Draft(rules)
+
+    def _pattern(self, name: str) -> str:
+        return self.board.tree.pattern(name)
+
+    def _ruled(self, column: Product) -> str:
+        """What the rule of a matrix is for: the module that does nothing else, also where code multiplies by its weight itself."""
+        owner = self.board.tree.parameters[column.name][0] if column.name in self.board.tree.parameters else None
+        return self._pattern(owner.name if owner is not None and owner.kind == "linear" else column.name)
+
+    def _split(self, column: Product) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
+        """The rule of a matrix, and its parts. One that reads what another one gives sums it up; the next reads it whole."""
+        pattern = self._ruled(column)
+        if self._depth(column) % 2:
+            yield {pattern: {"style": "rowwise_with_grad_allreduce"}}, ()
+            return
+        value = column.outputs[0]
+        parts = parts_of(self.flow, value, self.flow.run.values[value].ndim - 1)
+        for options, sized in self._packed(parts, self._features(self._pattern(column.name)), self._matrix(column.name)):
+            yield {pattern: {"style": "packed_colwise" if len(parts) > 1 else "colwise", **options}}, sized
+        if len(parts) == 1:
+            yield {pattern: {"style": "colwise"}}, ()
+
+    def _depth(self, column: Product) -> int:
+        """How many matrices of the group stand in front of a matrix, one behind the other."""
+        before = [one for one in self.columns if one in self.flow.feeding(column)[0] and one != column]
+        return 1 + max(map(self._depth, before)) if before else 0
+
+    def _convolved(self, module: ModuleInfo) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
+        event = next((e for e in self.flow.run.events if self.flow.depthwise(e) == module.name), None)
+        weight, pattern = self._full(module), self._pattern(module.name)
+        if event is None or weight is None:
+            return
+        parts = parts_of(self.flow, event.outputs[0], CHANNELS)
+        if len(parts) == 1:
+            yield {pattern: {"style": "depthwise"}}, ()
+            return
+        for options, sized in self._packed(
+            parts, weight.parameters[0].shape[0], full_name(module.name, "weight")
+        ):
+            yield {pattern: {"style": "packed_depthwise", **options}}, sized
+
+    def _packed(self, parts: Sequence[Part], size: int, of: str) -> Iterator[tuple[Options, tuple[Sized, ...]]]:
+        """The options that say how a matrix is packed, and its parts; of one part its heads."""
+        for sized in self.lengths.parts(parts, size, of):
+            heads = [one.heads.words for one in sized if one.heads is not None]
+            counted: dict[str, Any] = {"heads": heads if len(sized) > 1 else heads[0]} if len(heads) == len(sized) else {}
+            if len({one.words for one in sized}) > 1:
+                yield {"packed": [one.words for one in sized], **counted}, sized
+            else:
+                yield counted if len(sized) == 1 else {} if len(sized) == 2 else {"packed": len(sized)}, sized
+        if len(parts) > 1 and len({part.length for part in parts}) == 1 and size % len(parts) == 0:
+            yield {"packed": len(parts)} if len(parts) > 2 else {}, ()
+
+    def _matrix(self, name: str) -> str:
+        """The full name of a matrix."""
+        return name if name in self.board.tree.parameters else full_name(name, "weight")
+
+    @property
+    def _channels(self) -> str:
+        """The full name of the weight of the first convolution; empty without one. Its shape depends on the number of groups, as that of
+        a norm does not."""
+        return full_name(self.convolutions[0].name, "weight") if self.convolutions else ""
+
+    def _features(self, pattern: str) -> int:
+        """The output features of the model's own matrix."""
+        name = next(n for n in (*self.tree.modules, *self.tree.parameters) if self.tree.pattern(n) == pattern)
+        if name in self.tree.parameters:
+            return features(*self.tree.parameters[name], "out")
+        weight = self.tree.modules[name].parameter("weight")
+        assert weight is not None, name  # it made a product
+        return features(self.tree.modules[name], weight, "out")
+
+    def _vectors(self, sized: Sequence[Sized]) -> Rules:
+        """Parameters with a number for each head or channel that is split."""
+        counts = {one.part.length for one in sized} | {one.part.heads for one in sized} | self._widths
+        found: Rules = {}
+        for module in self.inside:
+            if module.kind != "other":
+                continue
+            for parameter in module.parameters:
+                name = full_name(module.name, parameter.name)
+                if self._pattern(name) in (*self.group.columns, *self.group.rows) or not parameter.shape:
+                    continue
+                if parameter.shape[0] in counts and parameter.shape[0] % self.board.tp == 0:
+                    found[self._pattern(name)] = {"style": "colwise"}
+                    if module.name != self.home:
+                        found[self._pattern(module.name)] = {"style": "local_params"}
+        return found
+
+    @property
+    def _widths(self) -> set[int]:
+        """The input features of the last matrices, and the channels of the convolutions."""
+        rows = {self.flow.run.values[number].shape[-1] for row in self.rows for number in row.inputs[:1]}
+        return rows | {module.parameters[0].shape[0] for module in self.convolutions}
+
+    def _normed(self, module: ModuleInfo) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
+        """What a norm in front of the last matrix may do with features that are split."""
+        width = module.parameters[0].shape[-1]
+        full = self._full(module)
+        if width in self._widths and full is not None:
+            for name, value in module.numbers.items():
+                whole = full.numbers.get(name)
+                if type(value) is int and type(whole) is int and value > 1 and width % value == 0:
+                    for count in self.lengths.called(width // value, self._channels or full_name(module.name, "weight")):
+                        if count.full * whole == full.parameters[0].shape[-1]:
+                            options = {"style": "colwise_norm", "groups": count.words, "divide": [name]}
+                            yield {self._pattern(module.name): options}, ()
+            yield {self._pattern(module.name): {"style": "colwise_norm"}}, ()
+        yield {}, ()
+
+    # The numbers of the module.
+
+    def _numbers(self, sized: Sequence[Sized], convolved: Sequence[Sequence[Sized]]) -> Rules:
+        """The rule of the module: its numbers that count what is split are divided, and the channels of its convolution are set."""
+        counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
+        counts |= {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
+        own = self._attributes
+        divide = [name for pair in counts for name in own.get(pair, ())]
+        divide = [name for name in self.board.tree.modules[self.home].numbers if name in divide]
+        options: dict[str, Any] = {"style": BLOCK_INPUT}
+        settings: dict[str, str] = {}
+        for parts in convolved:
+            total = sum(one.part.length for one in parts), sum(one.full for one in parts)
+            words = self._sum(parts, divide)
+            for name in own.get(total, ()):
+                if words is None:
+                    divide.append(name)
+                else:
+                    settings[name] = words
+        options |= {"divide": divide} if divide else {}
+        options |= {"set": settings} if settings else {}
+        options |= {"fused": False} if self.board.tree.modules[self.home].training_reads else {}
+        return {self._pattern(self.home): options}
+
+    @property
+    def _attributes(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
+        """The attributes that the module's code reads while it runs, by their values in the reduced model and in the model itself."""
+        module = self.board.tree.modules[self.home]
+        full = self._full(module)
+        if full is None:
+            return {}
+        read = forward_reads(type(self.board.benches[0].model.get_submodule(self.home)))
+        alike = [m for m in self.board.tree.modules.values() if self._pattern(m.name) == self._pattern(self.home)]
+        found: dict[tuple[int, int], tuple[str, ...]] = {}
+        for name, value in module.numbers.items():
+            other = full.numbers.get(name)
+            if name in read and is_count(value) and is_count(other) and all(m.numbers.get(name) == value for m in alike):
+                found[value, other] = (*found.get((value, other), ()), name)
+        return found
+
+    def _sum(self, parts: Sequence[Sized], divide: Sequence[str]) -> str | None:
+        """The length of parts together over the module's own numbers, of which those in `divide` are a rank's; None where it has no
+        numbers for one of them."""
+        terms: dict[str, int] = {}
+        own = self._attributes
+        for one in parts:
+            whole = [name for name in own.get((one.part.length, one.full), ()) if name in divide]
+            counted: list[str] = []
+            if one.heads is not None and one.size is not None:
+                heads = own.get((one.heads.reduced, one.heads.full), ())
+                sizes = own.get((one.size.reduced, one.size.full), ())
+                counted = [f"{a} * {b}" for a in heads if a in divide for b in sizes if b not in divide]
+            words = next(iter((*counted, *whole) if one.part.heads == 1 else (*whole, *counted)), None)
+            if words is None:
+                return None
+            terms[words] = terms.get(words, 0) + 1
+        return " + ".join(words if times == 1 else f"{times} * {words}" for words, times in terms.items())
+
+
+def _convolves(rules: Rules) -> bool:
+    return any(options["style"].endswith("depthwise") for options in rules.values())

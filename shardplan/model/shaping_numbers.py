@@ -1,0 +1,40 @@
+"""On which numbers of a configuration the shapes of a model's parameters depend, by building it with another one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .config_numbers import text_config
+from .offline import offline
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def shapes_with(model: nn.Module, number: str) -> Shapes | None:
+    """The shapes of the parameters of a model like this one, by name, with a number of its configuration doubled; None where it has no
+    such number, or such a model cannot be built.
+
+    Args:
+        model: one of transformers, small.
+        number: of the part of the configuration that describes the text model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    config = copy.deepcopy(model.config)
+    text = text_config(config)
+    name = getattr(text, "attribute_map", {}).get(number, number)
+    value = vars(text).get(name)
+    if type(value) is not int:
+        return None
+    try:
+        setattr(text, name, 2 * value)
+        with offline(), torch.random.fork_rng(devices=[]), torch.device("meta"):
+            other = type(model)._from_config(config)
+    except Exception:  # of the model's own code: numbers that do not go together
+        return None
+    return {name: tuple(parameter.shape) for name, parameter in other.named_parameters(remove_duplicate=False)}
