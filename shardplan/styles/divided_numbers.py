@@ -124,13 +124,12 @@ def shared_heads(plan: ResolvedPlan) -> Mapping[str, int]:
     found: dict[str, int] = {}
     for name, module in tree.modules.items():
         around = parent(name)
-        if not any(size in tree.modules[around].numbers for size in HEAD_SIZES):
-            continue
+        has_heads = any(size in tree.modules[around].numbers for size in HEAD_SIZES)
         for parameter in lower_parameters(plan, module):
             rule = plan.parameters.get(full_name(name, parameter.name)) or plan.modules.get(name)
-            if (
-                parameter.shared and rule is not None and STYLES[rule.rule.style].shards_parameters
-            ):  # not gathered by its style
+            if rule is None or not (has_heads or rule.rule.heads):
+                continue
+            if parameter.shared and STYLES[rule.rule.style].shards_parameters:  # not gathered by its style
                 found[around] = max(found.get(around, 1), *(number for _, number in parameter.pieces(ranks, 0)))
     classes = {tree.modules[name].class_name for name in found}
     for name, module in tree.modules.items():

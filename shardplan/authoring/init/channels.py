@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import permutations
+from itertools import pairwise, permutations
 
 import torch
 
@@ -12,7 +12,7 @@ from shardplan.model.reduced.trace import Event
 
 from .flow import MATMULS, Flow
 
-CHANNELS = 1  # [batch, channels, positions], as convolutions have them
+POSITION_OF_CHANNELS = 1  # [batch, channels, positions], as convolutions have them
 MOST_DIMS = 5  # of a value whose dims are permuted
 
 
@@ -62,14 +62,16 @@ def parts_of(flow: Flow, number: int, dim: int) -> tuple[Part, ...]:
                         seen.add((more.number, more.dim))
                         queue.append(more)
     places = sorted(ends)
-    found = [(start, end - start) for start, end in zip(places, places[1:], strict=False)]
+    found = [(start, end - start) for start, end in pairwise(places)]
     known = [Part(length, heads.get((start, length))) for start, length in found]
-    return tuple(Part(one.length, one.heads or _of_equals(known, one.length)) for one in known)
+    return tuple(Part(one.length, one.heads or _like_others(known, one.length)) for one in known)
 
 
-def _of_equals(parts: list[Part], length: int) -> int | None:
-    """The heads of another part of the same length: what is multiplied element by element has the same."""
-    return max((one.heads for one in parts if one.length == length and one.heads), default=None)
+def _like_others(parts: list[Part], length: int) -> int | None:
+    """The heads of a part by another one: of the same length, as what is multiplied element by element has the same; or that has as
+    many heads as this one features."""
+    same = max((one.heads for one in parts if one.length == length and one.heads), default=None)
+    return same or (length if any(one.heads == length for one in parts) else None)
 
 
 def _heads(flow: Flow, span: _Span, output: int) -> int | None:
@@ -88,8 +90,12 @@ def _carried(flow: Flow, span: _Span, event: Event, output: int) -> Iterator[_Sp
     """Where the features are in a result of an operation."""
     whole, result = flow.run.values[span.number], flow.run.values[output]
     if event.name in MATMULS:
-        if span.dim == CHANNELS and flow.depthwise(event) is not None and result.shape[CHANNELS] == span.length:
-            yield _Span(output, CHANNELS, span.start, span.length)
+        if (
+            span.dim == POSITION_OF_CHANNELS
+            and flow.depthwise(event) is not None
+            and result.shape[POSITION_OF_CHANNELS] == span.length
+        ):
+            yield _Span(output, POSITION_OF_CHANNELS, span.start, span.length)
         return
     if result.ndim != whole.ndim:
         return

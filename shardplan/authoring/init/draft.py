@@ -91,7 +91,18 @@ def _joined(rules: Rules, more: Rules) -> Rules:
     joined = dict(rules)
     for pattern, options in more.items():
         joined[pattern] = {**joined.get(pattern, {}), **options}
-    return joined
+    return dict(sorted(joined.items(), key=lambda item: is_alternative(item[0])))
+
+
+def alternative(pattern: str) -> str:
+    """Another pattern for the same modules: its rule replaces that of the plain one for some of them, and stands behind it."""
+    around, _, last = pattern.rpartition(".")
+    return f"{around}.{{{last}}}"
+
+
+def is_alternative(pattern: str) -> bool:
+    """Whether it is a pattern that `alternative` returns."""
+    return pattern.endswith("}")
 
 
 class Board:

@@ -11,7 +11,7 @@ from shardplan.core.layout import R
 from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, Board, Draft, Options, Rules
+from .draft import BLOCK_INPUT, Board, Draft, Options, Rules, alternative
 from .flow import Flow
 
 FIXABLE = 4  # reasons; with more of them the candidate itself is wrong
@@ -263,6 +263,9 @@ class Overlay:
                 rules[rule] = {**options, "style": "rowwise_seq"}
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
+        other = self.draft.tensor_parallel.get(alternative(pattern))
+        if other is not None:
+            rules[alternative(pattern)] = {**other, **GATHERS}
         nested = any(options["style"] == BLOCK_INPUT for options in inside.values())
         if not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
             rules[pattern] = COMPLETE

@@ -99,7 +99,12 @@ class Solver:
         """The matrices split, what is between them computed whole by every rank."""
         gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
         split = self._split(group, gathered, names=self._itself)
-        return Draft({**split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
+        modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
+        around = {
+            pattern for pattern in map(parent, group.rows) if pattern in modules and modules[pattern].training_reads
+        }
+        unfused: Rules = dict.fromkeys(sorted(around), {"style": "replicate", "fused": False})
+        return Draft({**unfused, **split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
 
     def _share(self, group: Group) -> float:
         """How much of the model's own blocks a group is, those in which it stands together."""

@@ -10,8 +10,8 @@ from shardplan.core.tree import ModuleInfo, ModuleTree, full_name, is_count
 from shardplan.model.forward_code import forward_reads
 from shardplan.model.shaping_numbers import shapes_with
 
-from .channels import CHANNELS, Part, parts_of
-from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options
+from .channels import POSITION_OF_CHANNELS, Part, parts_of
+from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, alternative
 from .flow import Flow, Product
 from .lengths import Lengths, Sized
 from .parts import features
@@ -19,8 +19,10 @@ from .regions import Group
 
 MOST_DRAFTS = 24  # ways to say how the matrices of one group are packed, and what their norms do
 MOST_PACKED = 3  # of one matrix
+MOST_REMOVED = 3  # attributes that have the value of a number that is divided, by chance
 
 Rules = dict[str, dict[str, Any]]
+Choice = tuple[tuple[Rules, tuple[Sized, ...]], ...]  # of each matrix, convolution and norm its rule, and its parts
 
 
 class States:
@@ -69,18 +71,17 @@ class States:
 
     def solved(self) -> tuple[Draft | None, Draft | None]:
         """Rules that split the group and are right for it alone, and, where none are, the draft that came furthest."""
-        best: tuple[tuple[bool, int, int], Draft] | None = None
-        for draft in islice(self._drafts(), MOST_DRAFTS):
-            score = self._score(draft)
+        best: tuple[tuple[bool, int, int], Choice] | None = None
+        for choice in islice(self._choices(), MOST_DRAFTS):
+            score = self._score(self._draft(choice))
             if score is not None and (best is None or score > best[0]):
-                best = score, draft
+                best = score, choice
             if best is not None and best[0][0]:
                 break
         if best is None:
-            return None, None
-        score, draft = best
-        if not score[0]:
-            draft = self._with_fewer(draft, score)
+            return None, next(map(self._draft, self._choices()), None)
+        score, choice = best
+        draft = self._draft(choice) if score[0] else self._with_fewer(choice, score)
         return (self.board.fixed(draft) if (self._score(draft) or score)[0] else None), draft
 
     def _score(self, draft: Draft) -> tuple[bool, int, int] | None:
@@ -90,32 +91,54 @@ class States:
         hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
         return not hard, min((finding.at for finding in hard), default=0), -len(hard)
 
-    def _with_fewer(self, draft: Draft, score: tuple[bool, int, int]) -> Draft:
+    def _with_fewer(self, choice: Choice, score: tuple[bool, int, int]) -> Draft:
         """The draft without those attributes under `divide` that it gets further without: other numbers may have the same value."""
-        pattern = self._pattern(self.home)
-        for attribute in draft.tensor_parallel[pattern].get("divide", ()):
-            now = draft.tensor_parallel[pattern]
-            left = [one for one in now["divide"] if one != attribute]
-            fewer = {**now, "divide": left} if left else {n: v for n, v in now.items() if n != "divide"}
-            without = Draft({**draft.tensor_parallel, pattern: fewer})
-            reached = self._score(without)
-            if reached is not None and reached > score:
-                draft, score = without, reached
+        draft, without = self._draft(choice), frozenset[str]()
+        for _ in range(MOST_REMOVED):
+            divided = draft.tensor_parallel[self._home_rule[0]].get("divide", ())
+            found = [
+                (reached, one) for one in divided if (reached := self._score(self._draft(choice, without | {one})))
+            ]
+            further = max(found, default=(score, ""), key=lambda item: item[0])
+            if further[0] <= score:
+                break
+            score, without = further[0], without | {further[1]}
+            draft = self._draft(choice, without)
         return draft
 
-    def _drafts(self) -> Iterator[Draft]:
-        choices = [list(islice(self._split(column), MOST_PACKED)) for column in self.columns]
+    def _choices(self) -> Iterator[Choice]:
+        columns = [list(islice(self._split(column), MOST_PACKED)) for column in self.columns]
         channels = [list(islice(self._convolved(one), MOST_PACKED)) for one in self.convolutions]
         norms = [list(self._normed(module)) for module in self.inside if module.kind == "norm"]
-        for chosen in product(*choices, *channels, *norms):
-            sized = [one for _, parts in chosen for one in parts]
-            rules: Rules = {}
-            for found, _ in chosen:
-                rules.update(found)
-            rules.update({self._pattern(one.name): {"style": "rowwise"} for one in self.rows})
-            rules.update(self._vectors(sized))
-            rules.update(self._numbers(sized, [parts for found, parts in chosen if _convolves(found)]))
-            yield Draft(rules)
+        yield from product(*columns, *channels, *norms, list(self._summed()))
+
+    def _summed(self) -> Iterator[tuple[Rules, tuple[Sized, ...]]]:
+        """The last matrices: each reduces its result, or, where the module's code reads the bias of one, the module does behind it."""
+        yield {self._pattern(one.name): {"style": "rowwise"} for one in self.rows}, ()
+        modules = [self.board.tree.modules.get(one.name) for one in self.rows]
+        if any(one is not None and one.parameter("bias") for one in modules):
+            rules: Rules = {self._home_rule[0]: {"output": "all_reduce"}}
+            for one in modules:
+                styles = {"weight": "rowwise", "bias": "replicated_divided"}
+                own = () if one is None else one.parameters
+                rules |= {
+                    f"{self._pattern(one.name)}.{p.name}": {"style": styles[p.name]} for p in own if one is not None
+                }
+            yield rules, ()
+
+    def _draft(self, choice: Choice, without: frozenset[str] = frozenset()) -> Draft:
+        """The rules of a choice.
+
+        Args:
+            without: attributes that are not divided.
+        """
+        sized = [one for _, parts in choice for one in parts]
+        rules: Rules = {}
+        for found, _ in choice:
+            rules.update(found)
+        rules.update(self._vectors(sized))
+        convolved = [parts for found, parts in choice if _convolves(found)]
+        return Draft(rules).with_rules(self._numbers(sized, convolved, without))
 
     def _pattern(self, name: str) -> str:
         return self.board.tree.pattern(name)
@@ -133,7 +156,9 @@ class States:
             return
         value = column.outputs[0]
         parts = parts_of(self.flow, value, self.flow.run.values[value].ndim - 1)
-        for options, sized in self._packed(parts, self._features(self._pattern(column.name)), self._matrix(column.name)):
+        for options, sized in self._packed(
+            parts, self._features(self._pattern(column.name)), self._matrix(column.name)
+        ):
             yield {pattern: {"style": "packed_colwise" if len(parts) > 1 else "colwise", **options}}, sized
         if len(parts) == 1:
             yield {pattern: {"style": "colwise"}}, ()
@@ -148,20 +173,20 @@ class States:
         weight, pattern = self._full(module), self._pattern(module.name)
         if event is None or weight is None:
             return
-        parts = parts_of(self.flow, event.outputs[0], CHANNELS)
+        parts = parts_of(self.flow, event.outputs[0], POSITION_OF_CHANNELS)
         if len(parts) == 1:
             yield {pattern: {"style": "depthwise"}}, ()
             return
-        for options, sized in self._packed(
-            parts, weight.parameters[0].shape[0], full_name(module.name, "weight")
-        ):
+        for options, sized in self._packed(parts, weight.parameters[0].shape[0], full_name(module.name, "weight")):
             yield {pattern: {"style": "packed_depthwise", **options}}, sized
 
     def _packed(self, parts: Sequence[Part], size: int, of: str) -> Iterator[tuple[Options, tuple[Sized, ...]]]:
         """The options that say how a matrix is packed, and its parts; of one part its heads."""
         for sized in self.lengths.parts(parts, size, of):
             heads = [one.heads.words for one in sized if one.heads is not None]
-            counted: dict[str, Any] = {"heads": heads if len(sized) > 1 else heads[0]} if len(heads) == len(sized) else {}
+            counted: dict[str, Any] = (
+                {"heads": heads if len(sized) > 1 else heads[0]} if len(heads) == len(sized) else {}
+            )
             if len({one.words for one in sized}) > 1:
                 yield {"packed": [one.words for one in sized], **counted}, sized
             else:
@@ -219,7 +244,9 @@ class States:
             for name, value in module.numbers.items():
                 whole = full.numbers.get(name)
                 if type(value) is int and type(whole) is int and value > 1 and width % value == 0:
-                    for count in self.lengths.called(width // value, self._channels or full_name(module.name, "weight")):
+                    for count in self.lengths.called(
+                        width // value, self._channels or full_name(module.name, "weight")
+                    ):
                         if count.full * whole == full.parameters[0].shape[-1]:
                             options = {"style": "colwise_norm", "groups": count.words, "divide": [name]}
                             yield {self._pattern(module.name): options}, ()
@@ -228,13 +255,13 @@ class States:
 
     # The numbers of the module.
 
-    def _numbers(self, sized: Sequence[Sized], convolved: Sequence[Sequence[Sized]]) -> Rules:
+    def _numbers(self, sized: Sequence[Sized], convolved: Sequence[Sequence[Sized]], without: frozenset[str]) -> Rules:
         """The rule of the module: its numbers that count what is split are divided, and the channels of its convolution are set."""
         counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
         counts |= {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
         own = self._attributes
         divide = [name for pair in counts for name in own.get(pair, ())]
-        divide = [name for name in self.board.tree.modules[self.home].numbers if name in divide]
+        divide = [n for n in self.board.tree.modules[self.home].numbers if n in divide and n not in without]
         options: dict[str, Any] = {"style": BLOCK_INPUT}
         settings: dict[str, str] = {}
         for parts in convolved:
@@ -248,7 +275,25 @@ class States:
         options |= {"divide": divide} if divide else {}
         options |= {"set": settings} if settings else {}
         options |= {"fused": False} if self.board.tree.modules[self.home].training_reads else {}
-        return {self._pattern(self.home): options}
+        pattern, only = self._home_rule
+        return {pattern: options | only}
+
+    @property
+    def _home_rule(self) -> tuple[str, dict[str, Any]]:
+        """The pattern of the module's rule, and the options that keep it from others of another class in its place: these have rules
+        of their own, of which its own is apart."""
+        pattern = self._pattern(self.home)
+        alike = [one for one in self.board.tree.modules.values() if self._pattern(one.name) == pattern]
+        own = self.board.tree.modules[self.home]
+        others = [one for one in alike if one.class_name != own.class_name]
+        names = [one for one in self._names_below(own) if not any(one in self._names_below(other) for other in others)]
+        if not others or not names:
+            return pattern, {}
+        return alternative(pattern), {"having": names[0], "override": True}
+
+    def _names_below(self, module: ModuleInfo) -> tuple[str, ...]:
+        children = (name.rpartition(".")[2] for name in self.board.tree.children[module.name])
+        return (*(parameter.name for parameter in module.parameters), *children)
 
     @property
     def _attributes(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
@@ -262,7 +307,12 @@ class States:
         found: dict[tuple[int, int], tuple[str, ...]] = {}
         for name, value in module.numbers.items():
             other = full.numbers.get(name)
-            if name in read and is_count(value) and is_count(other) and all(m.numbers.get(name) == value for m in alike):
+            if (
+                name in read
+                and is_count(value)
+                and is_count(other)
+                and all(m.numbers.get(name) == value for m in alike)
+            ):
                 found[value, other] = (*found.get((value, other), ()), name)
         return found
 
@@ -286,4 +336,4 @@ class States:
 
 
 def _convolves(rules: Rules) -> bool:
-    return any(options["style"].endswith("depthwise") for options in rules.values())
+    return any(options.get("style", "").endswith("depthwise") for options in rules.values())

@@ -12,6 +12,7 @@ from shardplan.model.reduced.recorder import argument_names
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import BoundModule
 from shardplan.styles.boundary import InputBoundary, OutputBoundary
+from shardplan.styles.convolutions import CHANNELS
 
 from .finding import AS_BEFORE
 from .operation_types import Operations
@@ -165,11 +166,11 @@ class Crossings:
         ranks = len(self.spreads.runs)
         if layout.copies > 1:
             return found.spread.order == shared_order(found.spread, layout.copies, ranks)
-        expected = self._expected_order(bound) if bound is not None and layout.dim == -1 else None
+        expected = self._expected_order(bound) if bound is not None and layout.dim in (-1, CHANNELS.dim) else None
         return same_order(found.spread.order, expected, ranks)
 
     def _expected_order(self, bound: BoundModule) -> tuple[tuple[int, ...], ...] | None:
-        """The order in which the split input features of a module's weight lie on the ranks."""
+        """The order in which the split input features of a module's weight, or the channels of a convolution, lie on the ranks."""
         weight = next((p for p in bound.parameters if p.name.rpartition(".")[2] == "weight"), None)
         return read_order(weight, sum(weight.parts), len(self.spreads.runs)) if weight is not None else None
 
