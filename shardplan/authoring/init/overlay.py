@@ -265,7 +265,8 @@ class Overlay:
                 rules[rule] = {**options, "style": "colwise_seq"}
         other = self.draft.tensor_parallel.get(alternative(pattern))
         if other is not None:
-            rules[alternative(pattern)] = {**other, **GATHERS}
+            moved = {"output": "reduce_scatter"} if "output" in other else {}
+            rules[alternative(pattern)] = {**other, **GATHERS, **moved}
         nested = any(options["style"] == BLOCK_INPUT for options in inside.values())
         if not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
             rules[pattern] = COMPLETE
