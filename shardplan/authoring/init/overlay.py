@@ -249,7 +249,8 @@ class Overlay:
         if not inside:
             return self._whole(self.tree.modules[child], pattern)
         if any(options["style"] == "rowwise_split_input" for options in inside.values()):
-            return {pattern: {"style": "replicate_seq"}}  # what is between its matrices is computed whole
+            unfused = {name: value for name, value in inside.get(pattern, {}).items() if name == "fused"}
+            return {pattern: {"style": "replicate_seq", **unfused}}  # what is between its matrices is computed whole
         rules: dict[str, Options] = dict(self._between(child, inside)) if pattern not in inside else {}
         container = False
         for rule, options in inside.items():
