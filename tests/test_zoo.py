@@ -105,7 +105,9 @@ def test_every_image_text_type_is_in_its_table() -> None:
 
 
 def test_the_plans_for_images_are_proven_with_images() -> None:
-    assert sum(found.has("tp") and bool(found.images) for found in SEEING.values()) >= 24
+    split = [found for found in SEEING.values() if found.has("tp") and found.images and found.split > 0]
+    assert len(split) >= 80
+    assert sum(found.has("sp") for found in split) >= 70
 
 
 @pytest.mark.slow

@@ -150,7 +150,8 @@ def entry(name: str, *, derives: bool = False) -> Entry:
     try:
         found = find(name)
     except PlanError as error:
-        return Entry(name, reason=f"cannot be built: {error.diagnostics[0].message}")
+        about = error.diagnostics[0]
+        return Entry(name, reason=": ".join(("cannot be built", about.message, *about.notes)))
     plan = auto_plan(found.tree).plan
     own = plan is not None or not derives
     try:
