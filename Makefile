@@ -54,6 +54,7 @@ adversaries: $(VENV)/.installed  ## models that try to get a wrong plan past val
 zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most of an hour
 	$(BIN)/python -m tests.zoo --table docs/model-types.md
 	$(BIN)/python -m tests.zoo.image_text --table docs/image-text-types.md
+	$(BIN)/python -m tests.zoo.other_types --table docs/other-types.md
 	$(BIN)/python -m tests.zoo --checkpoints --table docs/model-types.md
 	$(BIN)/python -m tests.zoo --experts --table docs/model-types.md
 	$(BIN)/python -m tests.zoo.expert_types --table docs/expert-types.md

@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "big_bird": {"attention_type": "original_full"},  # block-sparse attention is replaced while a short input runs
+    "bigbird_pegasus": {"attention_type": "original_full"},  # likewise
     "blip-2": {"image_token_index": 7},
     "chameleon": {
         "vq_config": {"num_embeddings": BOOK},

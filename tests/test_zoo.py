@@ -19,6 +19,7 @@ from tests.zoo import diffusion, image_text
 from tests.zoo.__main__ import lacks, page, reasons, right
 from tests.zoo.entry import DERIVED, Entry, counted_again, entry, has, made_again
 from tests.zoo.init import by_init
+from tests.zoo.other_entry import OF_TRUNK, OtherEntry
 from tests.zoo.table import read
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -66,7 +67,8 @@ def test_every_type_is_in_the_table() -> None:
 def test_every_plan_is_for_a_type_of_the_table() -> None:
     plans = {name: parse_plan(name).plan for name in builtin_plans()}
     of_experts = (*read(DOCS / "expert-types.md").values(), *diffusion.read(DOCS / "diffusion-types.md").values())
-    found = {one.plan for one in (*TABLE.values(), *SEEING.values(), *of_experts) if one.plan not in (None, DERIVED)}
+    others = read(DOCS / "other-types.md", OtherEntry).values()
+    found = {one.plan for one in (*TABLE.values(), *SEEING.values(), *of_experts, *others)} - {None, DERIVED, OF_TRUNK}
     by_name = {name for name, plan in plans.items() if not plan.models}  # `auto` finds what they extend
     assert set(plans) == found | by_name and not found & by_name
     assert by_name == {

@@ -52,7 +52,11 @@ def types() -> dict[str, list[str]]:
     """Model type -> its classes, the trunk first; the types that most people train first, then family by family."""
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     image_text = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    both = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    both = {
+        **modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    }
     found: dict[str, list[str]] = {}
     for cls, kind in CLASSES.items():
         if (kind not in causal or kind in both) and kind not in image_text:

@@ -25,7 +25,8 @@ rank are the unsharded model's. A class counts as right only where something ins
 - "trunk" is a type's model without a head; other classes are heads: of a task, on a trunk.
 - "plan": a built-in one; the one that `auto` derives; "trunk's": the one that was derived for the trunk.
 - "inputs": the kinds of input that the reduced model was run with.
-- "TP", "SP": without and with sequence parallelism, at these sizes. "none": no overlay was found, the reason is in the last column.
+- "TP", "SP": without and with sequence parallelism, at these sizes. "none": no overlay was found, the reason is in the last column. A
+  derived overlay is for each list of blocks for which one was found: CLIP's pictures have an odd number of positions, so its text alone is split.
 - "split": the share of the parameters inside the layers of the default configuration that is split.
 
 {done} of {all} classes were run.

@@ -1,0 +1,66 @@
+"""Classes that are no causal language models against their table, docs/other-types.md; the best known in real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardplan import verify
+from tests.model_settings import find, without_dropout
+from tests.zoo.other_entry import OtherEntry, other_entry
+from tests.zoo.other_names import names
+from tests.zoo.other_page import page
+from tests.zoo.table import read
+
+PAGE = Path(__file__).parent.parent / "docs" / "other-types.md"
+TABLE = read(PAGE, OtherEntry)
+RIGHT = [name for name, found in TABLE.items() if found.is_right]
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert set(TABLE) <= set(names())
+    assert PAGE.read_text("utf-8") == page(list(TABLE.values()))
+
+
+def test_what_is_said_of_a_class_fits() -> None:
+    """It is right, or a reason says why not; nothing is valid and wrong."""
+    for found in TABLE.values():
+        assert bool(found.verdicts) != bool(found.reason), found
+        assert not any(text.startswith("valid, but wrong") for text in found.verdicts.values()), found
+        assert not found.verdicts or found.inputs, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [name if name == "BertModel" else pytest.param(name, marks=pytest.mark.exhaustive) for name in RIGHT]
+)
+def test_a_class_is_as_the_table_says(name: str) -> None:
+    """The plan of a trunk may be a head's too."""
+    found = other_entry(name)
+    assert found.is_right and found.has_sequence == TABLE[name].has_sequence
+    assert (found.inputs, found.verdicts) == (TABLE[name].inputs, TABLE[name].verdicts)
+
+
+IN_PROCESSES = {
+    "BertForSequenceClassification": True,
+    "T5ForConditionalGeneration": True,
+    "WhisperForConditionalGeneration": True,
+    "ViTForImageClassification": False,  # 197 positions
+    "CLIPModel": True,  # of its text
+    "Wav2Vec2Model": True,
+    "HubertModel": True,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [name if name.startswith("T5") else pytest.param(name, marks=pytest.mark.exhaustive) for name in IN_PROCESSES],
+)
+def test_a_class_in_real_processes(name: str) -> None:
+    """Loss, outputs and every gradient on both ranks."""
+    report = verify(without_dropout(find(name).config), "auto", tp=2, processes=True)
+    assert report.ok, report
+    split = {one.variant for one in report.variants}
+    assert split == {"tensor_parallel", *(["sequence_parallel"] if IN_PROCESSES[name] else [])}
