@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import Workbench, check_layout
-from shardplan.compiler.layout.model import incoming_of, shared_reads_of
+from shardplan.compiler.layout.names_in_model import incoming_of, shared_reads_of
 from shardplan.compiler.layout.unsummed import acting, dropping
 from shardplan.compiler.lower import lower
 from shardplan.compiler.lower.expected_collectives import expected_collectives

@@ -448,3 +448,8 @@ def test_what_a_stage_hands_on_counts_up():
         ["b.1", "embed"],
         ["b.1", "embed"],
     ]
+
+
+def test_a_model_whose_code_divides_heads_has_enough_of_them_at_tp_1():
+    quiet = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
+    assert shardplan.verify("codegen", "auto", pp=2, settings=quiet).ok

@@ -113,6 +113,7 @@ SCHEDULED: dict[str, tuple[str, dict[str, Any]]] = {
     "experts over ranks": ("qwen3_moe", {"dp_shard": 2, "ep": 2, "sequence_parallel": False}),
     "state spaces": ("bamba", {"tp": 2, "sequence_parallel": False}),
     "values of each layer": ("gemma4_text", {"micro_batches": 2}),
+    "integers that are carried": ("hy_v4", {}),
     "packed parameters": ("gpt2", {"tp": 2, "settings": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)}),
 }
 

@@ -9,14 +9,13 @@ from functools import cached_property
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
 from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
-from shardplan.core.layout import Layout
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
-from shardplan.core.tree import ModuleInfo, ModuleTree, block, element
+from shardplan.core.tree import ModuleInfo, ModuleTree
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
-from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED
+from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED, NOT_RUNNING
 from shardplan.styles import STYLES
 from shardplan.styles.divided_numbers import shared_heads
 from shardplan.torchlib.modes import reduced_runs
@@ -27,6 +26,7 @@ from .draws import Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
+from .names_in_model import incoming_of, modules_of, shared_reads_of
 from .run import Workbench
 from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
@@ -95,14 +95,17 @@ class ModelLayouts:
         for times in range(2 * self.heads_times, MOST_HEADS_TIMES + 1, self.heads_times):
             larger = ModelLayouts(self.found, self.tp, self.ep, times, self.pp, self.blocks)
             if larger.runs and all(larger._misfits(plan, on) == () for on in variants):
-                self.heads_times = times
-                vars(self).pop("reduced_model", None)
-                vars(self).pop("benches", None)
-                vars(self).pop("noise", None)
-                self._benches.clear()
-                self._plans.clear()
+                self._forget(times)
                 return True
         return False
+
+    def _forget(self, heads_times: int) -> None:
+        """Have a reduced model with another number of heads, of which nothing is known yet."""
+        self.heads_times = heads_times
+        for name in ("reduced_model", "benches", "noise"):
+            vars(self).pop(name, None)
+        self._benches.clear()
+        self._plans.clear()
 
     def _misfits(self, plan: PlanFile, overlays: Overlays) -> tuple[Diagnostic, ...]:
         """The structural errors of a variant on the reduced model."""
@@ -111,11 +114,24 @@ class ModelLayouts:
 
     @cached_property
     def benches(self) -> tuple[Workbench, ...]:
-        """The reduced model with each kind of input that it takes.
+        """The reduced model with each kind of input that it takes. At tp 1 it has more heads where its code divides them in more parts.
 
         Raises:
             PlanError: there is none, or it does not run (SP523).
         """
+        try:
+            return self._made_benches()
+        except PlanError as error:
+            if self.tp > 1 or self.found.config is None or [d.code for d in error.diagnostics] != [NOT_RUNNING.code]:
+                raise
+            times = 2 * self.heads_times
+            larger = ModelLayouts(self.found, 1, self.ep, times, self.pp, self.blocks)
+            if times > MOST_HEADS_TIMES or not larger.runs:
+                raise
+            self._forget(larger.heads_times)
+            return self._made_benches()
+
+    def _made_benches(self) -> tuple[Workbench, ...]:
         model = self.reduced_model.build()
         tree = tree_of(model)
         with self.reduced_model.running():
@@ -318,49 +334,6 @@ class ModelLayouts:
 def _has_stacks(module: ModuleInfo) -> bool:
     """Whether a module has a matrix for each of several experts."""
     return any(len(parameter.shape) > 2 for parameter in module.parameters)
-
-
-def incoming_of(tree: ModuleTree, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """The incoming layouts of a model's modules, from those of its reduced model's, where all layers agree."""
-    known: dict[str, set[Layout]] = {}
-    for name, layout in incoming.items():
-        known.setdefault(tree.pattern(name), set()).add(layout)
-    return {name: next(iter(found)) for name in tree.modules if len(found := known.get(tree.pattern(name), set())) == 1}
-
-
-def modules_of(
-    tree: ModuleTree, reduced_tree: ModuleTree, layers: tuple[int, ...], names: tuple[str, ...]
-) -> tuple[str, ...]:
-    """The modules or parameters of a model that those of its reduced model stand for: every layer where all kinds of layers
-    are among them, else the layers that were copied."""
-    here, there = ({*one.modules, *one.parameters} for one in (tree, reduced_tree))
-    result: dict[str, None] = {}
-    for name in names:
-        pattern = tree.pattern(name)
-        if all(other in names for other in there if tree.pattern(other) == pattern):
-            result.update(
-                (other, None) for other in (*tree.modules, *tree.parameters) if tree.pattern(other) == pattern
-            )
-            continue
-        number = next((int(part) for part in name.split(".") if part.isdigit()), None)
-        moved = name
-        if number is not None and number < len(layers):
-            moved = name.replace(f".{number}.", f".{layers[number]}.", 1)
-        result[moved if moved in here else name] = None
-    return tuple(result)
-
-
-def shared_reads_of(tree: ModuleTree, reads: Mapping[str, str]) -> Mapping[str, str]:
-    """The shared reads of a model's modules, from those of its reduced model's, where all layers agree."""
-    known: dict[str, set[str]] = {}
-    for name, first in reads.items():
-        known.setdefault(tree.pattern(name), set()).add(first.removeprefix(_home(name)))
-    found = ((name, known.get(tree.pattern(name), set())) for name in tree.modules)
-    return {name: _home(name) + next(iter(firsts)) for name, firsts in found if len(firsts) == 1}
-
-
-def _home(name: str) -> str:
-    return block(name) if element(block(name)) else ""
 
 
 UNPROVEN_HELP = (
