@@ -24,6 +24,7 @@ ELSEWHERE: dict[str, str] = {
     "SP530": "tests/test_cli_init.py::test_nothing_can_be_split",
     "SP531": "tests/test_cli_init.py::test_no_overlay_is_found",
     "SP532": "tests/test_cli_init.py::test_what_stays_whole_is_said",
+    "SP534": "tests/test_init_structures.py::test_the_line_that_forbids_is_named",
     "SP512": "tests/test_models_auto.py::test_several",
     "SP555": "tests/test_check_sections.py::test_gradients_that_megatron_fsdp_would_not_sum_are_refused",
     "SP556": "tests/test_check_sections.py::test_what_megatron_fsdp_takes",

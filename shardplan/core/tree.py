@@ -219,8 +219,9 @@ class ModuleTree:
         leaves = [one for one in elements if not self.children[one]]
         if len(leaves) == len(elements) and not several:
             return len({self._made_of(one) for one in elements}) > 1
-        outermost = element(elements[0]) and not leaves
-        return several and not outermost and self._clash(elements)
+        if not several or (element(elements[0]) and not leaves):
+            return False
+        return element(name) or self._clash(elements)  # a block that is a list has parts, each of its own kind
 
     def _clash(self, elements: tuple[str, ...]) -> bool:
         """Whether modules with parameters that stand at one place in two elements are of different classes or shapes."""

@@ -20,12 +20,13 @@ from shardplan.styles import STYLES
 from .distributed import with_distributed
 from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options
 from .flow import Flow
+from .forbidding import Forbidden, forbidden, unread
 from .fronts import with_fronts
 from .init_stages import pipeline_section
 from .init_sums import with_sums
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
-from .solve import Solver
+from .solve import Solved, Solver
 
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = tuple(code.code for code in half_covered.CODES)
@@ -39,11 +40,18 @@ class Whole:
 
     Args:
         group: its matrices.
-        reason: the reason against splitting them.
+        forbidden: what forbids splitting them.
+        alone: matrices that are in no group.
     """
 
     group: Group
-    reason: str
+    forbidden: Forbidden
+    alone: tuple[str, ...] = ()
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """All of its matrices."""
+        return tuple(dict.fromkeys((*self.group.columns, *self.group.rows, *self.alone)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,7 @@ class Derived:
         draft: the rules; the layout check has no reason to them.
         tree: the reduced model that they were tried on.
         whole: what could not be split.
+        gathered: what could not be split through: matrices that are split, and gathered behind one another.
         tries: how many runs of drafts it took.
         no_overlay: the reason against sequence parallelism, where it was asked for and none was found.
         no_experts: the reason against expert parallelism, likewise.
@@ -67,6 +76,7 @@ class Derived:
     no_overlay: str | None = None
     no_experts: str | None = None
     pipeline: dict[str, Any] | None = None
+    gathered: tuple[Whole, ...] = ()
 
 
 def derive(
@@ -95,13 +105,15 @@ def derive(
         raise PlanError((layouts.random,))
     board, flow = Board(benches, tp), Flow(benches[0].reference, benches[0].tree)
     solver = Solver(board, flow, found.tree)
-    draft, whole = Draft({}), []
+    draft, whole, gathered = Draft({}), list[Whole](), list[Whole]()
     groups = list(grouped(regions(flow), board.tree))
     for group in groups:
         progress(f"splitting {', '.join((*group.columns, *group.rows))}")
-        more = _with_group(board, draft, solver.solve(group))
+        solved = solver.solve(group)
+        more = _with_group(board, draft, solved)
         if isinstance(more, Draft):
             draft = more
+            gathered += [] if solved.forbidden is None else [Whole(group, solved.forbidden)]
         elif len(group.regions) > 1:
             groups += [Group((region,)) for region in group.regions]  # what does not go together may go alone
         else:
@@ -118,7 +130,10 @@ def derive(
     no_experts = distributed if isinstance(distributed, str) else None
     result = result if isinstance(distributed, str) else distributed
     pipeline = pipeline_section(benches, found.tree)
-    return Derived(result, benches[0].tree, tuple(whole), MOST_TRIES - board.left, reason, no_experts, pipeline)
+    known = frozenset((*result.tensor_parallel, *(name for one in whole for name in one.patterns)))
+    whole += [Whole(Group(()), why, (name,)) for name, why in unread(flow, board.tree, known).items()]
+    tries = MOST_TRIES - board.left
+    return Derived(result, benches[0].tree, tuple(whole), tries, reason, no_experts, pipeline, tuple(gathered))
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
@@ -131,12 +146,13 @@ def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
     return draft.with_rules(dict.fromkeys(map(tree.pattern, beside), {"style": "replicate"}))
 
 
-def _with_group(board: Board, draft: Draft, solved: Draft | str) -> Draft | str:
-    """The draft with the rules of a group too, or the reason against that."""
-    if isinstance(solved, str):
-        return solved
-    both = draft.with_rules(solved.tensor_parallel)
-    return board.fixed(both) or board.reason(both)
+def _with_group(board: Board, draft: Draft, solved: Solved) -> Draft | Forbidden:
+    """The draft with the rules of a group too, or what is against that."""
+    if solved.draft is None:
+        assert solved.forbidden is not None
+        return solved.forbidden
+    both = draft.with_rules(solved.draft.tensor_parallel)
+    return board.fixed(both) or forbidden(board, both)
 
 
 def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:

@@ -38,4 +38,15 @@ NO_EXPERTS_FOUND = Code(
     good="$ shardplan init mixtral --expert-parallel",
 )
 
-CODES = (NOTHING, NO_OVERLAY, WHOLE, NO_EXPERTS_FOUND)
+GATHERED = Code(
+    "SP534",
+    "what is computed whole between split matrices",
+    "Rules were found that split these matrices, but none that split what the code computes between them. The results are "
+    "gathered, every rank computes the same, and the last matrix reads its share. That is correct and saves memory, but not "
+    "the time of what is between (attention, for example). The note names the line that forbids more, and the help what to "
+    "write there.",
+    bad="$ shardplan init my_models:fixed_heads      # q.view(b, n, 8, head_dim)",
+    good="$ shardplan init my_models:any_heads      # q.view(b, n, -1, head_dim)",
+)
+
+CODES = (NOTHING, NO_OVERLAY, WHOLE, NO_EXPERTS_FOUND, GATHERED)

@@ -11,10 +11,12 @@ from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.tree import element
 from shardplan.model import FoundModel
 
-from .derive import Derived, Whole, derive
+from .derive import EMBEDDING, HEAD, Derived, Whole, derive
 from .draft import BLOCK_INPUT
-from .init_codes import NO_EXPERTS_FOUND, NO_OVERLAY, NOTHING, WHOLE
+from .init_codes import GATHERED, NO_EXPERTS_FOUND, NO_OVERLAY, NOTHING, WHOLE
 from .write import WIDTH, Heading, document, folded, plan_text
+
+VOCABULARY = (EMBEDDING["style"], HEAD["style"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class NewPlan:
     Args:
         text: the file, YAML.
         document: the same as data.
-        diagnostics: what stays whole (SP532).
+        diagnostics: what stays whole (SP532), or is computed whole between split matrices (SP534).
         tries: how many runs of drafts it took.
     """
 
@@ -74,7 +76,7 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
     """What was found as a plan file."""
     kept = kept_whole(found, derived)
     model = found.tree.model_type or found.tree.class_names[0]
-    notes = [f"{d.message}; {d.notes[0]}." for d in kept]
+    notes = [f"{d.message}; {d.notes[0]}.{f' To split them: {d.help}.' if d.help else ''}" for d in kept]
     if derived.no_overlay is not None:
         notes.append(f"No sequence parallelism; on the reduced model: {derived.no_overlay}.")
     heading = Heading(
@@ -100,8 +102,10 @@ def written(found: FoundModel, derived: Derived, name: str | None = None) -> New
 
 
 def kept_whole(found: FoundModel, derived: Derived) -> tuple[Diagnostic, ...]:
-    """What stays whole on every rank, as findings."""
-    return tuple(_kept(found, whole) for whole in derived.whole)
+    """What stays whole on every rank, and what every rank computes in full, as findings."""
+    whole = (_kept(found, one, WHOLE, "stay whole on every rank") for one in derived.whole)
+    gathered = (_kept(found, one, GATHERED, "are split, but what is between them is not") for one in derived.gathered)
+    return (*whole, *gathered)
 
 
 def _has_rules(unit: str, derived: Derived) -> bool:
@@ -117,8 +121,11 @@ def _description(derived: Derived) -> str:
     ]
     parts = dict.fromkeys(_part(rule.split("*.", 1)[1]) for rule in rules if "*." in rule)
     outside = [rule for rule in rules if "*" not in rule]
+    vocabulary = [rule for rule in outside if derived.draft.tensor_parallel[rule]["style"] in VOCABULARY]
+    alone = [rule for rule in outside if rule not in vocabulary]
     words = [f"{_listed(list(parts))} of each layer"] if parts else []
-    words += [f"{_listed(outside)} over the vocabulary"] if outside else []
+    words += [_listed(alone)] if alone else []
+    words += [f"{_listed(vocabulary)} over the vocabulary"] if vocabulary else []
     distributed = ", and distributes the experts over ep ranks" if derived.draft.distributed else ""
     return f"Splits {', and '.join(words)}{distributed}."
 
@@ -126,6 +133,8 @@ def _description(derived: Derived) -> str:
 def _part(pattern: str) -> str:
     """The part of a block that a pattern, seen from the block, is about; of a list of parts its element (T5's `layer.*.SelfAttention`)."""
     first, *others = pattern.split(".")
+    if first.isdigit() and others:
+        return others[0]
     return others[1] if len(others) > 1 and others[0] == "*" else first
 
 
@@ -133,8 +142,8 @@ def _listed(words: list[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}" if len(words) > 1 else words[0]
 
 
-def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
-    patterns = dict.fromkeys((*whole.group.columns, *whole.group.rows))
+def _kept(found: FoundModel, whole: Whole, code: Code, words: str) -> Diagnostic:
+    patterns = whole.patterns
     names = {f"{p}{end}" for p in patterns for end in ("", ".weight", ".bias")}
     size, everything = (
         sum(
@@ -146,10 +155,11 @@ def _kept(found: FoundModel, whole: Whole) -> Diagnostic:
     )
     listed = ", ".join(folded({found.tree.address(pattern): {"style": "replicate"} for pattern in patterns}))
     return Diagnostic(
-        code=WHOLE.code,
+        code=code.code,
         severity=Severity.WARNING,
-        message=f"{listed} stay whole on every rank ({size / everything:.1%} of all parameters)",
-        notes=(f"on the reduced model: {whole.reason}",),
+        message=f"{listed} {words} ({size / everything:.1%} of all parameters)",
+        notes=(f"on the reduced model: {whole.forbidden.reason}",),
+        help=whole.forbidden.change,
     )
 
 

@@ -48,7 +48,8 @@ def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
 
 def _split_below(board: Board, draft: Draft, name: str) -> bool:
     pattern = board.tree.pattern(name)
-    return any(rule == pattern or rule.startswith(f"{pattern}.") for rule in draft.tensor_parallel)
+    alike = pattern.endswith("*")  # unlike elements are no blocks
+    return alike and any(rule == pattern or rule.startswith(f"{pattern}.") for rule in draft.tensor_parallel)
 
 
 def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | str:

@@ -1,17 +1,13 @@
-"""Packed matrices: the parts that the model's code cuts a result into, and expressions for their lengths."""
+"""Packed matrices: expressions for the lengths of their parts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 
-import torch
-
 from shardplan.core.tree import ModuleInfo, ModuleTree, ParameterInfo
 from shardplan.styles import feature_dim
 from shardplan.styles.style_record import Features
-
-from .flow import Flow, Product
 
 COEFFICIENTS = (1, 2, 3, 4)
 MOST_PARTS = 5  # of different lengths
@@ -31,40 +27,6 @@ def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
     return matrix.shape[dim]
 
 
-def cut(flow: Flow, made: Product) -> tuple[int, ...]:
-    """The lengths of the slices that a result is cut into along its last dim; empty where it is not.
-
-    The code may do something with all of it before: clamp it, or give its features more dims.
-    """
-    value = flow.run.values[made.outputs[0]]
-    lead = value.ndim - 1
-    places: set[tuple[int, int]] = set()
-    wholes = [made.outputs[0]]
-    for number in wholes:
-        for event, output in ((e, n) for e in flow.readers.get(number, ()) for n in e.outputs if n not in wholes):
-            part = flow.run.values[output]
-            if part.shape[:lead] != value.shape[:lead] or part.ndim == lead:
-                continue
-            if part.numel() < value.numel():
-                places.update(_places(flow.run.values[number].flatten(lead), part.flatten(lead)))
-            elif part.numel() == value.numel() and sum(flow.run.requires_grad[n] for n in event.inputs) == 1:
-                wholes.append(output)
-    ends = dict(sorted(places))
-    lengths, at = [], 0
-    while at in ends:
-        lengths.append(ends[at] - at)
-        at = ends[at]
-    return tuple(lengths) if at == value.shape[-1] and len(lengths) > 1 else ()
-
-
-def _places(whole: torch.Tensor, part: torch.Tensor) -> Iterator[tuple[int, int]]:
-    width = part.shape[-1]
-    for start in range(whole.shape[-1] - width + 1):
-        if torch.equal(whole[..., start : start + width], part):
-            yield start, start + width
-            return
-
-
 def packed(lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
     """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
     for the reduced model and for the model itself.
@@ -79,6 +41,8 @@ def packed(lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree,
         return len(lengths)
     if len(lengths) > MOST_PARTS:
         return None
+    if not tree.numbers and sum(lengths) == size:
+        return list(map(str, lengths))  # a model without configuration is its own reduced model
     choices = [list(_expressions(length, reduced_tree)) for length in lengths]
     for chosen in product(*choices):
         if sum(_value(words, tree) for words in chosen) == size:

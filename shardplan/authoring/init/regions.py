@@ -69,11 +69,12 @@ def regions(flow: Flow) -> Sequence[Region]:
     """The regions of a model, in the order of the run, those of equal blocks once.
 
     Within a block, a product all of whose operands come from other products of the block ends a region, which begins with
-    these. A value that comes from another block is the residual stream's.
+    these. A value that comes from another block is the residual stream's. A model without lists of blocks is one.
     """
     found: dict[Region, None] = {}
     taken: set[str] = set()
     products = list(dict.fromkeys(flow.products.values()))
+    listed = any(element(block(product.module)) for product in products)  # else the model itself is the block
     for product in reversed(products):
         feeding, complete = flow.feeding(product)
         home = block(product.module)
@@ -81,7 +82,7 @@ def regions(flow: Flow) -> Sequence[Region]:
             continue
         if any(block(other.module) != home or other.name == product.name for other in feeding):
             continue
-        if home == product.module and not element(home):
+        if listed and home == product.module and not element(home):
             continue  # beside the blocks: what transforms the last hidden state in front of the head
         region = _region(flow, product, sorted(feeding, key=products.index))
         taken.update(region.columns)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, combinations, islice, product
 from typing import NamedTuple
 
@@ -11,9 +12,11 @@ from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
 from shardplan.styles.head_counts import HEAD_SIZES
 
-from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, Rules
+from .cuts import cut
+from .draft import BLOCK_INPUT, FIXABLE, PARTIAL, Board, Draft, Options, Rules
 from .flow import Flow, Product
-from .parts import cut, features, packed
+from .forbidding import Forbidden, forbidden
+from .parts import features, packed
 from .regions import Group
 from .states import States
 
@@ -29,12 +32,12 @@ class Score(NamedTuple):
 
     Attributes:
         fits: nothing is wrong but gradients of whole values.
-        further: how many operations are right before the first that is wrong.
+        further: how many operations are right before the first that is wrong, and whether that one raises: it has begun then.
         fewer: the number of things that are wrong, negative.
     """
 
     fits: bool
-    further: int
+    further: tuple[int, bool]
     fewer: int
 
 
@@ -45,7 +48,20 @@ TURNED = {
     "packed_colwise": "packed_rowwise",
     "packed_rowwise": "packed_colwise",
 }
-NOWHERE = Score(False, 0, 0)
+NOWHERE = Score(False, (0, False), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What was found for a group.
+
+    Args:
+        draft: its rules; None where there are none.
+        forbidden: what is against splitting it through; with a draft: its results are gathered.
+    """
+
+    draft: Draft | None
+    forbidden: Forbidden | None = None
 
 
 class Solver:
@@ -60,40 +76,50 @@ class Solver:
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
         self.board, self.flow, self.tree = board, flow, tree
 
-    def solve(self, group: Group) -> Draft | str:
-        """Rules that split a group, and are right for it alone; where none are found, the reason against the best."""
-        draft, reason = self._with_state(group)
-        if draft is None:
-            draft, other = self._split_through(group)
-            reason = reason or other
-        if draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
-            draft = self.board.fixed(self._gathered(group))
-        return draft if draft is not None else reason
+    def solve(self, group: Group) -> Solved:
+        """Rules that split a group, and are right for it alone; where none are found, what forbids the best."""
+        state = self._with_state(group)
+        solved = state if state.draft is not None else self._split_through(group)
+        against = state.forbidden or solved.forbidden
+        if solved.draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
+            return Solved(self.board.fixed(self._gathered(group)), against)
+        return solved if solved.draft is not None else Solved(None, against)
 
-    def _with_state(self, group: Group) -> tuple[Draft | None, str]:
+    def _with_state(self, group: Group) -> Solved:
         """With the states of a state space or linear attention layer split, where the group is of one."""
         states = States(self.board, self.flow, self.tree, group) if group.container is None else None
         if states is None or not states.has_state:
-            return None, ""
+            return Solved(None)
         draft, best = states.solved()
-        return draft, "" if draft is not None or best is None else self.board.reason(best)
+        return Solved(draft, forbidden(self.board, best) if draft is None and best is not None else None)
 
-    def _split_through(self, group: Group) -> tuple[Draft | None, str]:
+    def _split_through(self, group: Group) -> Solved:
         """With nothing gathered between the first matrices and the last."""
+        solved = self._best_of(group, self._drafts(group))
+        if solved.draft is None and (narrow := list(self._narrow(group))):
+            other = self._best_of(group, narrow)
+            return other if other.draft is not None else solved
+        return solved
+
+    def _best_of(self, group: Group, drafts: Iterable[Draft]) -> Solved:
+        """The draft that gets furthest, with what its code needs."""
         best: tuple[Score, Draft] | None = None
-        for draft in self._drafts(group):
+        first = None
+        for draft in drafts:
+            first = first or draft
             score = self._score(draft)
             if score is not None and (best is None or score > best[0]):
                 best = score, draft
             if best is not None and best[0].fits:
                 break
+        assert first is not None
         if best is None:
-            return None, self.board.reason(next(self._drafts(group)))
+            return Solved(None, forbidden(self.board, first))
         score, draft = best
         if not score.fits:
             draft = self._divided(group, draft, score)
         fixed = self.board.fixed(draft) if (self._score(draft) or NOWHERE).fits else None
-        return fixed, "" if fixed is not None else self.board.reason(draft)
+        return Solved(fixed, forbidden(self.board, draft) if fixed is None else None)
 
     def _gathered(self, group: Group) -> Draft:
         """The matrices split, what is between them computed whole by every rank."""
@@ -121,13 +147,38 @@ class Solver:
     def _drafts(self, group: Group) -> Iterator[Draft]:
         """Possible rules of the matrices, the likeliest first."""
         choices = [list(self._column(group, column)) for column in group.columns]
-        halves: list[Options] = [{"style": "packed_colwise"}] * len(group.columns)  # that meet: differential attention
-        apart = () if group.latent or group.container is not None else (halves,)
-        for styles in chain(islice(product(*choices), MOST_DRAFTS), apart):
+        for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
             if group.container is not None:
                 block_input = {group.container: {"style": BLOCK_INPUT, "output": "all_reduce"}}
                 yield Draft({**block_input, **self._split(group, styles, names=self._named)})
             yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
+
+        yield from self._stacked(group)
+
+    def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
+        """Styles of the first matrices that are no matter of each by itself."""
+        if group.latent or group.container is not None:
+            return
+        yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
+
+    def _narrow(self, group: Group) -> Iterator[Draft]:
+        """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read."""
+        widths = [self._out_features(column) for column in group.columns]
+        if len(set(widths)) > 1 and not group.latent and group.container is None:
+            styles = [next(self._column(group, column)) for column in group.columns]
+            narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
+            yield Draft(self._split(group, narrow, names=self._itself))
+
+    def _stacked(self, group: Group) -> Iterator[Draft]:
+        """Where the matrices are parameters with a dim for the heads: split along that dim."""
+        tree = self.board.tree
+        deep = {tree.pattern(name) for name, (_, parameter) in tree.parameters.items() if len(parameter.shape) > 2}
+        if group.latent or not deep.issuperset((*group.columns, *group.rows)):
+            return
+        ways = ("colwise", "headwise", "rowwise")
+        for first, last in product(ways, ("headwise", "colwise", "rowwise")):
+            split = dict.fromkeys(group.columns, {"style": first}) | dict.fromkeys(group.rows, {"style": last})
+            yield Draft({**self._experts(group), **split})
 
     def _split(
         self, group: Group, styles: Sequence[Options | None], names: Callable[[str], tuple[str, ...]]
@@ -174,6 +225,10 @@ class Solver:
         if column in group.latent:
             yield {"style": "mla_kv_a_proj"}
             yield None
+            return
+        module = self.board.tree.modules.get(self._product(column).name)
+        if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
+            yield {"style": "embedding_colwise"}
             return
         lengths = cut(self.flow, self._product(column))
         if lengths:
@@ -224,7 +279,7 @@ class Solver:
             yield from _dividing(draft, divided)
         for pattern, owner in self._vectors(group, wrong).items():
             if pattern not in draft.tensor_parallel:
-                for style in ("colwise", "rowwise", "replicated_divided"):
+                for style in ("colwise", "rowwise", "headwise", "replicated_divided"):
                     yield self._holding(draft, owner).with_rules({pattern: {"style": style}})
 
     def _pairs(self, draft: Draft) -> Iterator[Draft]:
@@ -297,4 +352,5 @@ def _dividing(draft: Draft, divided: tuple[str, str]) -> Iterator[Draft]:
 
 def _score(proof: Proof) -> Score:
     hard = [finding for finding in proof.findings if finding.kind not in FIXABLE]
-    return Score(not hard, min((finding.at for finding in hard), default=0), -len(hard))
+    reached = ((finding.at, finding.kind == "crash" and bool(finding.operation)) for finding in hard)
+    return Score(not hard, min(reached, default=(0, False)), -len(hard))

@@ -1,36 +1,73 @@
-"""Which line of the model's own code is running."""
+"""Which line of the model's own code is running.
+
+A module of torch that is made of others (nn.MultiheadAttention, nn.TransformerEncoderLayer) is model code like the user's: a
+line of it is where the layout of a value is decided. What only calls what it holds (nn.Sequential) decides nothing.
+"""
 
 from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 
 from .trace import SourceLine
 
 TORCH = str(Path(torch.__file__).parent)
 OURS = str(Path(__file__).parents[2])
+MODULES = str(Path(TORCH, "nn", "modules"))
+CALL = str(Path(MODULES, "module.py"))
+
+Running = tuple[FrameType, int]  # a frame, and the line in it
 
 
 def model_line() -> SourceLine | None:
-    """The innermost running line that is neither torch's nor ours."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((TORCH, OURS, "<")):
-            return SourceLine(file, frame.f_lineno)
-        frame = frame.f_back
-    return None
+    """The innermost running line that is the model's."""
+    return _line(_outwards(sys._getframe(1)))
 
 
 def raising_line(error: Exception) -> SourceLine | None:
     """The innermost line of the model's code that an exception came through; of the running call, if it is raised now."""
-    lines = [
-        SourceLine(frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if not frame.f_code.co_filename.startswith((TORCH, OURS, "<"))
-    ]
-    return lines[-1] if lines else model_line()
+    return _line(reversed(list(traceback.walk_tb(error.__traceback__)))) or model_line()
+
+
+def _outwards(frame: FrameType | None) -> Iterator[Running]:
+    while frame is not None:
+        yield frame, frame.f_lineno
+        frame = frame.f_back
+
+
+def _line(frames: Iterable[Running]) -> SourceLine | None:
+    """The line of the first frame that is the model's, seen from inside."""
+    inner: SourceLine | None = None  # in the code of a module of torch
+    container: SourceLine | None = None
+    for frame, number in frames:
+        file = frame.f_code.co_filename
+        if file == CALL:
+            inner = None
+            if container is not None and frame.f_back is not None and frame.f_back.f_code.co_filename.startswith(OURS):
+                return container  # the model itself is torch's
+        elif file.startswith(MODULES):
+            inner = inner or SourceLine(file, number)
+            made_of_others = _made_of_others(frame)
+            if made_of_others == "container":
+                container = container or inner
+            elif made_of_others:
+                return inner
+        elif not file.startswith((TORCH, OURS, "<")):
+            return SourceLine(file, number)
+    return container
+
+
+def _made_of_others(frame: FrameType) -> str:
+    """Whether a frame runs the forward of a module of torch that holds others; "container" where it only calls them."""
+    if frame.f_code.co_name != "forward":
+        return ""
+    module = frame.f_locals.get("self")
+    if not isinstance(module, nn.Module) or not module._modules:
+        return ""
+    return "container" if isinstance(module, nn.Sequential) else "module"

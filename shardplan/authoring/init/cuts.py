@@ -1,0 +1,79 @@
+"""Where the model's code cuts the result of a matrix into parts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .flow import Flow, Product
+
+
+def cut(flow: Flow, made: Product) -> tuple[int, ...]:
+    """The lengths of the parts that a result is cut into along its features, its last dim; empty where it is not cut.
+
+    The code may do something with all of it before: clamp it, give its features more dims, put these in front
+    (`qkv.reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)[0]`). Parts are told by their numbers, so that all ways of
+    cutting are one: chunk, split, unbind, indices.
+    """
+    value = flow.run.values[made.outputs[0]]
+    width = value.shape[-1] if value.ndim else 0
+    wholes = {made.outputs[0]: torch.arange(width).expand(value.shape)}
+    queue, places = list(wholes), set[tuple[int, int]]()
+    for number in queue:
+        whole, features = flow.run.values[number], wholes[number]
+        for event in flow.readers.get(number, ()):
+            alone = sum(flow.run.requires_grad[n] for n in event.inputs) == 1
+            for output in event.outputs:
+                part = flow.run.values[output]
+                if output in wholes or not part.numel() or not part.is_floating_point():
+                    continue
+                if part.numel() < whole.numel():
+                    place = _place(_found(whole, features, part), width)
+                    if place is not None:
+                        places.add(place)
+                elif part.numel() == whole.numel() and alone:
+                    carried = _carried(whole, features, part)
+                    if carried is not None:
+                        wholes[output] = carried
+                        queue.append(output)
+    return _lengths(places, width)
+
+
+def _carried(whole: Tensor, features: Tensor, value: Tensor) -> Tensor | None:
+    """The feature of each number of a value that has as many as another whole; None where that cannot be told."""
+    moved = _found(whole, features, value)
+    if moved is not None:
+        return moved
+    return features if value.shape == whole.shape else None  # a function of each number by itself
+
+
+def _found(whole: Tensor, features: Tensor, part: Tensor) -> Tensor | None:
+    """The feature of each number of a part of a value; None where it has others."""
+    ordered, order = whole.flatten().sort()
+    at = torch.searchsorted(ordered, part.flatten()).clamp(max=ordered.numel() - 1)
+    if not torch.equal(ordered[at], part.flatten()):
+        return None
+    return features.flatten()[order[at]].view(part.shape)
+
+
+def _place(features: Tensor | None, width: int) -> tuple[int, int] | None:
+    """The first of the features that a part consists of, and that after the last; None where it has all of them, or they do
+    not stand side by side."""
+    if features is None:
+        return None
+    found = features.unique()
+    first, last = int(found[0]), int(found[-1])
+    together = last - first + 1 == found.numel() < width
+    return (first, last + 1) if together else None
+
+
+def _lengths(places: set[tuple[int, int]], width: int) -> tuple[int, ...]:
+    """The lengths of parts that stand one after the other; none where they do not make up the whole."""
+    ends: dict[int, int] = {}
+    for first, end in places:
+        ends[first] = max(end, ends.get(first, 0))
+    lengths, at = [], 0
+    while at in ends:
+        lengths.append(ends[at] - at)
+        at = ends[at]
+    return tuple(lengths) if at == width and len(lengths) > 1 else ()

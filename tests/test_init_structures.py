@@ -1,0 +1,169 @@
+"""`init` on models of `own_structures`, written in the ways in which people write them: what it splits, that the plan is right,
+and which line it names where the code forbids a split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import own_structures as own
+import pytest
+from torch import Tensor, nn
+
+import shardplan
+
+Inputs = Callable[[int], dict[str, Tensor]]
+
+
+def tokens(attention: type[nn.Module], mlp: type[nn.Module] = own.MLP) -> Callable[[], nn.Module]:
+    return partial(own.Tokens, own.block_of(attention, mlp))
+
+
+PACKED = {"style": "packed_colwise", "packed": 3}
+FLAT = {"attention.qkv": PACKED, "attention.out": "rowwise", "attention": {"divide": ["heads"]}}
+MATRICES = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+# What builds a model, its inputs, and rules below `blocks.*` that its plan has, of mappings some of the options.
+STRUCTURES: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
+    "einsum": (tokens(own.EinsumAttention), own.ids, {"attention.q": "colwise", "attention.o": "headwise"}),
+    "flat_einsum": (tokens(own.FlatEinsumAttention, own.FusedGate), own.ids, {**FLAT, "mlp.w12": "packed_colwise"}),
+    "fused_key_values": (
+        tokens(own.FusedKeyValues),
+        own.ids,
+        {"attention.q": "colwise", "attention.kv": "packed_colwise", "attention": {"divide": ["num_heads"]}},
+    ),
+    "grouped_fused": (
+        tokens(own.GroupedFused),
+        own.ids,
+        {"attention.wqkv": {"packed": ["32", "16", "16"]}, "attention": {"divide": ["n_heads", "n_kv"]}},
+    ),
+    "interleaved": (tokens(own.Interleaved), own.ids, {"attention.query_key_value": "colwise"}),
+    "normed_heads": (
+        tokens(own.NormedHeads),
+        own.ids,
+        {"attention.temperature": "headwise", "attention.qkv": PACKED, "attention.gate": "colwise"},
+    ),
+}
+
+STRUCTURES |= {
+    "multi_query": (
+        tokens(own.MultiQuery),
+        own.ids,
+        {"attention.q": "colwise", "attention.kv": "replicated_with_grad_allreduce", "attention.out": "rowwise"},
+    ),
+    "parallel": (partial(own.Tokens, own.Beside), own.ids, {**FLAT, "mlp.w12": "packed_colwise", "mlp.w3": "rowwise"}),
+    "post_norm": (
+        partial(own.Tokens, own.PostNorm),
+        own.ids,
+        {"query": "colwise", "dense": "rowwise", "output": "rowwise"},
+    ),
+    "soft_experts": (tokens(own.FlatEinsumAttention, own.SoftExperts), own.ids, {"mlp.experts.a.up": "colwise"}),
+    "windows": (
+        own.Windows,
+        own.pictures,
+        {"attn.relative_position_bias_table": "rowwise", "attn.qkv": PACKED, "attn": {"divide": ["num_heads"]}},
+    ),
+}
+
+
+def meets(rule: Any, wanted: Any) -> bool:
+    if not isinstance(wanted, dict):
+        return bool(rule == wanted)
+    return isinstance(rule, dict) and all(rule.get(option) == value for option, value in wanted.items())
+
+
+SAMPLE = ("einsum", "normed_heads")  # what continuous integration runs; all with their overlays in `make test-all`
+EACH = [pytest.param(n, False, marks=() if n in SAMPLE else pytest.mark.slow) for n in STRUCTURES]
+EACH += [pytest.param(n, True, marks=pytest.mark.slow) for n in STRUCTURES]
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel"), EACH)
+def test_it_is_split_through(name: str, sequence_parallel: bool) -> None:
+    build, inputs, wanted = STRUCTURES[name]
+    made = shardplan.init_plan(build(), inputs=inputs, sequence_parallel=sequence_parallel)
+    rules = made.document["tensor_parallel"]
+    found = {pattern: rules.get(f"blocks.*.{pattern}") for pattern in wanted}
+    assert all(meets(found[pattern], rule) for pattern, rule in wanted.items()), found
+    assert not made.diagnostics
+    assert shardplan.verify(build(), made.document, tp=2, inputs=inputs, sequence_parallel=sequence_parallel).ok
+
+
+# The same with names that do not begin with `blocks.*`.
+NAMED: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
+    "titan": (own.Titan, own.ids, {"layers.*.attention.wq": "colwise", "layers.*.feed_forward.w2": "rowwise"}),
+    "nano_gpt": (own.NanoGPT, own.ids, {"transformer.h.*.attention": {"divide": ["n_embd", "n_head"]}}),
+    "vision": (
+        own.Vision,
+        own.pictures,
+        {"layers.*.0.to_qkv": PACKED, "layers.*.0.to_out.0": "rowwise", "layers.*.1.net.4": "rowwise"},
+    ),
+    "crossing": (
+        own.Crossing,
+        own.ids,
+        {"decoder.*.cross.to_kv": "packed_colwise", "encoder.*.attention.kv": "packed_colwise"},
+    ),
+    "mixer": (own.Mixer, own.ids, {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}),
+    "shared_block": (own.SharedBlock, own.ids, {"block.attention.qkv": PACKED, "block.mlp.w3": "rowwise"}),
+    "plain": (own.Plain, lambda seed: own.features("x", seed), {"net1": "colwise", "net2": "rowwise"}),
+    "sequential": (
+        partial(nn.Sequential, nn.Linear(own.WIDTH, 64), nn.ReLU(), nn.Linear(64, own.WIDTH)),
+        lambda seed: own.features("input", seed),
+        {"0": "colwise", "2": "rowwise"},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in ("plain", "vision") else pytest.param(n, marks=pytest.mark.slow) for n in NAMED]
+)
+def test_models_of_other_names_are_split_through(name: str) -> None:
+    build, inputs, wanted = NAMED[name]
+    made = shardplan.init_plan(build(), inputs=inputs)
+    rules = made.document["tensor_parallel"]
+    assert all(meets(rules.get(pattern), rule) for pattern, rule in wanted.items()), rules
+    assert not made.diagnostics
+    assert shardplan.verify(build(), made.document, tp=2, inputs=inputs).ok
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["titan", "nano_gpt"])
+def test_on_processes_with_a_slice_of_the_sequence(name: str) -> None:
+    build, inputs, _ = NAMED[name]
+    made = shardplan.init_plan(build(), inputs=inputs, sequence_parallel=True)
+    report = shardplan.verify(build(), made.document, tp=2, inputs=inputs, processes=True)
+    assert report.ok
+
+
+def test_the_line_that_forbids_is_named() -> None:
+    made = shardplan.init_plan(tokens(own.NormGPT)(), inputs=own.ids)
+    (found,) = made.diagnostics
+    assert found.code == "SP534" and "blocks.*.attention.c_{attn,proj} are split, but what is between" in found.message
+    assert "k = k.view(B, T, self.n_head, C // self.n_head)" in found.notes[0]
+    assert found.help is not None and found.help.startswith("in own_structures.py:") and "with -1" in found.help
+    assert "# blocks.*.attention.c_{attn,proj} are split, but" in made.text
+    assert made.document["tensor_parallel"]["blocks.*.attention.c_attn"] == "colwise_gather_output"
+
+
+@pytest.mark.parametrize(
+    ("attention", "code", "line"),
+    [
+        (own.Slopes, "SP534", "a value of all heads meets one of a rank's heads"),
+        (own.Standard, "SP532", "F.scaled_dot_product_attention"),
+        pytest.param(own.SeparateHeads, "SP534", "", marks=pytest.mark.slow),
+    ],
+)
+def test_what_to_change_is_said(attention: type[nn.Module], code: str, line: str) -> None:
+    build = tokens(attention)
+    made = shardplan.init_plan(build(), inputs=own.ids)
+    assert {d.code for d in made.diagnostics} == {code}
+    assert all(line in (d.help or "") and ".py:" in d.notes[0] for d in made.diagnostics)
+    assert made.document["tensor_parallel"]["blocks.*.mlp.up"] == "colwise"
+    assert shardplan.verify(build(), made.document, tp=2, inputs=own.ids).ok
+
+
+@pytest.mark.slow
+def test_an_embedding_of_biases_that_other_blocks_read_is_named() -> None:
+    made = shardplan.init_plan(own.Buckets(), inputs=own.ids)
+    assert {d.code for d in made.diagnostics} == {"SP532"}
+    assert "q @ k.mT + bias" in made.diagnostics[0].notes[0] and made.diagnostics[0].help is not None
+    assert made.document["tensor_parallel"]["blocks.*.mlp.up"] == "colwise"
