@@ -6,8 +6,8 @@ from functools import cache
 
 import pytest
 
-from shardplan.authoring.init.cuts import cut
 from shardplan.authoring.init.derive import Derived, derive
+from shardplan.authoring.init.feature_cuts import cut
 from shardplan.authoring.init.flow import Flow
 from shardplan.authoring.init.parts import packed
 from shardplan.authoring.init.regions import Group, Region, grouped, regions

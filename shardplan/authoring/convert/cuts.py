@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from shardplan.authoring.init.feature_cuts import cut
 from shardplan.authoring.init.flow import Flow
-from shardplan.authoring.init.parts import cut, features, packed
+from shardplan.authoring.init.parts import features, packed
 from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.model import FoundModel

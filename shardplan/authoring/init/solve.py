@@ -12,8 +12,8 @@ from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
 from shardplan.styles.head_counts import HEAD_SIZES
 
-from .cuts import cut
 from .draft import BLOCK_INPUT, FIXABLE, PARTIAL, Board, Draft, Options, Rules
+from .feature_cuts import cut
 from .flow import Flow, Product
 from .forbidding import Forbidden, forbidden
 from .parts import features, packed
