@@ -42,7 +42,14 @@ def test_a_class_is_as_the_table_says(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["SD3Transformer2DModel", "FluxTransformer2DModel", "DiTTransformer2DModel"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "SD3Transformer2DModel",
+        "FluxTransformer2DModel",
+        pytest.param("DiTTransformer2DModel", marks=pytest.mark.exhaustive),  # below, with dropped labels
+    ],
+)
 def test_a_class_is_proven_on_real_processes(name: str) -> None:
     """Two ranks of tp: every output and every gradient, without and with sequence parallelism."""
     one = f"tests.diffusion_models:NAMED.{name}"
