@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
         build_parser().print_help(sys.stderr)
+        print("\nshardplan: error: name a command", file=sys.stderr)
         return USAGE
     try:
         args = build_parser().parse_args(words)
