@@ -228,10 +228,7 @@ def of_states(plan: Any, name: str) -> dict[str, tuple[Any, ...]]:
     [
         "mamba2",
         *(pytest.param(one, marks=pytest.mark.slow) for one in ("bamba", "mamba")),
-        *(
-            pytest.param(one, marks=pytest.mark.exhaustive)
-            for one in ("granitemoehybrid", "falcon_mamba", "nemotron_h")
-        ),
+        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in ("granitemoehybrid", "falcon_mamba")),
     ],
 )
 def test_the_rules_of_the_built_in_plan(name: str) -> None:
