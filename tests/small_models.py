@@ -86,6 +86,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mamba_d_state": 16,
         "mamba_chunk_size": 8,
     },
+    "falcon_h1": {
+        **_COMMON,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 128,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 16,
+        "mamba_chunk_size": 8,
+        "ssm_multipliers": [0.5, 0.7, 1.1, 1.3, 0.9],
+    },
+    "minimax": {
+        **_COMMON,
+        "head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "block_size": 8,
+    },
     "qwen3_5_text": {**_COMMON, **_LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
     "recurrent_gemma": {
         **_COMMON,
@@ -124,7 +142,7 @@ def small_model(
     all zero or all one would hide wrong gradients."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(name, tied=tied, **settings)).train()
-    if dtype == torch.float64 and "num_experts" in CONFIGS[name]:
+    if dtype == torch.float64 and {"num_experts", "num_local_experts"} & CONFIGS[name].keys():
         model.set_experts_implementation("eager")  # torch's grouped matrix product takes no float64
     with torch.no_grad():
         for parameter in model.parameters():

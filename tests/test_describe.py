@@ -59,6 +59,7 @@ OTHER_MODULES = (
     replace(MODULE, slices=(ArgumentSlice("alibi", 0),)),
     replace(MODULE, slices=(ArgumentSlice("alibi", 1),)),
     replace(MODULE, slices=(ArgumentSlice("alibi", 0, 8),)),
+    replace(MODULE, buffers=(ParameterProgram("decay", V(0), V(0)),)),
     replace(MODULE, fused=False),
     replace(MODULE, link="source"),
     replace(MODULE, joins="n"),

@@ -76,6 +76,20 @@ def test_a_module_splits_the_sequence_and_gathers_it_and_a_norm_reduces_a_sum(tp
     assert report.ok and report.proven, report
 
 
+def test_a_norm_reduces_a_sum_without_the_sequence_split() -> None:
+    """Once, where two matrices would each; a norm that leaves it a partial sum is a finding."""
+    rules = {
+        **PLAN["tensor_parallel"],
+        "encoder.layers.*.{one,other}.2": "local_params",
+        "encoder.layers.*.{one,other}.2.weight": "rowwise",
+    }
+    reduced = {**PLAN, "tensor_parallel": {**rules, "encoder.layers.*.norm": "reduce_input"}}
+    report = validate(Pooled(), reduced, tp=2, sequence_parallel=False, inputs=inputs)
+    assert report.ok and report.proven, report
+    report = validate(Pooled(), {**PLAN, "tensor_parallel": rules}, tp=2, sequence_parallel=False, inputs=inputs)
+    assert not report.ok
+
+
 def test_the_exit_of_the_region_is_missed() -> None:
     plan = {**PLAN, "sequence_parallel": {**PLAN["sequence_parallel"], "encoder": "split_seq_input"}}
     report = validate(Pooled(), plan, tp=2, sequence_parallel=True, inputs=inputs)

@@ -92,7 +92,7 @@ def test_a_norm_of_whole_groups_needs_no_collective() -> None:
         "mamba2",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("bamba", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2")
+            for name in ("bamba", "falcon_h1", "minimax", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2")
         ),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 from .layout import I, Layout, R
@@ -76,6 +77,21 @@ class ParameterProgram:
             copies = self.copies or (1,) * len(self.parts)
             return tuple((part // ranks, n) for part, n in zip(self.parts, copies, strict=True))
         return ((size, ranks if self.gathered else self.computed.copies),)
+
+    def ranges(self, size: int, ranks: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """What of the whole split dim a rank computes with, in order: (start, length).
+
+        Args:
+            size: the length of the whole dim, a multiple of the ranks where it is one part.
+        """
+        parts = self.parts or (size,)
+        copies = self.copies or (self.computed.copies,) * len(parts)
+        starts = (0, *accumulate(parts))
+        lengths = [part * number // ranks for part, number in zip(parts, copies, strict=True)]
+        return tuple(
+            (start + length * (rank // number), length)
+            for start, length, number in zip(starts, lengths, copies, strict=False)
+        )
 
     @property
     def moved(self) -> bool:
@@ -256,6 +272,8 @@ class ModuleProgram:
         draws: whose random numbers its own code draws in training; None: it draws none.
         experts: of a module of experts that are distributed whole.
         slices: arguments of which the rank reads its share.
+        buffers: those of which the rank reads its share, each as a parameter that is stored in these shards would be read; they are
+            stored whole.
     """
 
     name: str
@@ -284,6 +302,7 @@ class ModuleProgram:
     draws: Draws | None = None
     experts: ExpertsProgram | None = None
     slices: tuple[ArgumentSlice, ...] = ()
+    buffers: tuple[ParameterProgram, ...] = ()
 
     @property
     def over_ep(self) -> bool:

@@ -91,6 +91,26 @@ class SplitArgument:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitBuffer:
+    """A buffer of the module that every rank stores whole and of which its forward reads the rank's share.
+
+    Args:
+        buffer: its name.
+        dim: the dim that has the heads or features.
+        like: the module below whose output features the dim has, which says how they are split; None: evenly.
+    """
+
+    buffer: str
+    dim: int
+    like: str | None = None
+
+    @property
+    def written(self) -> int | dict[str, int | str]:
+        """As a document has it."""
+        return self.dim if self.like is None else {"dim": self.dim, "like": self.like}
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """One entry of a section: a glob and what to do with the modules or parameters that it matches.
 
@@ -115,6 +135,7 @@ class Rule:
         set: attributes of the module instance, and what each is on a rank: expressions over the instance's divided numbers.
         fused: whether the module may take a path for training that computes modules below it in one kernel.
         split_arguments: arguments of which each rank reads its share.
+        split_buffers: buffers of which each rank reads its share.
         divides: numbers (expressions over config numbers) that tp must divide.
         seq_dim: the sequence dimension of what the rule moves.
         read_outside: positions in the module's output that are read outside the tensor-parallel region by something
@@ -141,6 +162,7 @@ class Rule:
     set: tuple[tuple[str, str], ...] = ()
     fused: bool = True
     split_arguments: tuple[SplitArgument, ...] = ()
+    split_buffers: tuple[SplitBuffer, ...] = ()
     divides: tuple[str, ...] = ()
     seq_dim: int = 1
     read_outside: tuple[int, ...] = ()
@@ -164,6 +186,7 @@ class Rule:
             "set": self.set,
             "fused": self.fused,
             "split_arguments": self.split_arguments,
+            "split_buffers": self.split_buffers,
             "divides": self.divides,
             "seq_dim": self.seq_dim,
             "read_outside": self.read_outside,
@@ -179,6 +202,8 @@ def as_written(option: str, value: object) -> Any:
         return dict(cast(tuple[tuple[str, str], ...], value))
     if option == "split_arguments":
         return {one.argument: one.written for one in cast(tuple[SplitArgument, ...], value)}
+    if option == "split_buffers":
+        return {one.buffer: one.written for one in cast(tuple[SplitBuffer, ...], value)}
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -7,13 +7,13 @@ from typing import Any, TypeVar
 
 from shardplan.core.diagnostics import Location
 from shardplan.core.options import options
-from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, SplitArgument, section_path
+from shardplan.core.plan import FIELD_OF, PlanFile, Rule, Section, SplitArgument, SplitBuffer, section_path
 from shardplan.core.sections import Section as OptionSection
 from shardplan.core.sections import Sections
 from shardplan.core.sum_outputs import SumRule
 from shardplan.styles import canonical_style
 
-from .document import ArgumentHeads, Document, RuleOptions, SectionModel, Strict
+from .document import ArgumentHeads, BufferFeatures, Document, RuleOptions, SectionModel, Strict
 from .nodes import Path
 
 
@@ -100,6 +100,8 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
             options[name] = tuple(options[name].items())
     if "split_arguments" in options:
         options["split_arguments"] = tuple(map(_split_argument, *zip(*options["split_arguments"].items(), strict=True)))
+    if "split_buffers" in options:
+        options["split_buffers"] = tuple(map(_split_buffer, *zip(*options["split_buffers"].items(), strict=True)))
     for name in ("divide", "divides", "heads"):
         if name in options:
             options[name] = (options[name],) if isinstance(options[name], str) else tuple(options[name])
@@ -110,6 +112,10 @@ def _rule(pattern: str, entry: str | RuleOptions, location: Location) -> Rule:
 
 def _split_argument(name: str, written: int | ArgumentHeads) -> SplitArgument:
     return SplitArgument(name, written) if isinstance(written, int) else SplitArgument(name, written.dim, written.heads)
+
+
+def _split_buffer(name: str, written: int | BufferFeatures) -> SplitBuffer:
+    return SplitBuffer(name, written) if isinstance(written, int) else SplitBuffer(name, written.dim, written.like)
 
 
 _S = TypeVar("_S", bound=OptionSection)

@@ -21,6 +21,7 @@ TAKEN_BY: dict[str, Callable[[Style], bool]] = {
     "set": lambda style: True,
     "fused": lambda style: True,
     "split_arguments": lambda style: True,
+    "split_buffers": lambda style: True,
     "divides": lambda style: True,
     "seq_dim": lambda style: style.seq_option,
     "read_outside": lambda style: style.read_outside_option,

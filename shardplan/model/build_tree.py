@@ -149,6 +149,7 @@ def _info(name: str, module: nn.Module, config: Mapping[str, Number], *, wrapper
         config=config,
         layer=path,
         training_reads=training_reads(type(layer)),
+        buffers={leaf: tuple(buffer.shape) for leaf, buffer in layer.named_buffers(recurse=False)},
     )
 
 

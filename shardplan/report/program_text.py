@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from shardplan.compiler.lower import Program
-from shardplan.compiler.lower.describe import leaving, placement, slicing
+from shardplan.compiler.lower.describe import leaving, placement, share, slicing
 from shardplan.compiler.lower.expected_collectives import COLLECTIVES, expected_collectives
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
@@ -191,6 +191,8 @@ def _moves(module: ModuleProgram) -> Iterator[str]:
     for boundary in module.enter:
         argument = {"*": "floats ", None: ""}.get(boundary.argument, f"{boundary.argument} ")
         yield f"in {argument}{boundary.src} -> {boundary.dst}{', again in backward' if boundary.regather else ''}"
+    for buffer in module.buffers:
+        yield f"buffer {buffer.name} {share(buffer)}"
     for part in module.slices:
         yield f"in {part.argument} {slicing(part)}"
     if module.leave is not None:

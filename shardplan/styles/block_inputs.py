@@ -78,6 +78,15 @@ STYLES = (
         source="arXiv 2205.05198",
     ),
     Style(
+        name="reduce_input",
+        summary="A module inside a block (a norm) that reads a partial sum which the block's code adds up (experts and shared "
+        "experts): it is reduced once, where `all_reduce` at each of them would reduce each.",
+        owns_parameters=False,
+        input_sources=(P,),
+        input_destination=I,
+        source="arXiv 1909.08053, the operator g",
+    ),
+    Style(
         name="replicate_seq",
         summary="A block that stays whole under sequence parallelism: the argument is gathered along the sequence, every "
         "rank computes the same, and each outputs its slice.",

@@ -15,6 +15,7 @@ from . import STYLES
 from .boundary import Boundary, boundary
 from .divided_numbers import divided, mean_ranks, settings, shared_heads
 from .links import Link, links
+from .own_buffers import own_buffers
 from .stored_parameters import lower_parameters
 from .style_record import Features, Style, feature_dim
 from .token_layouts import tokens_layout
@@ -34,6 +35,7 @@ class BoundModule:
         divide: attributes of the instance, and by what each is divided.
         settings: attributes of the instance, and what each is on a rank.
         slices: arguments of which a rank reads its share.
+        buffers: those of which a rank reads its share.
         mean_ranks: where the forward takes means over features that are split: over how many neighbouring ranks; else 1.
         experts: as in `core.module_program.ModuleProgram`.
         scope: of an output that stays partial `until_block_input`, the module inside whose forward it is a partial sum; None where no
@@ -49,6 +51,7 @@ class BoundModule:
     divide: tuple[tuple[str, int], ...] = ()
     settings: tuple[tuple[str, int], ...] = ()
     slices: tuple[ArgumentSlice, ...] = ()
+    buffers: tuple[ParameterProgram, ...] = ()
     mean_ranks: int = 1
     experts: ExpertsProgram | None = None
     scope: str | None = None
@@ -111,6 +114,7 @@ def _bound(
         divide=divide,
         settings=local,
         slices=_slices(plan, rule),
+        buffers=own_buffers(plan, module, rule),
         mean_ranks=mean_ranks(plan, rule) if style.features.means else 1,
         experts=_experts(plan, module, assignment),
         scope=scope if style.until_block_input else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from shardplan.core.expressions import evaluate, parse_expression
 from shardplan.core.module_program import ParameterProgram
@@ -51,7 +52,7 @@ def _nested(numbers: Mapping[str, int | float], name: str) -> set[int | float]:
 
 def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """Attributes of a module, and by what each is divided: those that its rule names by tp. The length of a group of a norm's
-    features is divided by the number of ranks that have a part of it. Where r ranks compute with one
+    features is divided by the number of ranks that have a part of it, the number of groups by what is left of tp. Where r ranks compute with one
     key-value head, the number of key-value heads is divided by tp / r, and that of query heads for each by r.
 
     Args:
@@ -61,8 +62,11 @@ def divided(plan: ResolvedPlan, module: ModuleInfo, shared: Mapping[str, int]) -
     assignment = plan.modules.get(module.name)
     names = assignment.rule.divide if assignment is not None else ()
     if assignment is not None and assignment.rule.groups is not None:
-        length, over = group_length(plan, module, assignment.rule), mean_ranks(plan, assignment.rule)
-        return tuple((name, over if attribute(plan, assignment, name) == length else ranks) for name in names)
+        over = mean_ranks(plan, assignment.rule)
+        numbers = (attribute(plan, assignment, name) for name in names)
+        found = (group_number(plan, module, assignment.rule, number) for number in numbers)
+        by_what = {"length": over, "groups": ranks // over, None: ranks}
+        return tuple((name, by_what[what]) for name, what in zip(names, found, strict=True))
     copies = shared.get(module.name, 1)
     by = dict.fromkeys(names, ranks)
     if copies == 1:
@@ -88,6 +92,17 @@ def group_length(plan: ResolvedPlan, module: ModuleInfo, rule: Rule) -> int | No
     """The features of one group of a norm; None where its rule has no groups, or they have no number."""
     groups = number_or_none(rule.groups, plan.tree.numbers) if rule.groups is not None else None
     return module.parameters[0].shape[-1] // groups if groups is not None and module.parameters else None
+
+
+def group_number(
+    plan: ResolvedPlan, module: ModuleInfo, rule: Rule, number: object
+) -> Literal["length", "groups"] | None:
+    """What a number of a norm is to the groups that its rule declares: the features of one, or how many there are."""
+    if rule.groups is None:
+        return None
+    if number == group_length(plan, module, rule):
+        return "length"
+    return "groups" if number == number_or_none(rule.groups, plan.tree.numbers) else None
 
 
 def settings(

@@ -9,6 +9,7 @@ from shardplan.core.diagnostics import Code, Diagnostic
 from shardplan.core.expressions import EvaluationError, count_of, evaluate, parse_expression
 from shardplan.core.plan import Assignment, Rule
 from shardplan.core.tree import is_count
+from shardplan.styles.own_buffers import own_buffer
 from shardplan.styles.packed_lengths import packed_parts
 
 from .check_words import by_rule
@@ -42,7 +43,8 @@ HEADS = Code(
     title="declared heads or groups that do not fit",
     text="""`heads` tells how many heads (or groups of a state space layer) a split dimension has, of packed parts one number for
 each; `groups` how many groups of a norm's features have a mean of their own; `split_arguments` how many heads an argument has. They
-are expressions over the numbers of the configuration, and must divide the length that they count: otherwise a rank would have a part of a head.""",
+are expressions over the numbers of the configuration, and must divide the length that they count: otherwise a rank would have a part of a head.
+`split_buffers` names buffers of the module, with a dim that tp divides or that has the output features of a module below.""",
     bad=PLAN.replace("groups: n_groups", "groups: num_groups"),
     good=PLAN,
 )
@@ -83,6 +85,8 @@ def _problems(facts: Facts) -> Iterator[tuple[Code, str, Rule, str]]:
     for assignment in facts.resolved.assignments.values():
         for reason in _of_arguments(facts, assignment):
             yield HEADS, reason, assignment.rule, assignment.name
+        for reason in _of_buffers(facts, assignment):
+            yield HEADS, reason, assignment.rule, assignment.name
         for reason in _of_settings(facts, assignment):
             yield SETTING, reason, assignment.rule, assignment.name
 
@@ -120,6 +124,16 @@ def _of_arguments(facts: Facts, assignment: Assignment) -> Iterator[str]:
             yield count
         elif count % (facts.tp or 1):
             yield f"{one.argument} has {count} heads, which tp={facts.tp} does not divide"
+
+
+def _of_buffers(facts: Facts, assignment: Assignment) -> Iterator[str]:
+    for one in assignment.rule.split_buffers:
+        if assignment.is_parameter:
+            yield "a parameter has no buffers"
+            return
+        found = own_buffer(facts.resolved, facts.resolved.tree.modules[assignment.name], one)
+        if isinstance(found, str):
+            yield found
 
 
 def _of_settings(facts: Facts, assignment: Assignment) -> Iterator[str]:

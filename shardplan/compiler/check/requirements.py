@@ -17,7 +17,7 @@ from shardplan.core.expressions import count_of
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
 from shardplan.core.tree import named, parent
-from shardplan.styles.divided_numbers import attribute, group_length
+from shardplan.styles.divided_numbers import attribute, group_number
 from shardplan.styles.head_counts import can_share, head_counts, number_or_none
 from shardplan.styles.packed_lengths import packed_parts
 
@@ -111,7 +111,7 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
         for path in rule.divide:
             count = attribute(resolved, assignment, path)
             module = resolved.tree.modules.get(assignment.name)
-            if module is not None and count == group_length(resolved, module, rule):
+            if module is not None and group_number(resolved, module, rule, count):
                 continue  # divided as the groups are
             if isinstance(count, int):
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)

@@ -243,6 +243,9 @@ def rank_model(model: nn.Module, plan: Mapping[str, BoundModule], ranks: int, ra
             data = local_part(old.detach(), parameter, ranks, rank)
             parameters[leaf] = nn.Parameter(data, requires_grad=old.requires_grad)
         layer = module.get_submodule(bound.module.layer)  # "" is the module itself
+        for buffer in bound.buffers:
+            whole = layer._buffers[buffer.name]
+            layer._buffers[buffer.name] = None if whole is None else local_part(whole, buffer, ranks, rank)
         divide_attributes(layer, bound.divide)
         set_attributes(layer, bound.settings)
         if bound.vocabulary is not None:

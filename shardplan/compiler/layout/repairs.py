@@ -256,6 +256,7 @@ def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
         set=old.set,
         fused=old.fused,
         split_arguments=old.split_arguments,
+        split_buffers=old.split_buffers,
         divides=old.divides,
         packed=old.packed if style.packed_option else None,
         argument=old.argument if style.argument_option else None,

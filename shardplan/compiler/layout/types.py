@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 from shardplan.core.layout import Layout
@@ -63,19 +62,8 @@ def read_order(parameter: ParameterProgram, size: int, ranks: int) -> tuple[tupl
     copies = parameter.copies or (parameter.computed.copies,)
     if not parameter.parts and copies == (1,):
         return None
-    parts = parameter.parts or (size,)
-    copies = parameter.copies or copies * len(parts)
-    starts = (0, *accumulate(parts))
-    return tuple(
-        tuple(
-            index
-            for start, part, number in zip(starts, parts, copies, strict=False)
-            for index in range(
-                start + part * number // ranks * (rank // number), start + part * number // ranks * (rank // number + 1)
-            )
-        )
-        for rank in range(ranks)
-    )
+    own = (parameter.ranges(size, ranks, rank) for rank in range(ranks))
+    return tuple(tuple(i for start, length in ranges for i in range(start, start + length)) for ranges in own)
 
 
 def rows_order(batch: int, length: int, ranks: int) -> tuple[tuple[int, ...], ...]:

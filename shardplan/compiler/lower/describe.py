@@ -58,6 +58,8 @@ def module_lines(module: ModuleProgram) -> Iterator[str]:
         again = ", gathered again in backward" if move.regather else ""
         shared = f", once with {move.shared_with}" if move.shared_with is not None else ""
         yield f"  in {_argument(move)}: {move.src} -> {move.dst}{again}{shared}"
+    for buffer in module.buffers:
+        yield f"  buffer {buffer.name}: {share(buffer)}"
     for part in module.slices:
         yield f"  in {part.argument}: {slicing(part)}"
     if module.leave is not None:
@@ -108,6 +110,12 @@ def _argument(move: InputMove) -> str:
 def slicing(part: ArgumentSlice) -> str:
     """What a rank reads of an argument, in words."""
     return f"R -> V({part.dim})" + (f" of each {part.heads}" if part.heads is not None else "")
+
+
+def share(buffer: ParameterProgram) -> str:
+    """What a rank reads of a buffer, in words."""
+    parts = f" of parts {'+'.join(map(str, buffer.parts))}" if buffer.parts else ""
+    return f"whole, read as {buffer.computed}{parts}"
 
 
 def leaving(module: ModuleProgram) -> str:

@@ -76,6 +76,7 @@ def _lower_module(
         parameters=one.parameters,
         enter=_enter(plan, incoming, one),
         slices=one.slices,
+        buffers=one.buffers,
         leave=_leave(incoming, one),
         vocabulary=one.vocabulary,
         means=_means(plan, one) if one.mean_ranks > 1 else None,

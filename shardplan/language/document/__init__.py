@@ -7,7 +7,7 @@ follows from the style records (`options`). The fields of a section are not writ
 
 from .document import Document, PlanDocument
 from .field_values import ATTRIBUTE, TAGS, WORD, Strict
-from .rule_models import ArgumentHeads, RuleOptions
+from .rule_models import ArgumentHeads, BufferFeatures, RuleOptions
 from .section_models import SectionModel, glob_lists
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "TAGS",
     "WORD",
     "ArgumentHeads",
+    "BufferFeatures",
     "Document",
     "PlanDocument",
     "RuleOptions",

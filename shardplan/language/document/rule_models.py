@@ -60,6 +60,22 @@ ArgumentSplits = Annotated[
     Field(min_length=1),
 ]
 
+
+class BufferFeatures(Strict):
+    """A buffer that has the output features of a module below."""
+
+    dim: int = Field(ge=0, le=8, description="The dim that has them.", examples=[2])
+    like: AttributeName = Field(description="The module below, whose rule says how they are split.", examples=["in_proj"])
+
+
+BufferSplits = Annotated[
+    dict[
+        AttributeName,
+        Annotated[DimNumber | BufferFeatures, Either({int: "a dim", dict: "a mapping with `dim` and `like`"})],
+    ],
+    Field(min_length=1),
+]
+
 ALONE = ("sum_outputs", "optional", "when", "having")  # what a rule without a style may say
 NOT_EMPTY: JsonDict = {
     "anyOf": [{"required": ["style"]}, {"required": ["sum_outputs"], "propertyNames": {"enum": list(ALONE)}}]
@@ -126,7 +142,8 @@ class RuleOptions(Strict):
     groups: Given[ExpressionText] = Field(
         default=None,
         description="How many groups, each with a mean of its own, a norm has. With fewer of them than ranks, each is on several "
-        "neighbouring ranks, and an attribute under `divide` that is the length of a group is divided by their number.",
+        "neighbouring ranks, and an attribute under `divide` that is the length of a group is divided by their number, one that is "
+        "the number of groups by the ranks that have others.",
         examples=["n_groups"],
     )
     divide: Given[Attributes] = Field(
@@ -152,6 +169,12 @@ class RuleOptions(Strict):
         description="Arguments of the module's `forward` that every rank has whole, and of which it reads the share of its heads: a "
         "mask or a bias of all heads. Each with the dim that has the heads; where that is [batch * heads], with their number.",
         examples=[{"position_bias": 0}, {"alibi": {"dim": 0, "heads": "n_head"}}],
+    )
+    split_buffers: Given[BufferSplits] = Field(
+        default=None,
+        description="Buffers of the module that have a place for each head or feature: its forward reads the share of the rank. Each "
+        "with the dim that is split evenly, or is split as the output features of a module below.",
+        examples=[{"slope_rate": 0}, {"mup_vector": {"dim": 2, "like": "in_proj"}}],
     )
     divides: Given[Expressions] = Field(
         default=None,

@@ -18,6 +18,7 @@ from .failures import at_module
 from .forward import wrap_forward
 from .means import Means
 from .outputs import gather_hidden_states
+from .own_buffers import OwnBuffers
 from .own_experts import OwnExperts
 from .parameters import LocalParameters, ParametersBelow, distribute
 from .reading import Reads
@@ -93,6 +94,9 @@ class ModuleStyle(ParallelStyle):
         if program.parameters:
             parameters = {variant: pr.parameters for variant, pr in self.programs.items()}
             wrap_forward(module, LocalParameters(parameters, regime))
+        if program.buffers:
+            buffers = {variant: pr.buffers for variant, pr in self.programs.items()}
+            wrap_forward(module.get_submodule(program.layer), OwnBuffers(buffers, regime, mesh))
         if program.vocabulary is not None:
             wrap_forward(module.get_submodule(program.layer), VocabularyLookup(program.vocabulary, mesh))
         if not program.fused:
