@@ -33,7 +33,11 @@ def own_buffer(plan: ResolvedPlan, module: ModuleInfo, one: SplitBuffer) -> Para
     size = shape[one.dim]
     if one.like is None:
         even = ParameterProgram(one.buffer, V(one.dim), V(one.dim))
-        return f"{one.buffer} has {size} places in dim {one.dim}, which tp={ranks} does not divide" if size % ranks else even
+        return (
+            f"{one.buffer} has {size} places in dim {one.dim}, which tp={ranks} does not divide"
+            if size % ranks
+            else even
+        )
     other = plan.tree.modules.get(full_name(module.name, one.like))
     info = other.parameter("weight") if other is not None else None
     if other is None or info is None:

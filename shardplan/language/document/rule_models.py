@@ -65,7 +65,9 @@ class BufferFeatures(Strict):
     """A buffer that has the output features of a module below."""
 
     dim: int = Field(ge=0, le=8, description="The dim that has them.", examples=[2])
-    like: AttributeName = Field(description="The module below, whose rule says how they are split.", examples=["in_proj"])
+    like: AttributeName = Field(
+        description="The module below, whose rule says how they are split.", examples=["in_proj"]
+    )
 
 
 BufferSplits = Annotated[

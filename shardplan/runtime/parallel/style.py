@@ -14,11 +14,11 @@ from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.torchlib.attributes import divide_attributes, owner_of, set_attributes
 
 from .boundaries import Enter, Leave, acts
+from .buffer_shares import OwnBuffers
 from .failures import at_module
 from .forward import wrap_forward
 from .means import Means
 from .outputs import gather_hidden_states
-from .own_buffers import OwnBuffers
 from .own_experts import OwnExperts
 from .parameters import LocalParameters, ParametersBelow, distribute
 from .reading import Reads
