@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
-from shardplan.styles.backends import BACKENDS
+from shardplan.styles.backends import Backend
 from shardplan.torchlib.private import private
 
 _serial = count()
@@ -48,10 +48,13 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
         dist.destroy_process_group()
 
 
-def groups_of(mesh: PlanMesh, neighbours: Mapping[int, DeviceMesh]) -> Mapping[str, tuple[Axis, int]]:
+def groups_of(
+    mesh: PlanMesh, backend: Backend | None, neighbours: Mapping[int, DeviceMesh]
+) -> Mapping[str, tuple[Axis, int]]:
     """The name of each process group -> the axis that it is on and its number of ranks.
 
     Args:
+        backend: what wraps the model over the data-parallel axes.
         neighbours: the tp ranks that compute with the same key-value heads, by their number.
     """
     found: dict[str, tuple[Axis, int]] = {}
@@ -59,7 +62,7 @@ def groups_of(mesh: PlanMesh, neighbours: Mapping[int, DeviceMesh]) -> Mapping[s
         found[one.get_group().group_name] = Axis.TP, copies
     for axis, name in mesh.names.items():
         found[mesh.mesh.get_group(name).group_name] = axis, mesh.mesh[name].size()
-    if (whole := mesh.data_parallel(BACKENDS["fsdp2"])) is not None:  # over dp_shard and cp
+    if backend is not None and (whole := mesh.data_parallel(backend)) is not None:  # over dp_shard and cp
         gathering = whole if whole.ndim == 1 else whole[(whole.mesh_dim_names or ())[-1]]
         found[gathering.get_group().group_name] = Axis.DP_SHARD, gathering.size()
     for axis, one in mesh.expert_axes.items():

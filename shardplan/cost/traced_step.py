@@ -21,6 +21,7 @@ from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.training.context_parallel import context_parallel
+from shardplan.styles.backends import BACKENDS
 
 from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
@@ -67,8 +68,10 @@ def trace(
         PlanError: SP560: the model's code raised.
     """
     places = Places()
-    shared = applied(model).shared
-    groups = groups_of(mesh, shared.regime.neighbours if shared is not None else {})
+    done = applied(model)
+    section = done.program.resolved.data_parallel
+    backend = BACKENDS[section.backend] if section is not None else None
+    groups = groups_of(mesh, backend, done.shared.regime.neighbours if done.shared is not None else {})
     parts = Parts(names) if names is not None else None
     meter = Meter(places, groups, logits, parts)
     following = parts.following(model) if parts is not None else nullcontext()
