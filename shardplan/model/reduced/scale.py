@@ -12,10 +12,11 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value
 
-from .counts import WIDTHS_OF_HIDDEN, WIDTHS_OF_TOWER, like, same_relation, small_counts, small_head_dims, small_widths
+from .counts import WIDTHS_OF_HIDDEN, WIDTHS_OF_TOWER, like, same_relation, small_head_dims, small_widths
 from .fields import Role, role
 from .layers import Kept
 from .pictures import parts
+from .state_spaces import ranks_of_a_group, small_state_heads
 
 READ = "vision_feature_layer"
 VOCABULARY = 64  # rows of the small embedding, and at least 16 per rank
@@ -34,6 +35,8 @@ class Scale:
         hidden: the original hidden size.
         rotary: by what rotary dims are multiplied.
         positions: the most positions, or None to leave them.
+        state_heads: heads of state space layers, and their groups: original -> small.
+        group_ranks: how many ranks share a group of these heads.
     """
 
     tp: int
@@ -48,6 +51,8 @@ class Scale:
     rotary: Fraction = Fraction(1)
     positions: int | None = None
     ep: int = 1
+    state_heads: Mapping[int, int] = field(default_factory=dict)
+    group_ranks: int = 1
 
 
 def scale_of(
@@ -73,7 +78,7 @@ def scale_of(
         by_role.setdefault("width", set()).update(
             v for n, v in vars(whole).items() if role(n) == "width" and is_size(v)
         )
-    heads = small_counts(by_role.get("heads", ()), tp, times=heads_times)
+    heads, state_heads = small_state_heads(by_role, tp, heads_times)
     main_heads = config_value(config, "num_attention_heads", config_value(config, "num_heads"))
     hidden = hidden_size(config)
     main_dim = config_value(config, "head_dim")
@@ -107,6 +112,8 @@ def scale_of(
         hidden,
         next((Fraction(small, large) for large, small in head_dims.items()), Fraction(1)),
         None if _scales_positions(config) else max(128, 2 * seq_len),
+        state_heads=state_heads,
+        group_ranks=ranks_of_a_group(by_role.get("mamba_groups", ()), tp),
     )
 
 

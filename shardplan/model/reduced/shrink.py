@@ -16,6 +16,7 @@ from .fields import Role, role
 from .layers import Kept
 from .linked_widths import link
 from .scale import Scale, hidden_size, is_size, scale_of, tower_scale
+from .state_spaces import state_space_widths
 from .vision_fields import images, read_layers
 
 CHUNK = 8
@@ -102,7 +103,7 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
             }
         else:
             data[name] = _field(data[name], scale, name)
-    _mamba(data, scale)
+    state_space_widths(data, config, scale.widths, scale.hidden, scale.tp)
     images(data, config)
     return data
 
@@ -149,19 +150,6 @@ def _rope(value: Any, scale: Scale) -> Any:
         else:
             result[name] = _rope(item, scale)
     return result
-
-
-def _mamba(data: dict[str, Any], scale: Scale) -> None:
-    """State-space heads times their dim is the inner width, which is a multiple of the hidden size or
-    given."""
-    names = {what: name for name in data if (what := role(name)) in ("mamba_heads", "mamba_head_dim")}
-    hidden = scale.widths.get(scale.hidden or 0)
-    if len(names) < 2 or hidden is None:
-        return
-    expand = data.get("mamba_expand") or data.get("expand") or 1
-    inner = data.get("mamba_d_ssm") or int(expand * hidden)
-    heads = next(n for n in (4, 2, 1) if inner % n == 0)
-    data[names["mamba_heads"]], data[names["mamba_head_dim"]] = heads, inner // heads
 
 
 def _no_cache(config: PreTrainedConfig) -> None:
@@ -222,6 +210,10 @@ def _experts(value: Any, scale: Scale, name: str) -> Any:
     return like(value, ranks, at_least=at_least, multiple_of=2 if value % 2 == 0 else 1)
 
 
+def _state(value: Any, scale: Scale, name: str) -> Any:
+    return like(value, scale.group_ranks, at_least=min(value, STATE)) if is_size(value) else value
+
+
 def _dropout(value: Any, scale: Scale, name: str) -> Any:
     return 0.0 if isinstance(value, float) else 0 if type(value) is int else value
 
@@ -248,10 +240,10 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "pooled": _capped(lambda scale: 2),  # positions that are selected together; they divide the number selected
     "groups": _capped(lambda scale: 2),
     "top_groups": _capped(lambda scale: 1),
-    "state": _capped(lambda scale: STATE),
-    "mamba_heads": _capped(lambda scale: 4),
+    "state": _state,
+    "mamba_heads": _mapped("state_heads"),
     "mamba_head_dim": _capped(lambda scale: CHUNK),
-    "mamba_groups": _capped(lambda scale: 2),
+    "mamba_groups": _mapped("state_heads"),
     "image": lambda value, scale, name: value,
     "patch": lambda value, scale, name: value,
     "image_tokens": lambda value, scale, name: value,

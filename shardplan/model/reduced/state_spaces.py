@@ -1,0 +1,80 @@
+"""Small state space layers: heads, the groups of heads that share B and C, and the inner width that the heads make up."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from math import gcd
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from shardplan.model.config_numbers import config_value
+
+from .counts import same_relation, small_counts
+from .fields import Role, role
+
+INNER = "mamba_d_ssm"  # the inner width, where a configuration gives it
+
+
+def small_state_heads(
+    by_role: Mapping[Role, Iterable[int]], tp: int, times: int
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Small counts of attention heads, and of state space heads and their groups: original -> small.
+
+    They are one table where a configuration has one name for heads: its heads are those that the groups divide.
+
+    Args:
+        by_role: the numbers of the configuration with each role.
+        tp: the number of ranks.
+        times: how many times as many heads as usual.
+    """
+    heads, own, groups = (set(by_role.get(what, ())) for what in ("heads", "mamba_heads", "mamba_groups"))
+    if own:
+        return small_counts(heads, tp, times=times), small_counts(own | groups, tp, times=times)
+    together = small_counts(heads | groups, tp, times=times)
+    return together, together
+
+
+def ranks_of_a_group(groups: Iterable[int], tp: int) -> int:
+    """On how many ranks a group is: the numbers of its state are shared out to them."""
+    return max((tp // count for count in groups if count < tp and tp % count == 0), default=1)
+
+
+def state_space_widths(
+    data: dict[str, Any], config: PreTrainedConfig, widths: Mapping[int, int], hidden: int | None, tp: int
+) -> None:
+    """Choose head count and head dim, in place: their product, the inner width, stands to the hidden size as it did.
+
+    Args:
+        data: the fields made small, with the count that is wanted.
+        config: the original.
+        widths: original -> small.
+        hidden: the original hidden size.
+        tp: the number of ranks.
+    """
+    names = {what: name for name in data if (what := role(name)) in ("mamba_heads", "mamba_head_dim", "mamba_groups")}
+    if hidden is None or hidden not in widths or not {"mamba_heads", "mamba_head_dim"} <= names.keys():
+        return
+    heads, dim = names["mamba_heads"], names["mamba_head_dim"]
+    large, wanted = config_value(config, heads), data[heads]
+    product, small_hidden = large * config_value(config, dim), widths[hidden]
+    expand = data.get("mamba_expand") or data.get("expand") or 1
+    if product == int(expand * hidden):
+        inner = int(expand * small_hidden)
+    elif product % hidden == 0:
+        inner = product // hidden * small_hidden
+    else:
+        others = {small for width, small in widths.items() if width != data.get(INNER) and width != product}
+        inner = _other_width(wanted, others, small_hidden, larger=product > hidden)
+    groups = data.get(names.get("mamba_groups", "")) or 1
+    suitable = [n for n in range(groups, inner + 1, groups) if inner % n == 0 and same_relation(n, large, tp)]
+    data[heads] = min(suitable, key=lambda n: abs(n - wanted), default=gcd(inner, wanted))
+    data[dim] = inner // data[heads]
+    if data.get(INNER):
+        data[INNER] = inner
+
+
+def _other_width(heads: int, others: Collection[int], hidden: int, *, larger: bool) -> int:
+    """A multiple of the heads that is no other width, and on the same side of the hidden size if a small one is."""
+    dims = [d for d in (*range(8, 68, 4), 4, 2, 1) if heads * d not in others]
+    return heads * next((d for d in dims if (heads * d > hidden) == larger), dims[0])
