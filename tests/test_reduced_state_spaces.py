@@ -85,6 +85,7 @@ def test_its_numbers_stand_to_tp_as_the_originals(size: str, tp: int) -> None:
         assert small["groups"] == large["groups"]
         assert small["state"] % (tp // small["groups"]) == 0
     assert small["heads"] % small["groups"] == 0
+    assert small["state"] not in (small["heads"], small["groups"]), "what splits is told from what does not"
     assert (small["heads"] == small["groups"]) == (large["heads"] == large["groups"])
     inner, whole = small["heads"] * small["dim"], large["heads"] * large["dim"]
     if whole % large["hidden"] == 0:

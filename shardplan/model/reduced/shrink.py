@@ -211,7 +211,11 @@ def _experts(value: Any, scale: Scale, name: str) -> Any:
 
 
 def _state(value: Any, scale: Scale, name: str) -> Any:
-    return like(value, scale.group_ranks, at_least=min(value, STATE)) if is_size(value) else value
+    """No number of heads: who reads the reduced model tells them apart, also where the original has them equal."""
+    if not is_size(value):
+        return value
+    step, heads = 4 if value % 4 == 0 else 1, set(scale.state_heads.values())
+    return like(value, scale.group_ranks, at_least=min(value, STATE), multiple_of=step, avoid=heads)
 
 
 def _dropout(value: Any, scale: Scale, name: str) -> Any:

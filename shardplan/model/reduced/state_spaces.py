@@ -32,7 +32,7 @@ def small_state_heads(
     if own:
         return small_counts(heads, tp, times=times), small_counts(own | groups, tp, times=times)
     together = small_counts(heads | groups, tp, times=times)
-    return together, together
+    return together, together if groups else {}
 
 
 def ranks_of_a_group(groups: Iterable[int], tp: int) -> int:
