@@ -330,3 +330,11 @@ def test_heads_that_tp_does_not_divide_have_another_plan() -> None:
     assert {d.code for d in refused.diagnostics} == {"SP301"}, refused
     report = shardplan.validate("olmo_hybrid", "olmo_hybrid_gathered", tp=4)
     assert report.ok and report.proven and len(report.variants) == 2, report
+
+
+def test_key_heads_that_are_packed_with_their_value_heads_are_on_one_rank_each() -> None:
+    """Refused before anything runs, with the sizes that work."""
+    report = shardplan.validate(Model("qwen3_next", settings={"linear_num_key_heads": 4}), "auto", tp=8, layouts=False)
+    found = {one for one in report.diagnostics if one.is_error}
+    assert {one.code for one in found} == {"SP305"}, report
+    assert all("linear_num_key_heads is 4" in one.message and one.help and "tp 2 or 4" in one.help for one in found)
