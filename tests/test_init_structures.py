@@ -3,6 +3,7 @@ and which line it names where the code forbids a split."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -72,9 +73,17 @@ def meets(rule: Any, wanted: Any) -> bool:
     return isinstance(rule, dict) and all(rule.get(option) == value for option, value in wanted.items())
 
 
-SAMPLE = ("einsum", "normed_heads")  # what continuous integration runs; all with their overlays in `make test-all`
-EACH = [pytest.param(n, False, marks=() if n in SAMPLE else pytest.mark.slow) for n in STRUCTURES]
-EACH += [pytest.param(n, True, marks=pytest.mark.slow) for n in STRUCTURES]
+SAMPLE = ("einsum", "normed_heads")  # what `make test` runs
+DRAWN = {*random.Random(0).sample(sorted(STRUCTURES), 6)}  # and `make test-all`; the rest is exhaustive
+
+
+def mark(name: str, sequence_parallel: bool) -> tuple[pytest.MarkDecorator, ...]:
+    if not sequence_parallel and name in SAMPLE:
+        return ()
+    return (pytest.mark.slow if name in DRAWN else pytest.mark.exhaustive,)
+
+
+EACH = [pytest.param(n, sp, marks=mark(n, sp)) for sp in (False, True) for n in STRUCTURES]
 
 
 @pytest.mark.parametrize(("name", "sequence_parallel"), EACH)
