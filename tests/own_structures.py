@@ -4,6 +4,8 @@ unless they say otherwise."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -50,18 +52,19 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-def block_of(attention: type[nn.Module], mlp: type[nn.Module] = MLP) -> type[nn.Module]:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-            self.attention, self.mlp = attention(), mlp()
+class Block(nn.Module):
+    def __init__(self, attention: Callable[[], nn.Module], mlp: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention, self.mlp = attention(), mlp()
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + self.attention(self.norm1(x))
-            return x + self.mlp(self.norm2(x))
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
 
-    return Block
+
+def block_of(attention: Callable[[], nn.Module], mlp: Callable[[], nn.Module] = MLP) -> Callable[[], Block]:
+    return partial(Block, attention, mlp)
 
 
 class EinsumAttention(nn.Module):

@@ -83,7 +83,9 @@ def mark(name: str, sequence_parallel: bool) -> tuple[pytest.MarkDecorator, ...]
     return (pytest.mark.slow if name in DRAWN else pytest.mark.exhaustive,)
 
 
-EACH = [pytest.param(n, sp, marks=mark(n, sp)) for sp in (False, True) for n in STRUCTURES]
+EACH = [
+    pytest.param(n, sp, marks=mark(n, sp)) for sp in (False, True) for n in STRUCTURES if not (sp and n == "windows")
+]
 
 
 @pytest.mark.parametrize(("name", "sequence_parallel"), EACH)
@@ -95,6 +97,15 @@ def test_it_is_split_through(name: str, sequence_parallel: bool) -> None:
     assert all(meets(found[pattern], rule) for pattern, rule in wanted.items()), found
     assert not made.diagnostics
     assert shardplan.verify(build(), made.document, tp=2, inputs=inputs, sequence_parallel=sequence_parallel).ok
+
+
+@pytest.mark.slow
+def test_windows_of_a_picture_have_no_sequence_to_split() -> None:
+    """Attention takes each window as a row, so a slice of the rows of a picture is none of positions."""
+    with pytest.raises(shardplan.PlanError) as refused:
+        shardplan.init_plan(own.Windows(), inputs=own.pictures, sequence_parallel=True)
+    (found,) = refused.value.diagnostics
+    assert found.code == "SP531" and "the input of blocks.*.attn is split in dim 0" in found.notes[0]
 
 
 # The same with names that do not begin with `blocks.*`.
