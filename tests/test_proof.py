@@ -248,6 +248,13 @@ def test_masks_are_no_scale() -> None:
     assert relative_error(infinite.clone(), infinite) == 0.0
 
 
+def test_imaginary_parts_are_compared() -> None:
+    reference = torch.tensor([1 + 2j, 0.5j])
+    assert relative_error(reference.clone(), reference) == relative_error(reference.conj().conj(), reference) == 0.0
+    assert relative_error(reference.conj(), reference) == pytest.approx(2.0)
+    assert relative_error(reference.real.clone(), reference) == float("inf")
+
+
 # On threads, one for each rank.
 
 

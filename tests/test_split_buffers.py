@@ -114,7 +114,7 @@ def test_a_wrong_share_is_a_finding(split: dict[str, Any] | None, code: str, wor
 def test_scales_of_other_features_are_a_finding() -> None:
     """A rank's features are a part of each of five; an even slice of as many scales are those of others."""
     rule = {
-        "style": "input_with_grad_allreduce",
+        "style": "local_params",
         "divide": ["num_heads", "intermediate_size", "n_groups"],
         "set": {"conv_dim": "intermediate_size + 2 * n_groups * ssm_state_size"},
         "split_buffers": {"mup_vector": 2},

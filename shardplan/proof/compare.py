@@ -29,8 +29,9 @@ def relative_error(value: Tensor, reference: Tensor) -> float:
 
 
 def _error(value: Tensor, reference: Tensor, scale: float) -> float:
-    if value.shape != reference.shape:
+    if value.shape != reference.shape or value.is_complex() != reference.is_complex():
         return float("inf")
+    value, reference = real_parts(value), real_parts(reference)
     if torch.promote_types(value.dtype, reference.dtype) not in TOLERANCE:
         value, reference = value.double(), reference.double()
     difference = magnitude(value - reference)
@@ -39,6 +40,11 @@ def _error(value: Tensor, reference: Tensor, scale: float) -> float:
             return float("inf")
         difference, scale = _without_huge(value, reference)
     return difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
+
+
+def real_parts(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in a last dim of 2; casting them to a real dtype would drop the imaginary parts."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:
@@ -56,6 +62,7 @@ def magnitude(tensor: Tensor) -> float:
     """The largest absolute value, not a number where one is none; 0 for an empty tensor."""
     if not tensor.numel():
         return 0.0
+    tensor = real_parts(tensor)
     if not tensor.is_floating_point():
         tensor = tensor.double()
     # A norm of order infinity takes 17 times as long, of a million values.

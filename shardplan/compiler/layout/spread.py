@@ -212,6 +212,8 @@ def _among_equals(
 
 def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:
     """Which slices of the reference along `dim` the value consists of, in order."""
+    if reference.is_complex():
+        value, reference = (torch.view_as_real(x.resolve_conj()) for x in (value, reference))
     if not reference.is_floating_point():
         value, reference = value.double(), reference.double()
     rows, columns = (torch.nan_to_num(x.movedim(dim, 0).unsqueeze(-1).flatten(1)) for x in (value, reference))
