@@ -16,6 +16,7 @@ from training_runs import ADAMW, MAX_NORM
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.proof.exact import in_precision_of
 
 STEPS = 3
 # What the tests need of the section, by kind of model.
@@ -132,7 +133,9 @@ def steps_of(
 ) -> list[Step]:
     replica, steps = replica_of(pipeline), []
     for step in which:
-        loss = pipeline.step(**batch(recipe, step, replica))
+        given = batch(recipe, step, replica)
+        with in_precision_of(pipeline):
+            loss = pipeline.step(**given)
         found = shardplan.full_parameters(pipeline, gradients=True)
         gradients = {name: None if gradient is None else gradient.clone() for name, _, gradient in found}
         norm = shardplan.clip_grad_norm_(pipeline, recipe.max_norm)
@@ -156,12 +159,13 @@ def unsharded(recipe: Recipe) -> list[Step]:
     steps = []
     for step in range(STEPS):
         shares = [batch(recipe, step, replica) for replica in range(recipe.replicas)]
-        if recipe.auxiliary is None:
-            together = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
-            loss = model(**together, use_cache=False).loss
-        else:
-            loss = mixed(recipe, model, shares, recipe.auxiliary)
-        loss.backward()
+        with in_precision_of(model):
+            if recipe.auxiliary is None:
+                together = {name: torch.cat([share[name] for share in shares]) for name in shares[0]}
+                loss = model(**together, use_cache=False).loss
+            else:
+                loss = mixed(recipe, model, shares, recipe.auxiliary)
+            loss.backward()
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         norm = clip_grad_norm_(model.parameters(), recipe.max_norm)
         optimizer.step()

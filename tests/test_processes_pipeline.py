@@ -50,8 +50,7 @@ FAMILIES = {
     "gemma": Recipe("gemma3_text", TP, tied=True, sequence_parallel=True, settings={"layer_types": LAYERS}),
     "gpt2": Recipe("gpt2", TP, tied=True, section=GPT2, settings={"n_layer": 4}),
     "experts": replace(ROUTED, sizes={**DP, "ep": 2}),
-    # Routers compute in float32: what that rounds grows with the steps.
-    "experts, tp": replace(ROUTED, sizes=TP, sequence_parallel=True, dtype=torch.float32, lr=2e-3),
+    "experts, tp": replace(ROUTED, sizes=TP, sequence_parallel=True),
     "state spaces": Recipe("bamba", TP, settings={"attn_layer_indices": [1, 3]}),
 }
 
