@@ -1,14 +1,10 @@
-"""`lint` of folders, annotations for GitHub, completion, and the schema for editors."""
+"""`lint` of folders, annotations for GitHub, and the schema for editors."""
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 
-from shardplan.cli.arguments import COMMANDS
-from shardplan.cli.completion_scripts import SCRIPTS
 from shardplan.cli.editor_settings import SCHEMA, schema_line, with_schema
 from shardplan.cli.main import main
 from shardplan.language import json_schema
@@ -55,46 +51,6 @@ def test_annotations_stand_at_the_lines(folder, capsys):
     assert match and match[1] == "SP106" and "%0Ahelp: did you mean `colwise`?" in match[2]
     assert any("error[SP106]" in text for text in rest)
     assert main(["lint", "a,b.yaml", "--github", "--json"]) == 2
-
-
-class TestCompletion:
-    def bash(self, *words: str) -> list[str]:
-        script = SCRIPTS["bash"]()
-        line = " ".join(f"'{word}'" for word in ("shardplan", *words))
-        call = f'{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _shardplan; printf "%s\\n" "${{COMPREPLY[@]}}"'
-        done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, check=True)
-        return done.stdout.split()
-
-    def test_commands(self):
-        assert self.bash("val") == ["validate"]
-        assert set(self.bash("")) == {*COMMANDS, "--help", "--version"}
-
-    def test_options_and_their_words(self):
-        assert self.bash("validate", "llama", "llama", "--no-p") == ["--no-proof"]
-        assert self.bash("estimate", "--precision", "") == ["bf16", "fp16", "fp32"]
-        assert self.bash("--debug", "lint", "--sa") == ["--sarif"]
-
-    def test_plans_and_files(self, folder, monkeypatch):
-        assert self.bash("lint", "qwen3_m") == ["qwen3_moe"]
-        assert self.bash("lint", "plan") == ["plans"]
-
-    def test_shells(self):
-        assert self.bash("completion", "z") == ["zsh"]
-
-    @pytest.mark.parametrize("shell", ["zsh", "fish"])
-    def test_the_other_shells_take_their_scripts(self, shell, tmp_path):
-        text = SCRIPTS[shell]()
-        assert all(name in text for name in COMMANDS) and "no-proof" in text and "qwen3_moe" in text
-        if shutil.which(shell) is None:
-            pytest.skip(f"{shell} is not installed: its script was not read by it")
-        path = tmp_path / "script"
-        path.write_text(text)
-        assert subprocess.run([shell, "-n", str(path)], capture_output=True, text=True).stderr == ""
-
-    def test_the_command_prints_it(self, capsys):
-        assert main(["completion", "fish"]) == 0
-        assert capsys.readouterr().out == SCRIPTS["fish"]()
-        assert main(["completion", "tcsh"]) == 2
 
 
 class TestSchema:

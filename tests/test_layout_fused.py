@@ -3,10 +3,13 @@ gives up a split says so."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import LlamaConfig
 
 import shardplan
 from shardplan.compiler.layout.repairs import OURS, Repair
@@ -43,6 +46,35 @@ class FromAttributes(FromWhole):
         q, k, v = (part.view(shape).transpose(1, 2) for part in self.c_attn(x).split(self.n_embd, dim=2))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         return self.c_proj(y.reshape(*x.shape[:2], self.n_embd))
+
+
+class Separate(FromWhole):
+    """Three matrices; the heads and the width between them come from attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.c_attn
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], self.n_head, WIDTH // HEADS)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.c_proj(y.reshape(*x.shape[:2], self.n_embd))
+
+
+class Configured(Separate):
+    """The number of heads comes from a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = LlamaConfig(num_attention_heads=HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = (*x.shape[:2], self.config.num_attention_heads, -1)
+        q, k, v = (layer(x).view(shape).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return self.c_proj(y.reshape(*x.shape[:2], -1))
 
 
 class Open(FromWhole):
@@ -107,6 +139,33 @@ def test_what_keeps_the_split_is_proposed_and_right(attention: type[nn.Module], 
     assert checked(attention, {**PACKED, **added}).ok
     plan = {"version": "1", "name": "mine", "tensor_parallel": {**PACKED, **added}}
     assert shardplan.verify(Model(attention), plan, tp=2).ok
+
+
+SEPARATE = """\
+version: "1"
+tensor_parallel:
+  h.*.attn: input_with_grad_allreduce  # the block's input
+  h.*.attn.{q,k,v}: colwise
+  h.*.attn.c_proj: rowwise
+"""
+
+
+@pytest.mark.parametrize(
+    ("attention", "divided"),
+    [(Separate, "n_head, n_embd"), (Configured, "config.num_attention_heads")],
+    ids=["own", "configured"],
+)
+def test_a_missing_divide_is_proposed_and_written(attention: type[nn.Module], divided: str, tmp_path: Path) -> None:
+    """The numbers by which the code reshapes: a plan that lacks them is repaired in its file, and proven."""
+    written = f"h.*.attn: {{style: input_with_grad_allreduce, divide: [{divided}]}}"
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(SEPARATE)
+    torch.manual_seed(0)
+    (found,) = shardplan.validate(Model(attention), str(plan), tp=2).diagnostics
+    assert found.help == f"write `{written}` instead of `input_with_grad_allreduce`"
+    made = shardplan.fix_plan(Model(attention), str(plan), tp=2)
+    assert made.report.ok and made.changes == 1
+    assert made.after.rstrip() == SEPARATE.rstrip().replace("h.*.attn: input_with_grad_allreduce", written)
 
 
 def test_the_line_of_the_code_is_named_where_no_rule_suffices() -> None:

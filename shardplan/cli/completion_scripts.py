@@ -16,11 +16,7 @@ def bash() -> str:
     """For bash: `complete -F`."""
     options = "\n".join(f"    {name}) options='{' '.join(_flags(parser))}' ;;" for name, parser in _parsers().items())
     choices = "\n".join(
-        f"    {name}:{flag}) COMPREPLY=($(compgen -W '{' '.join(map(str, action.choices or ()))}' -- \"$current\")); return ;;"
-        for name, parser in _parsers().items()
-        for action in parser._actions
-        for flag in action.option_strings
-        if action.choices
+        f"    {option}) COMPREPLY=($(compgen -W '{words}' -- \"$current\")); return ;;" for option, words in _choices()
     )
     return f"""\
 # bash completion of shardplan: shardplan completion bash
@@ -58,6 +54,7 @@ def zsh() -> str:
         f"    {name}) options=(\n" + "\n".join(f"      {_zsh_item(*one)}" for one in _described(parser)) + "\n    ) ;;"
         for name, parser in _parsers().items()
     )
+    choices = "\n".join(f"    {option}) compadd -- {words}; return ;;" for option, words in _choices())
     return f"""\
 #compdef shardplan
 # zsh completion of shardplan: shardplan completion zsh
@@ -70,6 +67,9 @@ _shardplan() {{
     _describe command commands
     return
   fi
+  case "$words[2]:$words[CURRENT-1]" in
+{choices}
+  esac
   case "$words[2]" in
 {options}
   esac
@@ -125,6 +125,14 @@ def _options(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def _flags(parser: argparse.ArgumentParser) -> list[str]:
     return [flag for action in _options(parser) for flag in action.option_strings]
+
+
+def _choices() -> Iterator[tuple[str, str]]:
+    """Options whose values are words of a list: (`command:--option`, the words)."""
+    for name, parser in _parsers().items():
+        for action in _options(parser):
+            for flag in action.option_strings if action.choices else ():
+                yield f"{name}:{flag}", " ".join(map(str, action.choices or ()))
 
 
 def _described(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:

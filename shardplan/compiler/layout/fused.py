@@ -13,6 +13,7 @@ from shardplan.styles import STYLES, feature_dim
 
 from .finding import Finding
 from .repairs import OURS, Repair, change
+from .undivided import dividing
 
 PACKED = "packed_colwise"
 WIDEST = 6  # parts
@@ -29,13 +30,16 @@ def fused_repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
         return
     tp = plan.sizes.tp or 1
     counts = {n: v for n, v in module.numbers.items() if type(v) is int and v > 1 and v % tp == 0}
+    tried: list[tuple[str, int, tuple[str, ...]]] = []
     for child in _fused_children(plan, module):
         features = _out_features(child)
         for width in (n for n, v in counts.items() if features % v == 0 and 1 < features // v <= WIDEST):
             parts = features // counts[width]
             others = [n for n, v in counts.items() if n != width and counts[width] % v == 0][:MOST_ATTRIBUTES]
             for more in chain(((),), ((n,) for n in others), combinations(others, 2)):
-                yield _both(plan, module.name, child.name, parts, (width, *more))
+                tried.append((child.name, parts, (width, *more)))
+    for name, parts, numbers in sorted(tried, key=lambda one: len(one[2])):  # the fewest numbers first
+        yield _both(plan, module.name, name, parts, numbers)
 
 
 def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
@@ -57,18 +61,14 @@ def advice(plan: ResolvedPlan, finding: Finding) -> str | None:
 
 def _both(plan: ResolvedPlan, module: str, child: str, parts: int, divided: tuple[str, ...]) -> Repair:
     """The matrix packed, where it is not, and the numbers of the module divided."""
-    around = plan.assignments.get(module)
-    old = around.rule if around is not None else None
-    base = old if old is not None else Rule("", "replicate", OURS)
-    new = replace(base, divide=tuple(dict.fromkeys((*base.divide, *divided))), location=OURS)
-    dividing = change(plan, module, old, new, around.section if around is not None else "tensor_parallel")
+    numbers = dividing(plan, module, divided)
     matrix = plan.assignments.get(child)
     rule = matrix.rule if matrix is not None else None
     if rule is not None and rule.style == PACKED and (rule.packed or 2) == parts:
-        return dividing
+        return numbers
     packed = Rule("", PACKED, OURS, packed=parts, divide=rule.divide if rule is not None else ())
     first = change(plan, child, rule, packed, matrix.section if matrix is not None else "tensor_parallel")
-    return replace(first, also=dividing)
+    return replace(first, also=numbers)
 
 
 def _fused_children(plan: ResolvedPlan, module: ModuleInfo) -> Iterator[ModuleInfo]:

@@ -26,6 +26,7 @@ from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, repairs
 from .run import Workbench, prove
 from .typing_result import Proof
+from .undivided import dividing_repairs
 from .unsummed import holding, undeclared
 
 TRIALS = 40  # changes that are tried for one mistake
@@ -292,7 +293,9 @@ def _fix(
         found = _key(finding)
         return found == key or (not crashed and found not in groups)
 
-    for repair in chain(fused_repairs(plan, group[0]), repairs(plan, group[0])):
+    first = group[0]
+    own = chain(fused_repairs(plan, first), dividing_repairs(plan, first, bench.model))
+    for repair in chain(own, repairs(plan, first)):
         if tried >= last or search.over:
             break
         changed = repair.apply(plan)

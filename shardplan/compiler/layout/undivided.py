@@ -1,0 +1,69 @@
+"""Numbers of a module by which its code reshapes what a plan splits, such as that of its heads: those that `divide` should name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import combinations
+
+from torch import nn
+
+from shardplan.core.plan import ResolvedPlan, Rule
+from shardplan.core.tree import ModuleInfo, is_count
+from shardplan.model.forward_code import forward_reads
+from shardplan.styles import STYLES
+from shardplan.styles.divided_numbers import CONFIG
+from shardplan.styles.head_counts import HEAD_SIZES
+
+from .finding import Finding
+from .repairs import OURS, Repair, change
+
+KINDS = ("crash", "slices", "untyped")
+MOST_NUMBERS = 4  # of a module, and as many of its configuration, that are tried
+
+
+def dividing_repairs(plan: ResolvedPlan, finding: Finding, model: nn.Module) -> Iterator[Repair]:
+    """Changes to try where the code of a module fails on slices: one or two of the numbers that it reads divided.
+
+    Args:
+        model: the reduced model, for the code.
+    """
+    module = plan.tree.modules.get(finding.module)
+    if finding.kind not in KINDS or module is None or not _splits(plan, module.name):
+        return
+    declared = plan.assignments[module.name].rule.divide if module.name in plan.assignments else ()
+    own, configured = (
+        [name for name in names if name not in declared][:MOST_NUMBERS]
+        for names in _read_counts(module, model.get_submodule(module.name), plan.sizes.tp or 1)
+    )
+    for divided in (*((name,) for name in own), *combinations(own, 2), *((name,) for name in configured)):
+        yield dividing(plan, module.name, divided)
+
+
+def dividing(plan: ResolvedPlan, module: str, divided: tuple[str, ...]) -> Repair:
+    """The rule of a module with further numbers divided; one that does nothing else where it has no rule."""
+    around = plan.assignments.get(module)
+    old = around.rule if around is not None else None
+    base = old if old is not None else Rule("", "replicate", OURS)
+    new = replace(base, divide=tuple(dict.fromkeys((*base.divide, *divided))), location=OURS)
+    return change(plan, module, old, new, around.section if around is not None else "tensor_parallel")
+
+
+def _splits(plan: ResolvedPlan, module: str) -> bool:
+    """Whether parameters of a module, or below it, are split."""
+    return any(
+        STYLES[assignment.rule.style].shards_parameters
+        for name, assignment in plan.assignments.items()
+        if name == module or name.startswith(f"{module}.")
+    )
+
+
+def _read_counts(module: ModuleInfo, layer: nn.Module, tp: int) -> tuple[list[str], list[str]]:
+    """The module's own numbers that its code reads and tp divides, and those of its configuration; no sizes of a head."""
+    reads = forward_reads(type(layer))
+    own, config = (
+        [name for name, value in numbers.items() if name in reads and is_count(value) and value > 1 and value % tp == 0]
+        for numbers in (module.numbers, module.config or {})
+    )
+    configured = [f"{CONFIG}{name}" for name in config if name not in HEAD_SIZES] if "config" in reads else []
+    return [name for name in own if name not in HEAD_SIZES], configured
