@@ -30,7 +30,7 @@ PLANNED = sorted(name for name, found in TABLE.items() if found.verdicts)
 CHOOSING = {
     name: found
     for name, found in {**SEEING, **TABLE}.items()
-    if "tp" in found.collectives and found.exceeds("tp", "backward") and not found.exceeds("tp", "forward")
+    if "tp" in found.collectives and found.is_a_choice
 }
 # One of each structure, and more by a seed.
 FAMILIES = (

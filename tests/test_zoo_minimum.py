@@ -99,6 +99,31 @@ class Streams(Plain):
         return x + scaled.tanh().sum(-2)
 
 
+class Chained(Plain):
+    """Another matrix behind the sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.p(self.o(self.a(y) * self.b(y)))
+
+
+class OneKey(Plain):
+    """Two heads of 8 numbers, and a key and a value that both read, made by one matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 8
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        key, value = self.b(y).unsqueeze(-2).chunk(2, -1)
+        return x + self.o((self.a(y).unflatten(-1, (-1, 8)) * key + value).flatten(-2))
+
+
 class Case:
     """A plan for a model.
 
@@ -122,7 +147,8 @@ class Case:
         real = tree if own is None else tree_of(Model(own))
         self.frontier: Frontier = choices(plan, bench, real)
         self.spent = spent(plan, bench, real)
-        self.fewest = minimum(plan, bench)["backward"]["all_reduce"]
+        self.minimum = minimum(plan, bench)
+        self.fewest = self.minimum["backward"]["all_reduce"]
         self.least = least_of_a_step(plan, bench, real, 2)
 
     @property
@@ -176,6 +202,22 @@ def test_a_sum_is_reduced_before_it_is_scaled_where_it_is_wider_afterwards() -> 
     logits = 12 / 2
     plain, streams = Case(Plain, merged=True), Case(Streams, {"layers.*.factors": "replicate"}, merged=True)
     assert plain.least == streams.least == Size(2 * HIDDEN + 2 * HIDDEN + HEAD + logits, 0)
+
+
+def test_rows_that_ranks_share_are_gathered_once() -> None:
+    """Of the key, which both ranks read: an all-gather for each block, and a reduce-scatter of its gradient."""
+    rule = {"style": "packed_colwise", "packed": [8, 8], "heads": ["1", "1"], "override": True}
+    case = Case(OneKey, {"layers.*.b": rule}, merged=True)
+    assert case.minimum == {
+        "forward": {"all_gather": 1 + 2, "all_reduce": 2},
+        "backward": {"all_reduce": 3, "reduce_scatter": 2},
+    }
+
+
+def test_a_sum_is_reduced_in_front_of_what_splits_it() -> None:
+    """A whole value is cut by its features in front of a matrix; a partial sum has to be whole before."""
+    case = Case(Chained, {"layers.*.p": "rowwise_split_input"})
+    assert case.minimum["forward"] == {"all_gather": 1, "all_reduce": 2 * 2}
 
 
 def test_choices_that_no_other_is_as_good_as() -> None:

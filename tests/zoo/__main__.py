@@ -64,8 +64,9 @@ one (AXK1 with SP) have a block input each. In latent attention the reduction is
 for the queries, the keys and the rotary part, of fewer elements than one of the hidden size, which is the minimum too. Where they are
 together wider than the hidden state, or a gate reads that too (Youtu, HY-V4), one in front is the minimum. Moshi returns its last hidden
 state beside the logits: a loss may read either, so its gradient is reduced before the two meet. GPT-BigCode has one key-value head, with which
-all ranks compute: they gather its rows forward and backward, and reduce-scatter their gradient. So it is with B and C of state space
-layers that have fewer groups than ranks (Bamba, Granite hybrid, Zamba 2).
+all ranks compute: they gather its rows forward, reduce-scatter their gradient, which is counted as needed, and gather them once more backward,
+not to keep them, which is not. So it is with B and C of state space layers that have fewer groups than ranks (Bamba, Falcon-H1, Granite
+hybrid, Zamba 2).
 """
 
 WHY = """

@@ -115,6 +115,17 @@ class Entry:
         return any(n > least.get(operation, 0) for operation, n in self.collectives[variant][when].items())
 
     @property
+    def is_a_choice(self) -> bool:
+        """Whether all that a plan runs more often with TP alone is reductions backward: then where they are is weighed."""
+        more = {
+            (when, operation)
+            for when, found in self.collectives["tp"].items()
+            for operation, n in found.items()
+            if n > self.minimum["tp"][when].get(operation, 0)
+        }
+        return more == {("backward", "all_reduce")}
+
+    @property
     def is_beaten(self) -> bool:
         """Whether a choice of block inputs is better."""
         count, *size = self.reduced
@@ -228,7 +239,7 @@ def communicating(one: Entry, counted: Mapping[str, ResolvedPlan], bench: Workbe
         reduced=[],
         choices=[],
     )
-    if "tp" not in counted or one.exceeds("tp", "forward") or not one.exceeds("tp", "backward"):
+    if "tp" not in counted or not one.is_a_choice:
         return one
     count, size = spent(counted["tp"], bench, tree)
     frontier = choices(counted["tp"], bench, tree)

@@ -9,6 +9,10 @@ arXiv 1909.08053; with the sequence split each reduction is a reduce-scatter and
 2205.05198). Whole parameters that meet split values have partial gradients, which one all-reduce for each block sums; with
 the sequence split those of all whole parameters are.
 
+Rows that several ranks compute with (key-value heads, B and C of a state space, fewer than ranks) are stored once: for each run of
+a block they are gathered once, and their gradients reduce-scattered once. That they are gathered again backward, not to be
+kept, is above the minimum.
+
 A norm over split features (of all heads together) needs the sum of each of its means, forward and backward; of a norm in front
 of which a plan gathers, this is left out.
 
@@ -24,7 +28,7 @@ from typing import Literal
 
 from shardplan.authoring.init.flow import Flow
 from shardplan.compiler.layout import Workbench
-from shardplan.compiler.lower import lower, split_parameters
+from shardplan.compiler.lower import lower, shared_parameters, split_parameters
 from shardplan.core.layout import SEQ, I, V
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.moves import move_ops
@@ -118,6 +122,9 @@ def minimum(resolved: ResolvedPlan, bench: Workbench) -> dict[str, dict[str, int
     forward.update(all_reduce=of_means)
     backward.update(all_reduce=groups + of_means)
     forward.update(all_gather=run.heads)  # the logits
+    for runs, trained in _shared_rows(resolved, bench.reference):
+        forward.update(all_gather=runs)
+        backward.update(reduce_scatter=runs * trained)
     return {
         when: {op: n for op, n in sorted(counts.items()) if n}
         for when, counts in (("forward", forward), ("backward", backward))
@@ -136,6 +143,17 @@ def choices(resolved: ResolvedPlan, bench: Workbench, tree: ModuleTree) -> Front
     sizes = Sizes(flow, tree, tokens(bench))
     of_means = [sizes.value(number) for number in means(resolved, bench.reference)]
     return joined(BlockInputs(flow, run.effects, sizes, run.home).frontier, {len(of_means): Size(sum(of_means), 0)})
+
+
+def _shared_rows(resolved: ResolvedPlan, run: Trace) -> Iterator[tuple[int, bool]]:
+    """Of each block's parameters that are gathered from the same ranks: how often the block runs, and whether they learn."""
+    times = Counter(event.module for event in run.events if event.kind == "enter")
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, found in shared_parameters(resolved).items():
+        for copies in found:
+            groups.setdefault((_home(name), copies), []).append(name)
+    for (home, _), names in groups.items():
+        yield times[home], any(resolved.tree.parameters[name][1].requires_grad for name in names)
 
 
 def means(resolved: ResolvedPlan, run: Trace) -> Iterator[int]:
@@ -300,6 +318,7 @@ class Reductions:
         features = self._features(event)
         given = [self._kind(n) for n in event.inputs]
         if features == "rows" or (features == "in" and "split" in given):
+            self._reduce(event)  # a slice of a sum's features is no sum of slices
             self._give(event, "sum")
         elif features is not None or "split" in given:
             self._reduce(event)

@@ -1,6 +1,6 @@
 """ResolvedPlan -> Program: what to store and what to move at each module."""
 
-from .lowering import lower, split_parameters
+from .lowering import lower, shared_parameters, split_parameters
 from .program import Program
 
-__all__ = ["Program", "lower", "split_parameters"]
+__all__ = ["Program", "lower", "shared_parameters", "split_parameters"]

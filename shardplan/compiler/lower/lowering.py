@@ -63,6 +63,16 @@ def split_parameters(plan: ResolvedPlan) -> frozenset[str]:
     )
 
 
+def shared_parameters(plan: ResolvedPlan) -> Mapping[str, frozenset[int]]:
+    """Full name of each parameter of which several ranks compute with the same rows -> from how many ranks these are gathered."""
+    return {
+        full_name(name, p.name): frozenset(_copies(plan, p))
+        for name, module in plan.tree.modules.items()
+        for p in lower_parameters(plan, module)
+        if p.shared
+    }
+
+
 def _lower_module(
     plan: ResolvedPlan,
     incoming: IncomingLayouts,
