@@ -28,9 +28,7 @@ SEEING = {row["name"]: Entry(**row) for row in json.loads((DOCS / "image-text-ty
 PLANNED = sorted(name for name, found in TABLE.items() if found.verdicts)
 # Their backward reductions are weighed: there are more than the fewest.
 CHOOSING = {
-    name: found
-    for name, found in {**SEEING, **TABLE}.items()
-    if "tp" in found.collectives and found.is_a_choice
+    name: found for name, found in {**SEEING, **TABLE}.items() if "tp" in found.collectives and found.is_a_choice
 }
 # One of each structure, and more by a seed.
 FAMILIES = (
