@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardplan.compiler.pipeline import Compiled, compile_variant
-from shardplan.compiler.user_inputs import AnyPlan, Model
+from shardplan.compiler.user_inputs import AnyPlan, FoundOnce, Model
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardplan.cost.fit_screening import Table
 
 MIXED: dict[str, Any] = {"mixed_precision": {"param": "bfloat16", "reduce": "float32"}}
-NO_EXPERTS = "SP393"  # the plan distributes none: there is no axis to search
+NO_EXPERTS = "SP393"
 
 
 class Programs:
@@ -44,7 +44,7 @@ class Programs:
         refused: dict[str, str],
         progress: Callable[[str], None],
     ) -> None:
-        self.model, self.plan, self.of_plan, self.asked = model, plan, of_plan, asked
+        self.model, self.plan, self.of_plan, self.asked = FoundOnce(**vars(model)), plan, of_plan, asked
         self.refused, self.progress = refused, progress
         self.derived: Any = None
         self.stages = True
@@ -70,6 +70,8 @@ class Programs:
                     )
                 except PlanError as error:
                     last = error
+                    if no_experts(error):
+                        break  # with stages or without
                     continue
                 if stages == 1 and self.stages and last is not None and not chunked and ep == 1:
                     self.stages = False
@@ -154,7 +156,7 @@ class Programs:
             dp_ignored=frozenset(),
         )
         program = replace(program, resolved=alone)
-        depths = depths_of(found, program)
+        depths = depths_of(found, program, gathers=False)
         if not depths.lists:
             raise ValueError(f"{found.name} has no repeated layers that fit could put together: use estimate --sweep")
         blocks = alone.pp_blocks or tuple(f"{depths.lists[0]}.{i}" for i in range(depths.count))
@@ -183,6 +185,11 @@ def checkpointed(program: Program, how: Checkpointing) -> Program:
     if how == "none" or section is None:
         return replace(program, resolved=replace(resolved, activation_checkpointing=None, ac_modules=()))
     return replace(program, resolved=replace(resolved, activation_checkpointing=replace(section, mode=how)))
+
+
+def no_experts(error: PlanError) -> bool:
+    """Whether a plan was refused as it distributes none."""
+    return any(d.code == NO_EXPERTS for d in error.diagnostics)
 
 
 def first_error(error: Exception) -> str:

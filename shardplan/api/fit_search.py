@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 
-from .fit_programs import NO_EXPERTS, Programs, first_error
+from .fit_programs import Programs, first_error, no_experts
 
 if TYPE_CHECKING:
     from shardplan.core.estimates import Device, Precision, Question, TrainingStep
@@ -46,6 +46,7 @@ class Search:
         self.gpus, self.rows, self.precision, self.progress = gpus, rows, precision, progress
         self._advance, self._done, self._total = advance, 0, 1
         self.flops_of_a_token = 0.0
+        self._experts = True  # whether the plan may distribute some
         self._allowed: dict[int, bool] = {}  # sizes of tp, and whether the overlay is on
 
     @property
@@ -206,6 +207,9 @@ class Search:
         """Sizes of ep that tp divides: one is traced, within a node where that is possible, the others follow from it."""
         from shardplan.cost.fit_tables import of_experts
 
+        if not self._experts:
+            self.did(3)
+            return
         node = self.device.node_gpus
         sizes = [n for n in range(max(2, tp), self.gpus + 1) if self.gpus % n == 0 and n % tp == 0]
         why: PlanError | None = None
@@ -213,7 +217,9 @@ class Search:
             try:
                 program = self.programs.compiled(tp, ep=traced).program
             except PlanError as error:
-                if any(d.code == NO_EXPERTS for d in error.diagnostics):
+                if no_experts(error):
+                    # Without tp the overlay was not tried; a plan that is derived may be another one for each tp.
+                    self._experts = tp == 1 or self.programs.derived is not None
                     self.did(3)
                     return
                 why = why or error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Union
 
 from shardplan.core.diagnostics import Diagnostic, PlanError
@@ -59,6 +59,17 @@ class Model:
             inputs=self.inputs,
             reduced=self.reduced,
         )
+
+
+class FoundOnce(Model):
+    """A model that is looked for once, where many plans are compiled for it."""
+
+    @cached_property
+    def _found(self) -> FoundModel:
+        return super().find()
+
+    def find(self) -> FoundModel:
+        return self._found
 
 
 def find_model(source: Model) -> tuple[FoundModel | None, tuple[Diagnostic, ...]]:

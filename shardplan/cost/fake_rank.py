@@ -14,6 +14,7 @@ from transformers import masking_utils
 from shardplan.core.mesh import APPLIED, Axis, MeshSizes
 from shardplan.runtime.apply.plan_mesh import PlanMesh, read_mesh
 from shardplan.styles.backends import Backend
+from shardplan.torchlib.fakes import FakeTensors
 from shardplan.torchlib.private import private
 
 _serial = count()
@@ -75,7 +76,7 @@ def without_memory() -> Iterator[None]:
     """Tensors that are made inside have shapes and no values."""
     private("fake_collectives")
     with (
-        private("FakeTensorMode")(allow_non_fake_inputs=True),
+        FakeTensors(allow_non_fake_inputs=True),
         # It looks at values; of positions in ascending order it finds that nothing is packed.
         patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
     ):

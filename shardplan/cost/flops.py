@@ -16,6 +16,12 @@ ATTENTION = {
 GROUPED = "aten::_grouped_mm"
 
 
+def counted(func: Any) -> bool:
+    """Whether an operator is a matrix product, a convolution or attention."""
+    name = func.name()
+    return name.partition(".")[0] in ATTENTION or name == GROUPED or func.overloadpacket in flop_registry
+
+
 def flops_of(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> tuple[str, int] | None:
     """(dtype, operations) of matrix products, convolutions and attention; None for all others."""
     if (attention := ATTENTION.get(func.name().partition(".")[0])) is not None:

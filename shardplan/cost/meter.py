@@ -7,25 +7,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardplan.core.estimates import Category, Phase
 from shardplan.core.mesh import Axis
-from shardplan.torchlib.operators import collective_of
+from shardplan.torchlib.operators import DEVICE, collective_of
 from shardplan.torchlib.private import private
 
-from .flops import GROUPED, flops_of
+from .flops import GROUPED, counted, flops_of
+from .local_updates import local_of
 from .running_module import Place, Places
 from .traced_parts import Parts
 
 _DispatchMode: Any = private("TorchDispatchMode")
 _leaves = private("tree_leaves")
+_Fake: Any = private("FakeTensor")
 WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 
@@ -128,7 +130,7 @@ class Meter(_DispatchMode):
     def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
         """Record the purpose of the storages of tensors; unknown ones are followed from now on."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_of(tensor)
             self._see(local.untyped_storage()).purpose = purpose
 
     def end_forward(self) -> None:
@@ -153,22 +155,25 @@ class Meter(_DispatchMode):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is DEVICE and type(args[0]) is _Fake:  # more than half of all calls ask this
+            return args[0].device
         if any(hasattr(cls, "__tensor_flatten__") for cls in types):
             return NotImplemented  # what such a tensor does with its parts comes here again
-        if func.name().partition(".")[0] in WAITS:  # returns its argument; without memory torch makes a copy
+        kind = _kind_of(func)
+        if kind.waits:  # returns its argument; without memory torch makes a copy
             return args[0]
         kwargs = kwargs or {}
-        out = _run(func, args, kwargs)
-        made = [x for x in _leaves(out) if isinstance(x, Tensor)]
+        out = _run(func, args, kwargs) if kind.grouped else func(*args, **kwargs)
+        made = [out] if isinstance(out, Tensor) else [x for x in _leaves(out) if isinstance(x, Tensor)]
         if any(x.device.type == "meta" for x in made):
             return out  # DTensor learns how an operator splits: no rank has such a tensor
         for x in made:
             record = self._see(x.untyped_storage())
             record.over_vocabulary |= x.ndim > 0 and (x.numel(), x.shape[-1]) in self.logits
-        if (product := flops_of(func, args, kwargs, out)) is not None:
+        if kind.counted and (product := flops_of(func, args, kwargs, out)) is not None:
             self._computed(*product, [x for x in args if isinstance(x, Tensor)])
-        if (name := collective_of(func.name())) is not None:
-            self._communicated(name, [*args, *kwargs.values()], made)
+        if kind.collective is not None:
+            self._communicated(kind.collective, [*args, *kwargs.values()], made)
         return out
 
     def _computed(self, dtype: str, operations: int, read: list[Tensor]) -> None:
@@ -223,9 +228,25 @@ class Meter(_DispatchMode):
             record.size = size
 
 
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What is known of an operator by its name."""
+
+    waits: bool
+    grouped: bool
+    counted: bool
+    collective: str | None
+
+
+@cache
+def _kind_of(func: Any) -> _Kind:
+    name = func.name()
+    return _Kind(name.partition(".")[0] in WAITS, name == GROUPED, counted(func), collective_of(name))
+
+
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Call an operator. What torch says of the shapes of grouped products it says for bfloat16 alone."""
-    if func.name() != GROUPED or args[0].dtype == torch.bfloat16:
+    """Call a grouped product. What torch says of its shapes it says for bfloat16 alone."""
+    if args[0].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     lowered = (x.bfloat16() if isinstance(x, Tensor) and x.is_floating_point() else x for x in args)
     return func(*lowered, **kwargs).to(args[0].dtype)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import PlanError
@@ -26,16 +26,13 @@ from shardplan.styles.backends import BACKENDS
 from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
 from .ledger import Ledger, moments_of
+from .local_updates import MakeOptimizer, Updates, local_of
 from .meter import Meter, category_of
 from .part_costs import Stored, part_costs
 from .running_module import Places
 from .traced_parts import SHARED, PartNames, Parts
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None] = {
-    "adamw": torch.optim.AdamW,
-    "sgd": torch.optim.SGD,
-    "none": None,
-}
+OPTIMIZERS: dict[str, MakeOptimizer | None] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
 
 
 def trace(
@@ -50,8 +47,9 @@ def trace(
     names: PartNames | None = None,
     micro_batches: int = 1,
 ) -> Ledger:
-    """Run two steps on tensors without memory and measure the second: in the first the optimizer makes its state, and DTensor
-    makes whole tensors to learn how operators split.
+    """Run two steps on tensors without memory and measure the second: in the first the optimizer makes its state, FSDP2 the tensors
+    that it gathers into, and DTensor whole tensors to learn how operators split. Without an optimizer and data parallelism one is
+    enough: it is as any other.
 
     Args:
         model: sharded, on the meta device.
@@ -75,18 +73,19 @@ def trace(
     parts = Parts(names) if names is not None else None
     meter = Meter(places, groups, logits, parts)
     following = parts.following(model) if parts is not None else nullcontext()
-    rounds = min(micro_batches, 2)
+    rounds, chunked = min(micro_batches, 2), mesh.sizes.cp > 1
     with without_memory(), meter.running(), places.following(model), following:
         ties = tied_groups(model)
         model.to_empty(device="cpu")
         restore_ties(model, ties)  # a plain parameter with two names has become two
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         make = OPTIMIZERS[optimizer]
-        updates = make(model.parameters()) if make is not None else None
-        for once in (1, rounds):
+        updates = Updates(model, make) if make is not None else None
+        alike = updates is None and section is None
+        for once in (rounds,) if alike else (1, rounds):
             meter.start()
             try:
-                run_step(model, inputs, updates, meter, once, chunked=mesh.sizes.cp > 1)
+                run_step(model, inputs, updates, meter, once, chunked=chunked)
             except PlanError:
                 raise
             except Exception as error:  # whatever the modelling code raises on tensors without values
@@ -95,8 +94,8 @@ def trace(
                 ) from error
         log = meter.log
         weights = sum(n for x, n, _ in log.operands if category_of(x) in ("parameters", "gathered parameters"))
-        parameters = [_local(p) for p in model.parameters()]
-        states = [_local(x) for x in _states(updates)]
+        parameters = [local_of(p) for p in model.parameters()]
+        states = updates.states if updates is not None else []
         stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
         updated = sum(3 * p.nbytes for p in parameters) + sum(2 * x.nbytes for x in states) if updates else 0
@@ -121,18 +120,16 @@ def trace(
     )
 
 
-def _stored(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, parts: Parts
-) -> tuple[dict[str, Stored], Stored]:
+def _stored(model: nn.Module, updates: Updates | None, parts: Parts) -> tuple[dict[str, Stored], Stored]:
     """The parameters of each part on this rank; and those that a second part has too."""
     found: dict[str, Stored] = {}
     tied = Stored()
     seen: set[tuple[nn.Parameter, str]] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        part, local = parts.of(name) or SHARED, _local(parameter)
+        part, local = parts.of(name) or SHARED, local_of(parameter)
         if (parameter, part) in seen:
             continue
-        states = [] if optimizer is None else [x for x in optimizer.state[parameter].values() if isinstance(x, Tensor)]
+        states = updates.states_of(parameter) if updates is not None else []
         ranks, experts = 1, 0
         if isinstance(parameter, DTensor):
             experts = local.numel() if EP in (parameter.device_mesh.mesh_dim_names or ()) else 0
@@ -143,7 +140,7 @@ def _stored(
                 if p.is_shard() and axis.startswith((Axis.DP_SHARD.value, EP_SHARD))
             ]
             ranks = math.prod(parameter.device_mesh.size(i) for i in gathered)
-        one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(_local(x).nbytes for x in states), experts)
+        one = Stored(local.numel(), local.nbytes, local.nbytes * ranks, sum(x.nbytes for x in states), experts)
         found[part] = found[part] + one if part in found else one
         if any(other is parameter for other, _ in seen):
             tied = tied + one
@@ -154,7 +151,7 @@ def _stored(
 def run_step(
     model: nn.Module,
     inputs: Callable[[], Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer | None,
+    updates: Updates | None,
     meter: Meter,
     micro_batches: int = 1,
     *,
@@ -178,17 +175,7 @@ def run_step(
         del loss
         meter.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
     places.enter("optimizer step")
-    if optimizer is not None:
-        optimizer.step()
-        meter.mark(_states(optimizer), "optimizer state")
+    if updates is not None:
+        updates.step()
+        meter.mark(updates.states, "optimizer state")
     model.zero_grad(set_to_none=True)
-
-
-def _states(optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
-    if optimizer is None:
-        return []
-    return [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

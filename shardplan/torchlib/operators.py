@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+DEVICE = torch.ops.prim.device.default  # where a tensor is
 FUNCTIONAL = torch.ops._c10d_functional
 
 NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d")
