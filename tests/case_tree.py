@@ -2,6 +2,7 @@
 
     tests/cases/err/<CODE>-<slug>.case   a command with findings (exit code 1)
     tests/cases/ok/<slug>.case           a command without errors (exit code 0)
+    tests/cases/changed/<slug>.case      a command that says what differs (exit code 1, without findings)
     tests/cases/models/*.json            configurations of models that cases name
 
 A case has the form of Go's txtar archives, which holds text of any kind, also what is no YAML and no UTF-8:
@@ -14,7 +15,8 @@ A case has the form of Go's txtar archives, which holds text of any kind, also w
     ...
 
 The command runs in a folder that holds the case's files and `models`. Lines are counted from a file's marker.
-`python tests/update_cases.py` writes what stands under `expected`, which comes last.
+`python tests/update_cases.py` writes what stands under `expected`, which comes last: what the command prints, and behind a
+line `-- wrote NAME --` each file that it made or changed. Versions of what is installed stand there as `<torch>`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "cases"
-EXIT_CODES = {"ok": 0, "err": 1}
+EXIT_CODES = {"ok": 0, "err": 1, "changed": 1}
 COMMAND = "# run: "
 FILE = re.compile(rb"^-- (\S+) --\n", re.MULTILINE)
 EXPECTED = re.compile(rb"^-- expected --\n.*", re.MULTILINE | re.DOTALL)
@@ -101,8 +103,25 @@ def unpack(case: Case, folder: Path) -> None:
         (folder / name).write_bytes(content)
 
 
+def _written(case: Case, folder: Path) -> str:
+    """The files that a command made or changed."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    texts = {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+    new = {name: text.decode() for name, text in texts.items() if case.files.get(name) != text}
+    return "".join(f"-- wrote {name} --\n{text}" for name, text in new.items())
+
+
+def _without_versions(text: str) -> str:
+    """An installed version stands beside its name alone (`"torch": "2.13.0"`, `torch: 2.13.0 -> 2.14.0`)."""
+    from shardplan.core.versions import installed_versions
+
+    for name, version in installed_versions().items():
+        text = re.sub(rf'({name}"?: .*?){re.escape(version)}(?="|$)', rf"\1<{name}>", text, flags=re.MULTILINE)
+    return text
+
+
 def run_case(case: Case) -> tuple[int, str]:
-    """The exit code and the output of a case's command, without colour."""
+    """The exit code, and the output of a case's command, without colour, with the files that it wrote."""
     from shardplan.cli.main import main
 
     environment = {key: value for key, value in os.environ.items() if key not in {"NO_COLOR", "FORCE_COLOR"}}
@@ -116,4 +135,5 @@ def run_case(case: Case) -> tuple[int, str]:
     ):
         unpack(case, Path(folder))
         code = main(list(case.command))
-    return code, output.getvalue()
+        written = _written(case, Path(folder))
+    return code, _without_versions(output.getvalue() + written)

@@ -85,8 +85,12 @@ def test_what_is_no_move():
 def test_a_sequence_that_tp_does_not_divide_is_refused_with_the_padded_length(src):
     with simulated_mesh(TP) as mesh:
         x = LocalTensor({rank: torch.ones(1, 10, 3) for rank in range(TP)})
-        with pytest.raises(ValueError, match="dim 1 has 10 elements, which tp=4 does not divide: pad it to 12"):
+        with pytest.raises(
+            ValueError, match="dim 1 has 10 elements, which tp=4 does not divide: pad it to 12"
+        ) as raised:
             move(x, mesh, src, V(1))
+    assert "`shardplan.pad_to_multiple(batch, 4, pad_token_id=...)` pads input_ids" in str(raised.value)
+    assert "`with shardplan.without_sequence_parallel(model):`" in str(raised.value)
 
 
 def test_chunks_are_those_of_dtensor():

@@ -237,6 +237,7 @@ class PlanFile:
         lenient_dead_rules: a rule that matches nothing is a warning (a plan that another project wrote for a family
             of models).
         sums: by section, the `sum_outputs` of its rules.
+        built_in: it comes with shardplan: who uses it does not edit it.
     """
 
     name: str
@@ -256,6 +257,7 @@ class PlanFile:
     configurations: str | None = None
     lenient_dead_rules: bool = False
     sums: Mapping[Section, tuple[SumRule, ...]] = field(default_factory=dict)
+    built_in: bool = False
 
     @property
     def lineage(self) -> tuple[PlanFile, ...]:

@@ -17,13 +17,16 @@ from .document import ArgumentHeads, BufferFeatures, Document, RuleOptions, Sect
 from .nodes import Path
 
 
-def build_plan(document: Document, file: str, name: str, parent: PlanFile | None) -> PlanFile:
+def build_plan(
+    document: Document, file: str, name: str, parent: PlanFile | None, *, built_in: bool = False
+) -> PlanFile:
     """The plan that a document without errors says.
 
     Args:
         file: its display name.
         name: the plan's name, where the document has none.
         parent: the plan that it extends.
+        built_in: whether it comes with shardplan.
     """
     written: dict[Section, Rules] = {
         "tensor_parallel": document.tensor_parallel,
@@ -41,6 +44,7 @@ def build_plan(document: Document, file: str, name: str, parent: PlanFile | None
         **rules_of,
         **read_section(Sections, document, (), file).values,
         parent=parent,
+        built_in=built_in,
         configurations=document.configurations,
         sums={section: found for section, rules in written.items() if (found := _sums(rules, section, file))},
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -79,6 +79,7 @@ class Origin:
         format: how to read its text.
         folder: where files that it extends are; None where there is no such place.
         identity: the real path, by which a circle is seen; None without a file.
+        built_in: whether it comes with shardplan.
     """
 
     display: str
@@ -86,6 +87,7 @@ class Origin:
     format: Literal["yaml", "json"] = "yaml"
     folder: Path | None = None
     identity: str | None = None
+    built_in: bool = False
 
 
 def file_origin(path: Path, display: str) -> Origin:
@@ -109,7 +111,8 @@ def builtin_origin(name: str, taken: tuple[str, ...] = ()) -> Origin:
     """
     path = builtin_plans()[name]
     display = f"plans/{path.name}"
-    return file_origin(path, display if display not in taken else f"shardplan/{display}")
+    origin = file_origin(path, display if display not in taken else f"shardplan/{display}")
+    return replace(origin, built_in=True)
 
 
 def find_parent(word: str, chain: tuple[Origin, ...], findings: Findings) -> tuple[Origin, str] | None:

@@ -144,7 +144,7 @@ def compile_document(document: Document, source: SourceFile, chain: tuple[Origin
     if any(d.is_error for d in own.diagnostics):
         return own
     assert form is not None and (parent is None) == (form.extends is None)
-    plan = build_plan(form, origin.display, origin.name, parent.plan if parent else None)
+    plan = build_plan(form, origin.display, origin.name, parent.plan if parent else None, built_in=origin.built_in)
     return replace(own, plan=plan)
 
 

@@ -67,13 +67,20 @@ def read_folder_or_file(word: str, *, trust_remote_code: bool) -> ConfigFile:
 
 
 def _nearest(path: Path) -> str | None:
-    """A help line with the name beside a missing one that is most like it; None where none is near."""
-    try:
-        names = [entry.name for entry in islice(path.parent.iterdir(), MAX_NEIGHBOURS)]
-    except OSError:
-        return None
-    near = closest(path.name, names)
-    return did_you_mean(path.name, str(path.parent / near)) if near and near.isprintable() else None
+    """A help line with the path that is most like a missing one, in the names of folders too; None where none is near."""
+    found = Path(path.anchor)
+    for part in path.parts[len(found.parts) :]:
+        if not (found / part).exists():
+            try:
+                names = [entry.name for entry in islice(found.iterdir(), MAX_NEIGHBOURS)]
+            except OSError:
+                return None
+            near = closest(part, names)
+            if near is None or not near.isprintable():
+                return None
+            part = near
+        found /= part
+    return did_you_mean(str(path), str(found))
 
 
 def read_cached(repository: str, *, trust_remote_code: bool) -> ConfigFile:

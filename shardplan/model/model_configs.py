@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -69,7 +70,7 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
         raise refuse(
             UNKNOWN_TYPE,
             f"{model_type!r} is neither a model type of transformers nor `module:callable`",
-            help=did_you_mean(model_type, CONFIG_MAPPING)
+            help=(None if Path(model_type).is_dir() else did_you_mean(model_type, CONFIG_MAPPING))
             or f"for a folder in the current directory write ./{model_type}",
         )
     return _checked(CONFIG_MAPPING[model_type], {}, settings, model_type, None)

@@ -60,7 +60,7 @@ def _node(node: _Node, above: str) -> str:
     line = f'<span class="mono">{text(node.name)}</span> {" ".join(marks)}'
     if node.size:
         line += f' <span class="dim">{text(bytes_text(node.size))}</span>'
-    title = text("\n".join(_about(name, row))) if row else text(name)
+    title = "&#10;".join(map(text, _about(name, row))) if row else text(name)  # a line break of the hover
     if not node.below:
         return f'<div class="leaf" title="{title}">{line}</div>'
     inside = "".join(_node(one, name) for one in node.below.values())

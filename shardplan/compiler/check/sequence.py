@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Edit, Label, Location, Severity
 from shardplan.core.layout import SEQ, V
-from shardplan.core.plan import Assignment
+from shardplan.core.plan import Assignment, PlanFile
 from shardplan.core.tree import block
 
 from .facts import Facts
@@ -85,8 +85,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             message=f"sequence parallelism was requested, but `{resolved.plan.name}` has no "
             "`sequence_parallel` section",
             primary=Label(Location(resolved.plan.file)),
-            help="leave sequence parallelism off, or add the section (to a built-in plan: in a plan of your own that "
-            f"says `extends: {resolved.plan.name}`)",
+            help=f"leave sequence parallelism off, or {_add_section(resolved.plan)}",
         )
         return
     if facts.seq_len is not None and facts.tp is not None and facts.seq_len % facts.tp:
@@ -98,6 +97,12 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
             help=f"pad the sequences to {padded} tokens",
         )
     yield from _entrance(facts)
+
+
+def _add_section(plan: PlanFile) -> str:
+    if plan.built_in:
+        return f"write a plan of your own that says `extends: {plan.name}` and has the section"
+    return "add the section"
 
 
 def _entrance(facts: Facts) -> Iterator[Diagnostic]:
