@@ -319,6 +319,22 @@ def test_equal_slices_are_told_apart_by_their_number() -> None:
     assert spread_of([torch.stack((a, a)), torch.stack((b, a))], whole) is None
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_complex_numbers_are_spread_as_real_ones_are(turned: bool) -> None:
+    """Partial sums, noise, shards in and out of order; an imaginary part that is wrong is seen."""
+    whole = torch.randn(4, 6, dtype=torch.complex64)
+    part = torch.randn(4, 6, dtype=torch.complex64)
+    if turned:
+        whole, part = whole.conj(), part.conj()
+    assert spread_of([part, whole - part], whole) == Spread("sum")
+    assert spread_of([whole, whole * (1 + 1e-7j)], whole) == Spread("whole")
+    assert spread_of([whole[:, :3], whole[:, 3:]], whole) == Spread("split", 1)
+    assert spread_of([whole[:, ::2], whole[:, 1::2]], whole) == Spread("split", 1, ((0, 2, 4), (1, 3, 5)))
+    assert spread_of([part, whole - part + 0.1j], whole) is None
+    assert spread_of([whole[:, :3], whole[:, 3:].conj()], whole) is None
+    assert spread_of([whole.real, whole.real], whole) is None
+
+
 def test_an_order_that_another_value_has_is_taken_where_it_holds() -> None:
     whole = torch.randn(4, 3)
     locals_, order = [whole[[0, 2]], whole[[1, 3]]], ((0, 2), (1, 3))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardplan.core.report import Compared, Comparison, Verdict
+from shardplan.torchlib.complex_numbers import real_parts
 
 from .rank import Left
 from .steps import Steps
@@ -40,11 +41,6 @@ def _error(value: Tensor, reference: Tensor, scale: float) -> float:
             return float("inf")
         difference, scale = _without_huge(value, reference)
     return difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
-
-
-def real_parts(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, in a last dim of 2; casting them to a real dtype would drop the imaginary parts."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:

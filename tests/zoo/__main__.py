@@ -72,29 +72,42 @@ hybrid, Zamba 2).
 WHY = """
 ## What stands in the way
 
-Types of whose layers less than 99 % are split, and those without sequence parallelism, each with the line of transformers {version} that
-stands in the way (tests/data/reasons.json, which tests/test_zoo.py compares with the code):
+Types of whose layers less than 99 % are split, those without sequence parallelism, and those that run more collectives than the minimum, each with
+the line of transformers {version} that stands in the way (tests/data/reasons.json, which tests/test_zoo.py compares with the code). A row with as many
+collectives as the minimum or fewer, but more of one operation, is not among them: a sum that an embedding's norm needs whole is an all-reduce where the
+minimum has a reduce-scatter.
 
 """
 REASONS = Path(__file__).parents[1] / "data" / "reasons.json"
 LEAST_SPLIT = 0.99
+SAID = {"sequence": "no sequence parallelism"}
 
 
 def reasons() -> dict[str, list[tuple[str, str, int, str, str]]]:
-    """Type -> (what lacks: "split" or "sequence", module of transformers, line, its code, why)."""
+    """Type -> (what lacks: "split", "sequence" or "communication", module of transformers, line, its code, why)."""
     return {name: [tuple(one) for one in found] for name, found in json.loads(REASONS.read_text("utf-8")).items()}
 
 
 def lacks(e: Entry) -> set[str]:
-    """What a type has less of than others."""
-    short = {"split": e.split < LEAST_SPLIT, "sequence": not e.has("sp")}
+    """What a type has less of than others, or, of communication, more."""
+    short = {
+        "split": e.split < LEAST_SPLIT,
+        "sequence": not e.has("sp"),
+        "communication": any(e.more(word) and (word == "tp" or has_more(e, word)) for word in e.collectives),
+    }
     return {what for what, is_short in short.items() if is_short} if e.verdicts else set()
+
+
+def has_more(e: Entry, word: str) -> bool:
+    """Whether a variant runs more collectives than the minimum in either direction, whichever they are."""
+    least = e.minimum[word]
+    return any(sum(found.values()) > sum(least[when].values()) for when, found in e.collectives[word].items())
 
 
 def why() -> list[str]:
     """A line for each reason."""
     return [
-        f"- {name}, {'split' if what == 'split' else 'no sequence parallelism'}: modeling_{module}.py:{line}: `{code}`: {text}."
+        f"- {name}, {SAID.get(what, what)}: modeling_{module}.py:{line}: `{code}`: {text}."
         for name, found in sorted(reasons().items())
         for what, module, line, code, text in found
     ]

@@ -27,6 +27,16 @@ def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
     return matrix.shape[dim]
 
 
+def output_features(tree: ModuleTree, pattern: str) -> int:
+    """The output features of the matrix, a module's weight or a parameter, that a pattern names in a model's tree."""
+    name = next(n for n in (*tree.modules, *tree.parameters) if tree.pattern(n) == pattern)
+    if name in tree.parameters:
+        return features(*tree.parameters[name], "out")
+    weight = tree.modules[name].parameter("weight")
+    assert weight is not None, name  # it made a product
+    return features(tree.modules[name], weight, "out")
+
+
 def packed(lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
     """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
     for the reduced model and for the model itself.

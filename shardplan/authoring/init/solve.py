@@ -16,7 +16,7 @@ from .draft import BLOCK_INPUT, FIXABLE, PARTIAL, Board, Draft, Options, Rules
 from .feature_cuts import cut
 from .flow import Flow, Product
 from .forbidding import Forbidden, forbidden
-from .parts import features, packed
+from .parts import output_features, packed
 from .regions import Group
 from .states import States
 
@@ -163,7 +163,7 @@ class Solver:
 
     def _narrow(self, group: Group) -> Iterator[Draft]:
         """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read."""
-        widths = [self._out_features(column) for column in group.columns]
+        widths = [output_features(self.tree, column) for column in group.columns]
         if len(set(widths)) > 1 and not group.latent and group.container is None:
             styles = [next(self._column(group, column)) for column in group.columns]
             narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
@@ -232,7 +232,7 @@ class Solver:
             return
         lengths = cut(self.flow, self._product(column))
         if lengths:
-            parts_option = packed(lengths, self.board.tree, self.tree, self._out_features(column))
+            parts_option = packed(lengths, self.board.tree, self.tree, output_features(self.tree, column))
             if parts_option is not None:
                 yield (
                     {"style": "packed_colwise"}
@@ -240,15 +240,6 @@ class Solver:
                     else {"style": "packed_colwise", "packed": parts_option}
                 )
         yield {"style": "colwise"}
-
-    def _out_features(self, pattern: str) -> int:
-        """Of the model's own matrix."""
-        name = next(n for n in (*self.tree.modules, *self.tree.parameters) if self.tree.pattern(n) == pattern)
-        if name in self.tree.parameters:
-            return features(*self.tree.parameters[name], "out")
-        weight = self.tree.modules[name].parameter("weight")
-        assert weight is not None, name  # it made a product
-        return features(self.tree.modules[name], weight, "out")
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
         """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes

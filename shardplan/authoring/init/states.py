@@ -14,7 +14,7 @@ from .channels import POSITION_OF_CHANNELS, Part, parts_of
 from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, alternative
 from .flow import Flow, Product
 from .lengths import Lengths, Sized
-from .parts import features
+from .parts import output_features
 from .regions import Group
 
 MOST_DRAFTS = 24  # ways to say how the matrices of one group are packed, and what their norms do
@@ -157,7 +157,7 @@ class States:
         value = column.outputs[0]
         parts = parts_of(self.flow, value, self.flow.run.values[value].ndim - 1)
         for options, sized in self._packed(
-            parts, self._features(self._pattern(column.name)), self._matrix(column.name)
+            parts, output_features(self.tree, self._pattern(column.name)), self._matrix(column.name)
         ):
             yield {pattern: {"style": "packed_colwise" if len(parts) > 1 else "colwise", **options}}, sized
         if len(parts) == 1:
@@ -203,15 +203,6 @@ class States:
         """The full name of the weight of the first convolution; empty without one. Its shape depends on the number of groups, as that of
         a norm does not."""
         return full_name(self.convolutions[0].name, "weight") if self.convolutions else ""
-
-    def _features(self, pattern: str) -> int:
-        """The output features of the model's own matrix."""
-        name = next(n for n in (*self.tree.modules, *self.tree.parameters) if self.tree.pattern(n) == pattern)
-        if name in self.tree.parameters:
-            return features(*self.tree.parameters[name], "out")
-        weight = self.tree.modules[name].parameter("weight")
-        assert weight is not None, name  # it made a product
-        return features(self.tree.modules[name], weight, "out")
 
     def _vectors(self, sized: Sequence[Sized]) -> Rules:
         """Parameters with a number for each head or channel that is split."""

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from shardplan.torchlib.complex_numbers import real_parts
+
 # In float32, of the largest reference value: above the noise of sums in another order, far below any wrong value.
 TOLERANCE = 1e-4
 HALF = (torch.bfloat16, torch.float16)
@@ -66,6 +68,7 @@ def scale(reference: Tensor) -> float:
 
 def close(value: Tensor, reference: Tensor, tolerance: float) -> bool:
     """Whether two tensors of one shape are equal up to noise."""
+    value, reference = real_parts(value), real_parts(reference)
     if not reference.is_floating_point():
         return bool((value == reference).all())
     return torch.allclose(value, reference.to(value.dtype), rtol=TOLERANCE, atol=tolerance, equal_nan=True)
@@ -105,6 +108,7 @@ def spread_of(
     """
     if any(x.ndim != reference.ndim or x.dtype != reference.dtype for x in locals_):
         return None
+    locals_, reference = [real_parts(x) for x in locals_], real_parts(reference)  # a dim behind all others
     if all(x.shape == reference.shape for x in locals_):
         return _unsplit(locals_, reference, _tolerance(reference, noise, rounding))
     differing = {d for x in locals_ for d in range(x.ndim) if x.shape[d] != reference.shape[d]}
@@ -212,8 +216,6 @@ def _among_equals(
 
 def _indices(value: Tensor, reference: Tensor, dim: int, tolerance: float) -> tuple[int, ...] | None:
     """Which slices of the reference along `dim` the value consists of, in order."""
-    if reference.is_complex():
-        value, reference = (torch.view_as_real(x.resolve_conj()) for x in (value, reference))
     if not reference.is_floating_point():
         value, reference = value.double(), reference.double()
     rows, columns = (torch.nan_to_num(x.movedim(dim, 0).unsqueeze(-1).flatten(1)) for x in (value, reference))
