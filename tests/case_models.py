@@ -32,14 +32,6 @@ class Stack(nn.Module):
         return x
 
 
-def scalar_gate() -> nn.Module:
-    """Two blocks, each with a gate that is a parameter without dimensions."""
-    blocks = [Block(), Block()]
-    for block in blocks:
-        block.gate = nn.Parameter(torch.ones(()))
-    return Stack(blocks)
-
-
 def bfloat16_matrices() -> nn.Module:
     """Two blocks whose second matrix is in bfloat16 and has a bias in float32."""
     blocks = [Block(), Block()]

@@ -133,8 +133,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX", "is_decoder": True},
 }
 
-# What code draws with random numbers of its own in training (masks of sounds, layers that are left out) is refused, and so switched off.
-UNDRAWN = {"apply_spec_augment": False, "layerdrop": 0.0, "encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+# What code draws with random numbers of its own in training (masks of sounds, layers and paths that are left out, positions that are
+# moved) is refused, and so switched off.
+UNDRAWN = {
+    "apply_spec_augment": False,
+    "mask_time_prob": 0.0,
+    "mask_feature_prob": 0.0,
+    "layerdrop": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+    "drop_path_rate": 0.0,
+    "pos_embed_rescale": None,
+}
 
 
 # Of types with two classes, the one that takes images is found by its name.

@@ -116,8 +116,8 @@ def test_what_it_is_not_combined_with(monkeypatch: pytest.MonkeyPatch, refused: 
 
 def test_fully_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     for shards in (False, True):
-        made_up(monkeypatch, fully_shard=shards)
-        assert codes(resolved({}, dp_shard=2)) == ({"SP331"} if shards else set())
+        made_up(monkeypatch, fully_shard=shards, fields=frozenset({"reshard_after_forward"}))
+        assert codes(resolved({"reshard_after_forward": 3}, dp_shard=8)) == ({"SP333"} if shards else set())
 
 
 def test_units_by_class(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,13 @@ def test_a_sequential_is_a_unit():
 
 
 def test_without_data_parallel_ranks_what_fsdp_refuses_is_a_warning():
-    (finding,) = checked(FSDP2, tree("mixtral-scalar-gate"))
-    assert (finding.code, finding.severity) == ("SP331", Severity.WARNING)
+    (finding,) = checked(FSDP2, tree("mixtral-float64-bias"))
+    assert (finding.code, finding.severity) == ("SP332", Severity.WARNING)
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}])
 def test_every_data_axis_counts(sizes: dict[str, int]):
-    (finding,) = checked(FSDP2, tree("mixtral-scalar-gate"), **sizes)
+    (finding,) = checked(FSDP2, tree("mixtral-float64-bias"), **sizes)
     assert finding.severity is Severity.ERROR
 
 
@@ -65,7 +65,7 @@ def test_another_backend_has_no_such_rule():
 
 
 def test_fsdp2_is_the_backend_of_a_section_that_names_none():
-    assert codes(checked(FSDP2, tree("mixtral-scalar-gate"), dp_shard=2)) == ["SP331"]
+    assert codes(checked(FSDP2, tree("mixtral-float64-bias"), dp_shard=2)) == ["SP332"]
 
 
 @pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"dp_replicate": 2}, {"cp": 2}])
@@ -117,9 +117,10 @@ def test_what_is_ignored_is_frozen_and_of_the_dtype_that_is_computed_in(words: s
     assert codes(checked(f"data_parallel:\n  {words}\n", FROZEN, dp_shard=2)) == found
 
 
-def test_an_ignored_parameter_may_be_a_scalar():
-    scalars = with_frozen(tree("mixtral-scalar-gate"), "model.layers")
-    assert codes(checked(FSDP2, scalars, dp_shard=2)) == ["SP331"]
+def test_scalars_are_no_finding_trained_or_frozen():
+    trained = tree("mixtral-scalar-gate")
+    for scalars in (trained, with_frozen(trained, "model.layers")):
+        assert checked(FSDP2, scalars, dp_shard=2) == ()
     assert checked("data_parallel:\n  frozen: replicated\n", scalars, dp_shard=2) == ()
 
 

@@ -5,9 +5,12 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import shardplan
 
@@ -27,6 +30,26 @@ def test_both_together_ask_for_what_the_project_does():
     assert whole["scripts"] == core["scripts"] and "scripts" not in full
     assert {core["requires-python"], full["requires-python"]} == {whole["requires-python"]}
     assert full["optional-dependencies"].items() <= whole["optional-dependencies"].items()
+
+
+def test_what_models_need_beside_torch_brings_no_other_torch():
+    """scipy, einops and pillow are for models and tests. timm is not: it needs torchvision, whose wheels want another build of torch."""
+    wanted = project(".")["optional-dependencies"]["dev"]
+    pinned = {line.partition("==")[0].strip() for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()}
+    assert {"scipy", "einops", "pillow"} <= pinned.intersection(wanted)
+    found, pending = set(), [Requirement(text) for text in wanted]
+    while pending:
+        name = canonicalize_name(pending.pop().name)
+        if name in found:
+            continue
+        found.add(name)
+        try:
+            needs = metadata.requires(name) or () if name != "torch" else ()
+        except metadata.PackageNotFoundError:
+            continue
+        pending += [need for need in map(Requirement, needs) if not need.marker or need.marker.evaluate({"extra": ""})]
+    assert "torch" in found
+    assert not {name for name in found if name in ("timm", "torchvision", "triton") or name.startswith("nvidia-")}
 
 
 @pytest.fixture(scope="module")

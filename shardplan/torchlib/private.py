@@ -82,6 +82,10 @@ NAMES: dict[str, Private] = {
         "recording a call of an autograd.Function, bound early too",
     ),
     "vmap_home": Private((("torch._functorch.apis", ""),), "recording a call of torch.vmap as one operation"),
+    "DeviceMesh": Private(
+        (("torch.distributed.device_mesh", "DeviceMesh"),),
+        "the mesh that FSDP2 puts parameters on, of its own axes and tp (`_concatenate`)",
+    ),
     "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
     "foreach_mul_": Private((("torch", "_foreach_mul_"),), "scaling many gradients at once"),
     "CustomGraphPass": Private(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tests.model_settings import find
 from tests.soundness.judge import fitting, subject
 
 from .entry import DERIVED, SIZES, WORTH_SAYING, derived_plan, has, judged
+from .other_names import is_trunk
 
 OF_TRUNK = "trunk's"  # in place of a built-in plan's name: the plan that was derived for the type's trunk
 
@@ -64,10 +66,16 @@ class OtherEntry:
         return self.is_right and has(self.verdicts, "sp")
 
 
+@cache
+def derived_of(name: str) -> tuple[PlanFile | None, str]:
+    """As `derived_plan`, once in a process."""
+    return derived_plan(find(name))
+
+
 def plan_of(trunk: str) -> PlanFile | None:
     """The plan that is derived for a class; None where that is not possible."""
     try:
-        return derived_plan(find(trunk))[0]
+        return derived_of(trunk)[0]
     except Exception:  # of the modelling code; its own entry says what
         return None
 
@@ -102,12 +110,12 @@ def other_entry(
 
     if own is not None:
         return entry(own, own.name, "")
-    shared = of_trunk()
+    shared = of_trunk() if not is_trunk(name) else None
     if shared is not None:
         one = entry(shared, OF_TRUNK, "")
         if one.is_right and (one.has_sequence or not shared.has_overlay):
             return one
-    plan, why = derived_plan(found)
+    plan, why = derived_of(name)
     if plan is None:
         return OtherEntry(name, inputs=inputs, reason=why or "nothing can be split")
     return entry(plan, DERIVED, why)

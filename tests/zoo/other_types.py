@@ -1,24 +1,27 @@
 """Prove a plan for every class that is neither a causal language model nor an image-text model:
 `python -m tests.zoo.other_types [class ...] [--table docs/other-types.md]`.
 
-The trunks run first. The classes of a type run in one process, and the plan that is derived for its trunk is tried for the heads.
-Classes that the table has are left out unless they are named, so a run that was ended goes on where it was.
+The classes of a type run in one process, the trunk first, and the plan that is derived for it is tried for the heads. Classes that the
+table has are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row: it
+is said, and tried again by the next run.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 
 warnings.filterwarnings("ignore")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+from shardplan.core.plan import PlanFile  # noqa: E402
 
 from .entry import SIZES  # noqa: E402
 from .other_entry import OtherEntry, other_entry, plan_of  # noqa: E402
@@ -26,23 +29,27 @@ from .other_names import is_trunk, names, types  # noqa: E402
 from .other_page import page  # noqa: E402
 from .table import arguments, read, write  # noqa: E402
 
-SECONDS = 180  # of processor time, for a class
+SECONDS = 180  # of processor time, for a class, unless another number is given
 PATIENCE = 1800  # seconds without a word
 
 
-def run(classes: Sequence[str], trunk: str | None, sizes: Sequence[int] = SIZES[:1]) -> Iterator[OtherEntry]:
+def run(
+    classes: Sequence[str], trunk: str | None, sizes: Sequence[int] = SIZES[:1], seconds: int = SECONDS
+) -> Iterator[OtherEntry]:
     """The entries of classes of one type, found out by a process of their own: where one ends it or takes too long, another goes on
     behind it.
 
     Args:
         trunk: the class whose derived plan is tried first; None where there is none.
         sizes: of tp.
+        seconds: of processor time, for a class.
     """
     left = list(classes)
     context = get_context("fork")
+    gc.freeze()  # what is loaded is not looked at again by each process
     while left:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_send, args=(left, trunk, sizes, theirs))
+        process = context.Process(target=_send, args=(left, trunk, sizes, seconds, theirs))
         process.start()
         theirs.close()
         try:
@@ -54,16 +61,20 @@ def run(classes: Sequence[str], trunk: str | None, sizes: Sequence[int] = SIZES[
         process.kill()
         process.join()
         if left:
-            slow = process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL)
-            why = f"takes more than {SECONDS} s" if slow else f"ends the process ({process.exitcode})"
-            yield OtherEntry(left.pop(0), reason=why)
+            name = left.pop(0)
+            if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
+                print(f"{name} takes more than {seconds} s", file=sys.stderr, flush=True)
+            else:
+                yield OtherEntry(name, reason=f"ends the process ({process.exitcode})")
 
 
-def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], to: Connection) -> None:
-    of_trunk = cache(lambda: plan_of(trunk) if trunk is not None else None)
+def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], seconds: int, to: Connection) -> None:
+    def of_trunk() -> PlanFile | None:
+        return plan_of(trunk) if trunk is not None else None
+
     for name in classes:
         used = resource.getrusage(resource.RUSAGE_SELF)
-        limit = int(used.ru_utime + used.ru_stime) + SECONDS
+        limit = int(used.ru_utime + used.ru_stime) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
         try:
             to.send(other_entry(name, of_trunk, sizes))
@@ -74,16 +85,15 @@ def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], to: C
 def main(argv: list[str]) -> int:
     parser = arguments("python -m tests.zoo.other_types")
     parser.add_argument("--tp", type=int, nargs="+", default=SIZES[:1], help="sizes of the axis")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="of processor time, for a class")
     args = parser.parse_args(argv)
     wanted = set(args.types or names()) - (set() if args.types else {*read(args.table, OtherEntry)})
-    for trunks in (True, False):
-        for of_type in types().values():
-            trunk = next((name for name in of_type if is_trunk(name) and not trunks), None)
-            chosen = [name for name in of_type if name in wanted and is_trunk(name) == trunks]
-            for one in run(chosen, trunk, args.tp):
-                print(one.name, one.plan, one.verdicts or one.reason[:300], one.split, file=sys.stderr, flush=True)
-                if args.table is not None:
-                    write(args.table, {**read(args.table, OtherEntry), one.name: one}, page)
+    for of_type in types().values():
+        trunk = next(filter(is_trunk, of_type), None)
+        for one in run([name for name in of_type if name in wanted], trunk, args.tp, args.seconds):
+            print(one.name, one.plan, one.verdicts or one.reason[:300], one.split, file=sys.stderr, flush=True)
+            if args.table is not None:
+                write(args.table, {**read(args.table, OtherEntry), one.name: one}, page)
     return 0
 
 

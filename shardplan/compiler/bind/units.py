@@ -92,11 +92,11 @@ def _wholly_frozen(tree: ModuleTree) -> Mapping[str, None]:
 
 def _of_own_dtype(tree: ModuleTree, units: frozenset[str], left_out: frozenset[str]) -> tuple[str, ...]:
     """In units whose trained parameters are of several dtypes: the outermost modules that have alone those that fewer
-    parameters are of.
+    parameters are of. Scalars belong to no unit.
 
     Modules that mix dtypes themselves, and those whose parameters are tied, stay (`check.fsdp` refuses their unit).
     """
-    trained = {n: p for n, (_, p) in tree.parameters.items() if p.requires_grad and n not in left_out}
+    trained = {n: p for n, (_, p) in tree.parameters.items() if p.requires_grad and p.shape and n not in left_out}
     if len({p.dtype for p in trained.values()}) < 2:
         return ()
     of, inside = unit_of(tree, units), _parameters_inside(tree)

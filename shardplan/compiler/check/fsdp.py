@@ -2,7 +2,8 @@
 
 Read in torch 2.13, `torch/distributed/fsdp/_fully_shard`, and tried in tests/test_check_fsdp_torch.py: dim 0
 is padded, also where tp has already split it unevenly (`_StridedShard`), so no size of a dimension is
-refused. What is refused: parameters without dimensions (`_verify_managed_param`), trainable parameters of several
+refused. Parameters without dimensions, which FSDP2 refuses (`_verify_managed_param`), are not given to it
+(`runtime.parallel.scalars`). What is refused: trainable parameters of several
 dtypes in one unit (`_fsdp_param_group.py`, `_init_mp_dtypes`) where they cannot be units of their own, a number of ranks to
 reshard to that does not divide (`_get_post_forward_mesh_info`), or any such number for parameters that tp has split
 (`_fsdp_param.py`, `to_sharded_post_forward`).
@@ -22,24 +23,6 @@ from shardplan.styles.backends import BACKENDS
 from .check_words import join
 from .facts import Facts
 from .field_places import field_label
-
-SCALAR = Code(
-    code="SP331",
-    title="a parameter without dimensions under FSDP2",
-    text="""FSDP2 splits dim 0 of every parameter, and a scalar has none. Give it the shape [1].""",
-    bad="""# shardplan validate mixtral-scalar-gate.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-""",
-    good="""# shardplan validate llama-3.1-8b.json mine.yaml --dp-shard 2
-version: "1"
-name: mine
-data_parallel:
-  units: [model.layers.*]
-""",
-)
 
 DTYPES = Code(
     code="SP332",
@@ -128,7 +111,7 @@ data_parallel:
 """,
 )
 
-CODES = (SCALAR, DTYPES, RESHARD, TRAINED, UNCAST)
+CODES = (DTYPES, RESHARD, TRAINED, UNCAST)
 
 
 def fully_shards(resolved: ResolvedPlan) -> bool:
@@ -150,12 +133,6 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     resolved = facts.resolved
     if not fully_shards(resolved):
         return
-    scalars = tuple(
-        name for name, (_, p) in resolved.tree.parameters.items() if not p.shape and name not in resolved.dp_ignored
-    )
-    if scalars:
-        message = f"{named(scalars)} has no dimension that FSDP2 could split"
-        yield _finding(facts, SCALAR, message, "give the parameter the shape [1] in the model", scalars)
     yield from _dtypes(facts)
     yield from _reshard(facts)
     yield from _ignored(facts)
@@ -166,7 +143,7 @@ def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
         return
     by_unit: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, (module, parameter) in facts.resolved.tree.parameters.items():
-        if parameter.requires_grad and name not in facts.resolved.dp_ignored:
+        if parameter.requires_grad and parameter.shape and name not in facts.resolved.dp_ignored:
             by_unit[facts.unit_of[module.name]][parameter.dtype].append(name)
     mixed = {unit: dtypes for unit, dtypes in by_unit.items() if len(dtypes) > 1}
     if not mixed:

@@ -21,13 +21,15 @@ from .wrapped import Wrapped
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
     """Shard the units, inner ones first, then the root, which keeps what belongs to no unit; then the experts that are distributed:
-    what all experts of a module share belongs to the unit around it. Returns the same model.
+    what all experts of a module share belongs to the unit around it. Scalars belong to none (`parallel.scalars`). Returns the
+    same model.
 
     Args:
         mesh: [dp_replicate,] dp_shard.
     """
     stacks = {p for name in wrapped.experts for p in model.get_submodule(name).parameters(recurse=False)}
     options = _options(model, mesh, section, wrapped)
+    options["ignored_params"] |= {p for p in model.parameters() if not p.ndim}
     around = {**options, "ignored_params": options["ignored_params"] | stacks}
     _shard_units(model, around, section, wrapped)
     fully_shard(model, **around, mp_policy=_policy(section.mixed_precision))
@@ -137,6 +139,11 @@ def _reshard(section: DataParallel, last: bool) -> bool | int:
     return not last if section.reshard_after_forward == "all_but_last" else section.reshard_after_forward
 
 
+def dtype_of(section: MixedPrecision | None) -> torch.dtype | None:
+    """What FSDP2 casts the parameters to that it gathers; None: they keep theirs."""
+    return None if section is None else _dtype(section.param)
+
+
 def _dtype(name: str | None) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
@@ -145,7 +152,7 @@ def _policy(section: MixedPrecision | None) -> MixedPrecisionPolicy:
     if section is None:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(
-        param_dtype=_dtype(section.param),
+        param_dtype=dtype_of(section),
         reduce_dtype=_dtype(section.reduce),
         output_dtype=_dtype(section.output),
         cast_forward_inputs=section.cast_forward_inputs,

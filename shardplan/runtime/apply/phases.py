@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -14,12 +14,13 @@ from shardplan.compiler.lower.program import Program
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import Axis
-from shardplan.core.tree import full_name
+from shardplan.core.tree import ancestors, block, full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
 from shardplan.runtime.parallel.failures import module_of
 from shardplan.runtime.parallel.random_streams import Streams
 from shardplan.runtime.parallel.regime import Shared
+from shardplan.runtime.parallel.scalars import meshes_of, store_scalars
 from shardplan.styles.backends import BACKENDS
 
 from .applied import Applied, mark_unusable, remember, was_touched
@@ -30,6 +31,7 @@ from .compilation import compile_modules
 from .contract import check_unchanged, names_of
 from .expert_units import check_experts
 from .failed_steps import ALONE, OtherRankFailed, Ranks, refuse_forwards
+from .fsdp2 import dtype_of
 from .heads import use_sharded_loss
 from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
@@ -88,6 +90,24 @@ def _checkpoints(work: Work) -> bool:
     keep_original_order(work.inner, packed, work.mesh.tp_size)
     load_any_layout(work.inner, packed)
     return bool(packed)
+
+
+def _scalars(work: Work) -> bool:
+    """Behind the compiled forwards, and inside of checkpoints, whose second run reads the scalars again."""
+    resolved = work.program.resolved
+    section = resolved.data_parallel
+    if section is None or not BACKENDS[section.backend].fully_shard:
+        return False
+    mesh = work.mesh.data_parallel(BACKENDS[section.backend])
+    if mesh is None:
+        return False
+    around = frozenset((*resolved.fsdp_units, *resolved.ac_modules))
+
+    def readers(home: str) -> Iterable[str]:
+        return dict.fromkeys((home, *(m for m in ancestors(home) if m in around or m == block(home)), ""))
+
+    meshes = meshes_of(mesh, work.mesh.tp if work.split else None, dtype_of(section.mixed_precision))
+    return store_scalars(work.inner, readers, meshes, resolved.dp_ignored)
 
 
 def _own_random_numbers(work: Work) -> bool:
@@ -179,6 +199,7 @@ PHASES: tuple[tuple[str, Callable[[Work], bool]], ...] = (
     ("ties", _ties),
     ("packed checkpoints", _checkpoints),
     ("compile", _compile),
+    ("scalars", _scalars),
     ("own random numbers", _own_random_numbers),
     ("activation checkpointing", _activation_checkpointing),
     ("common random numbers", _common_random_numbers),

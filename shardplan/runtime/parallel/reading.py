@@ -81,18 +81,18 @@ class _Read(torch.autograd.Function):
             parts = [part if (part := found[i]) is not None else _zeros(ctx.like[i]) for i in which]
             mesh = ctx.specs[which[0]].mesh  # tp; experts beside them may be on ep
             for i, total in zip(which, summed(mesh, parts, ctx.dtype), strict=True):
-                found[i] = _used(found[i], total)
+                found[i] = used(found[i], total)
         if any(found[i] is not None for i in ctx.shared):
             parts = [part if (part := found[i]) is not None else _zeros(like) for i, like in ctx.shared.items()]
             for i, total in zip(ctx.shared, ctx.rows.reduce(parts, ctx.dtype), strict=True):
-                found[i] = _used(found[i], total)
+                found[i] = used(found[i], total)
         for i, one in enumerate(ctx.gradients):
             if one.share != 1.0 and (whole := found[i]) is not None:
                 found[i] = whole * one.share
         return (None, None, None, None, *(g if g is None else _placed(g, i, ctx) for i, g in enumerate(found)))
 
 
-def _used(own: Tensor | None, total: Tensor) -> Tensor | None:
+def used(own: Tensor | None, total: Tensor) -> Tensor | None:
     """The sum of what the ranks have; None, as unsharded, where no rank has a gradient: optimizers leave that alone."""
     unused = own is None and not isinstance(total, _FakeTensor) and not total.any()
     return None if unused else total

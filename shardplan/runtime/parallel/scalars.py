@@ -1,0 +1,166 @@
+"""Parameters without dimensions beside FSDP2, which splits dim 0 of every parameter and refuses those that have none.
+
+They are stored whole on all ranks, as DTensors on the mesh that FSDP2's own parameters are on, so that optimizers, norms and
+checkpoints see one kind of parameter. In the forwards that read them they are what FSDP2's gathered parameters are: plain
+tensors, or DTensors on the tp mesh. In backward their gradients are averaged over the data-parallel ranks, those of a module
+by one all-reduce for each axis, in float32 at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from shardplan.core.tree import full_name
+from shardplan.torchlib.private import private
+
+from .forward import wrap_forward
+from .own_gradients import own_gradients
+from .reading import slots_of, used
+from .tensor_moves import refuse_second_derivatives, summed
+
+_DeviceMesh = private("DeviceMesh")
+
+Place = tuple[nn.Module, str]  # a module and the name of a parameter in it
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Where scalars are.
+
+    Args:
+        stored: the data-parallel axes and tp.
+        axes: each data-parallel axis, of one dimension.
+        tp: None where the model is not split over it.
+        dtype: what they are computed with; None is their own.
+    """
+
+    stored: DeviceMesh
+    axes: tuple[DeviceMesh, ...]
+    tp: DeviceMesh | None
+    dtype: torch.dtype | None
+
+
+def meshes_of(mesh: DeviceMesh, tp: DeviceMesh | None, dtype: torch.dtype | None) -> Meshes:
+    """Where scalars are beside what FSDP2 shards.
+
+    Args:
+        mesh: [dp_replicate,] dp_shard.
+        tp: None where parameters are no DTensors on it.
+        dtype: what FSDP2 casts the parameters to that it gathers.
+    """
+    names = mesh.mesh_dim_names or ()
+    axes = (mesh,) if mesh.ndim == 1 else tuple(mesh[name] for name in names)
+    stored = mesh if tp is None else _DeviceMesh._concatenate([mesh, tp])
+    return Meshes(stored, axes, tp, dtype)
+
+
+class _Read(torch.autograd.Function):
+    """Scalars as a module's code reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, meshes: Meshes, *parameters: DTensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.meshes, ctx.specs = meshes, [parameter._spec for parameter in parameters]
+        ctx.zeros = [torch.zeros_like(parameter._local_tensor) for parameter in parameters]
+        return tuple(_inner(parameter, meshes) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_second_derivatives()
+        own = own_gradients([g._local_tensor if isinstance(g, DTensor) else g for g in gradients])
+        if all(gradient is None for gradient in own):
+            return None, *own
+        parts = [zero if g is None else g.to(zero.dtype) for g, zero in zip(own, ctx.zeros, strict=True)]
+        ranks, exact = 1, torch.promote_types(parts[0].dtype, torch.float32)
+        for axis in ctx.meshes.axes:
+            parts, ranks = summed(axis, parts, exact), ranks * axis.size()
+        found: list[Tensor | None] = []
+        for gradient, total, spec in zip(own, parts, ctx.specs, strict=True):
+            whole = used(gradient, total / ranks)
+            found.append(None if whole is None else DTensor.__new__(DTensor, whole, spec, requires_grad=False))
+        return None, *found
+
+
+def _inner(parameter: DTensor, meshes: Meshes) -> Tensor:
+    local = parameter._local_tensor.detach()
+    if meshes.dtype is not None:
+        local = local.to(meshes.dtype)
+    return local if meshes.tp is None else DTensor.from_local(local, meshes.tp, [Replicate()], run_check=False)
+
+
+class ReadsScalars:
+    """Around a forward: the scalars in its module are as its code reads them. They are put back on exceptions too.
+
+    Args:
+        places: of the scalars in the module.
+    """
+
+    def __init__(self, places: Sequence[Place], meshes: Meshes):
+        self.places, self.meshes = tuple(places), meshes
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        stored = [(slots_of(owner), name, slots_of(owner)[name]) for owner, name in self.places]
+        stored = [place for place in stored if self._is_stored(place[2])]  # else a module around has read it
+        try:
+            for (slots, name, _), value in zip(stored, self._read([p for *_, p in stored]), strict=True):
+                slots[name] = value
+            return forward(*args, **kwargs)
+        finally:
+            for slots, name, parameter in stored:
+                slots[name] = parameter
+
+    def _is_stored(self, parameter: Tensor) -> bool:
+        return isinstance(parameter, DTensor) and parameter.device_mesh == self.meshes.stored
+
+    def _read(self, parameters: Sequence[DTensor]) -> Sequence[Tensor]:
+        trained = {id(p): p for p in parameters if p.requires_grad and torch.is_grad_enabled()}
+        read = dict(zip(trained, _Read.apply(self.meshes, *trained.values()) if trained else (), strict=True))
+        return [read[id(p)] if id(p) in read else _inner(p, self.meshes) for p in parameters]
+
+
+def store_scalars(
+    model: nn.Module, readers: Callable[[str], Iterable[str]], meshes: Meshes, ignored: Container[str]
+) -> bool:
+    """Put the scalars of a model on the mesh, and around the forwards that read them what makes them readable. Tied ones
+    stay one Parameter, and frozen ones frozen.
+
+    Args:
+        readers: from a parameter's module to itself and the modules around it in whose forwards it is read.
+        ignored: names of parameters that are left as they are.
+
+    Returns:
+        Whether there are any.
+    """
+    new: dict[int, nn.Parameter] = {}
+    places: dict[str, list[Place]] = {}
+    for home, module in list(model.named_modules()):
+        for leaf, parameter in slots_of(module).items():
+            if parameter is None or parameter.ndim or full_name(home, leaf) in ignored:
+                continue
+            new.setdefault(id(parameter), _stored(parameter, meshes))
+            slots_of(module)[leaf] = new[id(parameter)]
+            for reader in readers(home):
+                places.setdefault(reader, []).append((module, leaf))
+    for reader, found in places.items():
+        wrap_forward(model.get_submodule(reader), ReadsScalars(found, meshes))
+    return bool(new)
+
+
+def _stored(parameter: nn.Parameter, meshes: Meshes) -> nn.Parameter:
+    local = parameter.detach()
+    local = local._local_tensor if isinstance(local, DTensor) else local
+    if not local.is_meta:
+        local = local.to(meshes.stored.device_type)
+    replicated = [Replicate()] * meshes.stored.ndim
+    new = nn.Parameter(
+        DTensor.from_local(local, meshes.stored, replicated, run_check=False), requires_grad=parameter.requires_grad
+    )
+    new.__dict__.update(parameter.__dict__)  # libraries mark parameters with attributes
+    return new
