@@ -2,8 +2,8 @@
 `python -m tests.zoo.other_types [class ...] [--table docs/other-types.md]`.
 
 The classes of a type run in one process, the trunk first, and the plan that is derived for it is tried for the heads. Classes that the
-table has are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row: it
-is said, and tried again by the next run.
+table has are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row, and
+what is left of its type neither: it is said, and tried again by the next run.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def run(
             name = left.pop(0)
             if process.exitcode in (-signal.SIGXCPU, -signal.SIGKILL):
                 print(f"{name} takes more than {seconds} s", file=sys.stderr, flush=True)
-            else:
-                yield OtherEntry(name, reason=f"ends the process ({process.exitcode})")
+                return
+            yield OtherEntry(name, reason=f"ends the process ({process.exitcode})")
 
 
 def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], seconds: int, to: Connection) -> None:
