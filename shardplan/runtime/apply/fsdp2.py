@@ -21,7 +21,7 @@ from .wrapped import Wrapped
 
 def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped: Wrapped) -> nn.Module:
     """Shard the units, inner ones first, then the root, which keeps what belongs to no unit; then the experts that are distributed:
-    what all experts of a module share belongs to the unit around it. Scalars belong to none (`parallel.scalars`). Returns the
+    what all experts of a module share belongs to the unit around it. Scalars belong to none (`parallel.whole_scalars`). Returns the
     same model.
 
     Args:

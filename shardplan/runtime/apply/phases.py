@@ -20,7 +20,7 @@ from shardplan.runtime.parallel.async_tp import Fused
 from shardplan.runtime.parallel.failures import module_of
 from shardplan.runtime.parallel.random_streams import Streams
 from shardplan.runtime.parallel.regime import Shared
-from shardplan.runtime.parallel.scalars import meshes_of, store_scalars
+from shardplan.runtime.parallel.whole_scalars import meshes_of, store_scalars
 from shardplan.styles.backends import BACKENDS
 
 from .applied import Applied, mark_unusable, remember, was_touched
