@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .core.version import __version__
@@ -139,3 +140,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_EXPORTS})
+
+
+def _shell() -> Any:
+    """The IPython shell that this process is, if it is one (a notebook)."""
+    return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+
+
+if _shell() is not None:
+    from .report.notebook import show_results
+
+    show_results(_shell())

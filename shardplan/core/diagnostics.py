@@ -155,3 +155,7 @@ class PlanError(ValueError):
 
     def __reduce__(self) -> tuple[type, tuple]:
         return type(self), (self.diagnostics, str(self))
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the findings. The frames of the call say nothing about a plan."""
+        return [type(self).__name__, "", *str(self).splitlines()]

@@ -138,7 +138,10 @@ class Report:
         return tuple(d for d in self.diagnostics if not d.is_error)
 
     def __str__(self) -> str:
-        lines = [f"{d.severity}[{d.code}]: {d.message}" for d in self.diagnostics]
+        lines = []
+        for found in self.diagnostics:
+            lines.append(f"{found.severity}[{found.code}]: {found.message}")
+            lines += [f"     = help: {found.help}"] if found.help else []
         lines.append(count_text(self.diagnostics))
         if self.allowed_tp is not None:
             lines.append(f"tp: {', '.join(map(str, self.allowed_tp)) or 'none'}")
