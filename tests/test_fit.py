@@ -4,6 +4,7 @@ import ast
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -147,27 +148,66 @@ def rows_of(one, tmp_path):
     return found | {"experts": (spread, "auto", EXPERTS)}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["staged", "whole", "chunks", "offloaded", "regathered", "experts"])
-def test_its_script_trains(fitted, name, tmp_path):
-    """As the launch line says, on two gloo processes."""
-    row, plan, settings = rows_of(fitted, tmp_path)[name]
-    script = tmp_path / "train.py"
-    script.write_text(script_of(row, plan, is_type=True, settings=settings))
-    ((_, line),) = launch_lines(row, str(script))
-    assert line == f"torchrun --nproc-per-node 2 {script}"
+RUNNER = '''"""Run scripts one after the other in the same processes: PORT:SCRIPT of each. Each has a store of its own."""
+import os, runpy, sys
+
+os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+for word in sys.argv[1:]:
+    os.environ["MASTER_PORT"], _, script = word.partition(":")
+    runpy.run_path(script, run_name="__main__")
+'''
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for one in sockets:
+        one.bind(("127.0.0.1", 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def run_on_two(words):
+    """The lines that torchrun's two gloo processes print."""
     ran = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", *line.split()[1:]],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", *words],
         env={**os.environ, "STEPS": "2", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert [one.split()[:3] for one in ran.stdout.splitlines() if one.startswith("step")] == [
-        ["step", "1", "loss"],
-        ["step", "2", "loss"],
-    ]
+    return [one.split()[:3] for one in ran.stdout.splitlines() if one.startswith("step")]
+
+
+STEPS = [["step", "1", "loss"], ["step", "2", "loss"]]
+
+
+@pytest.mark.slow
+def test_its_script_trains(fitted, tmp_path):
+    """As the launch line says, on two gloo processes."""
+    row, plan, settings = rows_of(fitted, tmp_path)["whole"]
+    script = tmp_path / "train.py"
+    script.write_text(script_of(row, plan, is_type=True, settings=settings))
+    ((_, line),) = launch_lines(row, str(script))
+    assert line == f"torchrun --nproc-per-node 2 {script}"
+    assert run_on_two(line.split()[1:]) == STEPS
+
+
+@pytest.mark.slow
+def test_each_choice_has_a_script_that_trains(fitted, tmp_path):
+    """Each begins and ends its process groups: the next one begins in the same processes."""
+    rows = rows_of(fitted, tmp_path)
+    names = ["staged", "chunks", "offloaded", "regathered", "experts"]
+    assert rows.keys() == {"whole", *names}
+    for name in names:
+        row, plan, settings = rows[name]
+        (tmp_path / f"{name}.py").write_text(script_of(row, plan, is_type=True, settings=settings))
+    runner = tmp_path / "runner.py"
+    runner.write_text(RUNNER)
+    words = [f"{port}:{tmp_path / name}.py" for port, name in zip(free_ports(len(names)), names, strict=True)]
+    assert run_on_two(["--nproc-per-node", "2", str(runner), *words]) == STEPS * len(names)
 
 
 def programs_of(model, settings):
@@ -266,8 +306,52 @@ def test_wrong_arguments():
         of(efficiency=(0.9, 0.1))
     with pytest.raises(ValueError, match="there is no device 'h10'"):
         of(device="h10")
+    with pytest.raises(ValueError, match="3 devices are no whole nodes of 2 slow: take 2 or 4, or describe"):
+        of(gpus=3)
+    for tokens in (0, -1e9, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="tokens must be a positive number"):
+            of(tokens=tokens)
 
 
 def test_a_global_batch_is_asked_for(capsys):
     assert main(["fit", "llama", "--gpus", "8", "--device", "h100", "--seq-len", "32"]) == 2
     assert "--global-batch" in capsys.readouterr().err
+
+
+WRONG_LINES = [
+    ({"--gpus": "12"}, 2, "12 devices are no whole nodes of 8 h100: take 8 or 16"),
+    ({"--device": "h10"}, 2, "there is no device 'h10': did you mean"),
+    ({"--device": "none.json"}, 2, "cannot read none.json"),
+    ({"--seq-len": "0"}, 2, "--seq-len"),
+    ({"--tokens": "-5"}, 2, "tokens must be a positive number"),
+    ({"--efficiency": "0.9,0.1"}, 2, "the least first"),
+    ({"--script": "no/such/folder/train.py"}, 2, "cannot write no/such/folder/train.py: no folder no/such/folder"),
+]
+
+
+@pytest.mark.parametrize(("options", "code", "message"), WRONG_LINES)
+def test_wrong_lines(options, code, message, capsys):
+    given = {"--gpus": "8", "--device": "h100", "--global-batch": "8", "--seq-len": "32"} | options
+    assert main(["fit", "llama", *(f"{name}={value}" for name, value in given.items())]) == code
+    shown = capsys.readouterr()
+    assert message in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_a_folder_without_a_configuration(tmp_path, capsys):
+    arguments = ["--gpus", "8", "--device", "h100", "--global-batch", "8", "--seq-len", "32"]
+    assert main(["fit", str(tmp_path), *arguments]) == 1
+    assert "config.json" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_what_fits_nowhere():
+    """Too little memory; a global batch that no mesh divides."""
+    small = SETTINGS | {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    with pytest.raises(
+        ValueError, match=r"nothing fits 1 slow .*: the least .*; take more devices, shorter sequences or"
+    ):
+        shardplan.fit("llama", gpus=1, device=replace(SLOW, memory=1000), global_batch=1, seq_len=SEQ, settings=small)
+    with pytest.raises(
+        ValueError, match="no mesh of 4 slow divides 3 sequences .*: take a global batch that 4 divides"
+    ):
+        shardplan.fit("llama", gpus=4, device=SLOW, global_batch=3, seq_len=33, settings=small)

@@ -25,7 +25,7 @@ def programs_of(model):
     return Programs(Model(model, MODELS[model]), "auto", {}, asked, {}, lambda text: None)
 
 
-def ledger_of(made, sizes, *, optimizer, gathers, bare):
+def ledger_of(made, sizes, *, optimizer, gathers, bare, depth=None):
     """The ledger of one rank, traced as an estimate traces it, or as `fit` traces its tables."""
     compiled = made.compiled(sizes.tp)
     found, _ = compiled.given.both
@@ -36,7 +36,7 @@ def ledger_of(made, sizes, *, optimizer, gathers, bare):
     depths = depths_of(found, program, gathers=gathers)
     asked = replace(made.asked, step=TrainingStep(SEQ, optimizer=optimizer))
     names = PartNames.of(resolved) if resolved.pp_blocks else None
-    shorten = partial(cut, depths=depths, depth=depths.traced[-1])
+    shorten = partial(cut, depths=depths, depth=depth or depths.traced[-1])
     return depths, step_ledger(found, program, asked, shorten=shorten, names=names, unwrapped=bare)
 
 
@@ -59,6 +59,8 @@ def test_one_layer_fewer_has_the_same_costs(model):
     assert [short.parts[few.like(name)] for name in blocks] == [long.parts[many.like(name)] for name in blocks]
     rest = short.parts.keys() - {few.like(name) for name in blocks}
     assert rest and all(short.parts[name] == long.parts[name] for name in rest)
+    _, one = ledger_of(made, MeshSizes(tp=2), optimizer="none", gathers=False, bare=True, depth=1)
+    assert all(one.parts[name] == long.parts[name] for name in rest)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])

@@ -110,6 +110,9 @@ class Programs:
     ) -> Table:
         """The parts of the model on one rank of these sizes of tp, ep and cp, for one sequence.
 
+        Args:
+            sharded: the logits are split; they change what is outside of the layers, of which one is traced, as nobody reads it.
+
         Raises:
             PlanError, ValueError: the plan does not allow it; a model without repeated layers.
         """
@@ -117,7 +120,7 @@ class Programs:
         if key not in self._tables:
             compiled = self.compiled(sizes.tp or 1, ep=sizes.ep, chunked=sizes.cp > 1)
             program = checkpointed(_lowered(compiled, sharded=sharded, regather=regather), checkpointing)
-            self._tables[key] = self._traced(compiled, program, sizes, checkpointing)
+            self._tables[key] = self._traced(compiled, program, sizes, checkpointing, depth=1 if sharded else None)
         return self._tables[key]
 
     def _compile(self, sizes: MeshSizes, overlay: bool) -> Compiled:
@@ -139,7 +142,9 @@ class Programs:
         self.derived = compiled.given.derived or self.derived
         return compiled
 
-    def _traced(self, compiled: Compiled, program: Program, sizes: MeshSizes, checkpointing: str) -> Table:
+    def _traced(
+        self, compiled: Compiled, program: Program, sizes: MeshSizes, checkpointing: str, depth: int | None
+    ) -> Table:
         from shardplan.cost.depth import cut, depths_of
         from shardplan.cost.fit_screening import Table
         from shardplan.cost.step_ledgers import step_ledger
@@ -163,7 +168,7 @@ class Programs:
         names = PartNames.of(alone) if alone.pp_blocks else PartNames(blocks, (), ())
         text = "".join(f", {axis} {size}" for axis, size in (("ep", sizes.ep), ("cp", sizes.cp)) if size > 1)
         self.progress(f"tracing tp {sizes.tp}{text}, checkpointing {checkpointing}")
-        shorten = partial(cut, depths=depths, depth=depths.traced[-1])
+        shorten = partial(cut, depths=depths, depth=depth or depths.traced[-1])
         asked = replace(
             self.asked, step=replace(self.asked.step, optimizer="none")
         )  # its states are added for each mesh

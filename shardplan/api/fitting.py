@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -66,7 +67,7 @@ def fit(
 
     Raises:
         PlanError: no size of tp allows the plan.
-        ValueError: a wrong argument; a model without repeated layers; no configuration fits.
+        ValueError: a wrong argument; no whole nodes; a model without repeated layers; no configuration fits.
     """
     from shardplan.core.estimates import Question, TrainingStep
     from shardplan.core.fits import Fit
@@ -75,7 +76,8 @@ def fit(
     of_model, of_plan = split_options("fit", options, ModelOptions, PlanOptions)
     named = model_of(model, of_model)
     known = read_device(device) if isinstance(device, str) else device
-    _check(gpus, global_batch, best, efficiency or known.efficiency)
+    _check(gpus, global_batch, best, tokens, efficiency or known.efficiency)
+    _check_nodes(gpus, known)
     step = TrainingStep(seq_len, precision="bf16" if precision == "fp32" else precision, optimizer=optimizer)
     asked = Question(named.shown, plan_name(plan), False, step)
     refused: dict[str, str] = {}
@@ -101,12 +103,16 @@ def fit(
             fitting = _fitting(screened, known)
     if not fitting:
         smallest = min((one.memory for one in screened), default=0)
-        why = (
-            f"the least that a configuration needs is {smallest / 1e9:.1f} GB"
-            if screened
-            else "no mesh has such micro-batches"
+        if not screened:
+            raise ValueError(
+                f"no mesh of {gpus} {known.name} divides {global_batch} sequences among its data-parallel ranks: "
+                f"take a global batch that {gpus} divides"
+            )
+        raise ValueError(
+            f"nothing fits {gpus} {known.name} ({known.memory / 1e9:.0f} GB): the least that a configuration needs is "
+            f"{smallest / 1e9:.1f} GB; take more devices, shorter sequences"
+            + (" or precision bf16" if precision == "fp32" else "")
         )
-        raise ValueError(f"nothing fits {gpus} {known.name} ({known.memory / 1e9:.0f} GB): {why}")
     rows: list[Fitted] = []
     seen: set[MeshSizes] = set()
     search.plan_for(OF_A_ROW * best)
@@ -145,11 +151,26 @@ def _terms(estimate: Estimate) -> Mapping[Any, float]:
     return estimate.bound.terms
 
 
-def _check(gpus: int, global_batch: int, best: int, efficiency: tuple[float, float] | None) -> None:
+def _check(
+    gpus: int, global_batch: int, best: int, tokens: float | None, efficiency: tuple[float, float] | None
+) -> None:
     for name, value in (("gpus", gpus), ("global_batch", global_batch), ("best", best)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be a positive integer, not {value!r}")
     if efficiency is not None and not 0 < efficiency[0] <= efficiency[1] <= 1:
         raise ValueError(
             f"efficiency must be two shares of the bound, the least first, above 0 and at most 1, not {efficiency}"
+        )
+    if tokens is not None and not 0 < tokens < math.inf:
+        raise ValueError(f"tokens must be a positive number, not {tokens!r}")
+
+
+def _check_nodes(gpus: int, device: Device) -> None:
+    """Ranks are laid over whole nodes, in the times and in the launch lines."""
+    node = int(device.node_gpus)
+    if gpus > node and gpus % node:
+        fewer = gpus - gpus % node
+        raise ValueError(
+            f"{gpus} devices are no whole nodes of {node} {device.name}: take {fewer} or {fewer + node}, or describe the device "
+            f"in a file with another node_gpus"
         )

@@ -25,6 +25,8 @@ def run(args: argparse.Namespace) -> int:
     from shardplan.report.fit_script import launch_lines, script_of
     from shardplan.report.fit_text import fit_head, fit_tail, row_text
 
+    if args.script is not None and not Path(args.script).parent.is_dir():
+        raise UsageError(f"cannot write {args.script}: no folder {Path(args.script).parent}")  # before a minute of work
     color, out = wants_color(sys.stdout), sys.stdout
     shown: list[Fitted] = []
     bar = Bar()

@@ -54,6 +54,7 @@ def main() -> None:
         {zero}
         if dist.get_rank() == 0:
             print(f"step {{step}}  loss {{loss.item():.4f}}", flush=True)
+    dist.barrier()  # what is still under way is done before the first process ends
     dist.destroy_process_group()
 
 
