@@ -19,6 +19,7 @@ CPU = (
     "plans",
     "kept",
     "memory",
+    "stage_memory",
     "host",
     "states",
     "steps",

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
@@ -42,6 +43,7 @@ STEP = "a training step"
 STEPS = 8
 PAUSE = 0.01  # seconds
 MEMORY = "[memory]"  # what the profiler calls an allocation
+Step = Callable[[], None]
 SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 4}
 
 
@@ -83,21 +85,15 @@ CASES = {
 
 def measured_peak(case: Case) -> int:
     """On each rank of a process group: the most bytes of a step that is not the first, by the allocator's account."""
-    collectives._wait = _wait_late
     mesh = shardplan.build_mesh(**case.mesh)
     found = find_any(case.model, settings=case.settings, trust_remote_code=False, inputs=None)
-    gc.collect()  # what another case left is not given back while this one runs
-    others = _tensors()  # held, so that their addresses stay theirs
-    before = _storages(others)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+
+    def made() -> tuple[list[nn.Module], Step]:
         model = found.build("cpu").train()
         model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, prove=False, **case.options)
-        for module in model.modules():
-            module.register_forward_hook(lambda *_: time.sleep(PAUSE))
         optimizer = torch.optim.AdamW(model.parameters())
-        alive = []
-        for _ in range(STEPS):
-            alive.append(_alive(before))
+
+        def step() -> None:
             ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))
             with record_function(STEP):
                 loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -105,7 +101,31 @@ def measured_peak(case: Case) -> int:
                 del loss
                 optimizer.step()
                 optimizer.zero_grad()
-    return min(_peaks(profiled.profiler.kineto_results.events(), alive)[1:])
+
+        return [model], step
+
+    return min(peaks_of_steps(made)[1:])
+
+
+def peaks_of_steps(made: Callable[[], tuple[Iterable[nn.Module], Step]], steps: int = STEPS) -> list[int]:
+    """The most bytes of each step of what is made, the model with it.
+
+    Args:
+        made: () -> the modules whose forwards are followed by a pause, and a step, whose measured part has the name STEP.
+    """
+    collectives._wait = _wait_late
+    gc.collect()  # what another case left is not given back while this one runs
+    others = _tensors()  # held, so that their addresses stay theirs
+    before = _storages(others)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        models, step = made()
+        for module in (module for model in models for module in model.modules()):
+            module.register_forward_hook(lambda *_: time.sleep(PAUSE))
+        alive = []
+        for _ in range(steps):
+            alive.append(_alive(before))
+            step()
+    return _peaks(profiled.profiler.kineto_results.events(), alive)
 
 
 def _wait_late(result: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from shardplan.core.stages import HandedOn, PipelineCut
 from shardplan.core.tree import full_name
 from shardplan.model.stage_stubs import is_stub, stage_of
 from shardplan.proof.prove_stages import prove_pipeline, reduced_cut
+from shardplan.proof.staged import StagedModel
 
 PLAN = {"version": "1", "name": "mine", "pipeline_parallel": {"layers": "blocks.*"}}
 
@@ -147,6 +149,37 @@ class Counts(Stack):
         return super().forward(input_ids) * self.steps
 
 
+class Sees(Stack):
+    """A convolution whose result has another shape than its input, of which the code reads the dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(1, 8, 2, stride=2)
+        self.place = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        picture = input_ids[:, :16].view(-1, 1, 4, 4).to(self.patches.weight.dtype) / 32
+        seen = self.patches(picture).flatten(2).transpose(1, 2) + self.place
+        hidden = self.embed(input_ids) + seen.mean(1, keepdim=True)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Scales(Stack):
+    """Parameters of the model itself, read before the blocks and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entry, self.exit = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(32))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden = self.embed(input_ids) * self.entry
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden) * self.exit
+
+
 @pytest.mark.parametrize(
     ("model", "section"),
     [
@@ -156,6 +189,8 @@ class Counts(Stack):
         (Skips(), {"carry": ["skip"]}),
         (Tied(), {}),
         (Counts(), {}),
+        (Scales(), {}),
+        (Sees(), {}),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
@@ -448,6 +483,27 @@ def test_what_a_stage_hands_on_counts_up():
         ["b.1", "embed"],
         ["b.1", "embed"],
     ]
+
+
+def test_a_carried_module_that_a_batch_does_not_run_hands_on_nothing():
+    class Sometimes(Skips):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            skipped = self.skip(input_ids) if input_ids.shape[1] > 4 else 0.0
+            hidden = self.embed(input_ids)
+            for block in self.blocks:
+                hidden = block(hidden + skipped)
+            return self.head(hidden)
+
+    whole = Sometimes()
+    cut = PipelineCut(
+        tuple(f"blocks.{i}" for i in range(3)), (1, 1, 1), ("embed", "skip"), ("head",), (HandedOn("skip"),)
+    )
+    stages = StagedModel(lambda: copy.deepcopy(whole), cut)
+    for length in (8, 4):
+        ids = torch.randint(32, (2, length))
+        assert torch.equal(stages(input_ids=ids), whole(ids))
+    sent = stages.stages[0].run((), None, input_ids=ids)
+    assert [x.numel() for x in sent] == [2 * 4 * 8, 0]
 
 
 def test_a_model_whose_code_divides_heads_has_enough_of_them_at_tp_1():

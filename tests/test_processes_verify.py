@@ -13,7 +13,7 @@ import pytest
 import torch
 from processes import on_ranks
 from small_models import batch, small_model, whole
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -114,6 +114,7 @@ SCHEDULED: dict[str, tuple[str, dict[str, Any]]] = {
     "state spaces": ("bamba", {"tp": 2, "sequence_parallel": False}),
     "values of each layer": ("gemma4_text", {"micro_batches": 2}),
     "integers that are carried": ("hy_v4", {}),
+    "images that are carried, in texts without": ("gemma3", {}),
     "packed parameters": ("gpt2", {"tp": 2, "settings": dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)}),
 }
 
@@ -148,6 +149,20 @@ def test_a_wrong_plan_is_refuted_by_a_schedule():
     assert not report.ok and report.pipeline is not None and report.pipeline.ok
     differ = {row.name for row in report.rows if row.verdict == "differs"}
     assert differ and all("_norm" in name for name in differ)
+
+
+def test_a_model_that_processes_cannot_find():
+    class Local(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x))
+
+    plan = {"version": "1", "tensor_parallel": {"up": "colwise", "down": "rowwise"}}
+    with pytest.raises(ValueError, match=r"cannot find it: .*Local.* at the top level of a module"):
+        shardplan.verify(Local(), plan, tp=2, inputs="tests.case_models:features", processes=True)
 
 
 def test_a_model_without_a_loss_of_next_tokens():

@@ -187,7 +187,8 @@ class PipelineEstimate:
         sizes: how many blocks each stage has.
         bubble: the share of the step, over all ranks, in which they wait: 0 to 1. The seconds of stages are those of the device; without one,
             their operations.
-        fullest: the pp rank whose memory is estimated.
+        peaks: of each pp rank, the bytes at its peak.
+        fullest: the pp rank with the largest one, whose memory is estimated.
         in_flight: the stages of that rank -> micro-batches whose backward is not done, where these keep the most.
         busiest: the pp rank that computes the longest, whose operations and communication are estimated.
     """
@@ -196,6 +197,7 @@ class PipelineEstimate:
     micro_batches: int
     sizes: tuple[int, ...]
     bubble: float
+    peaks: tuple[int, ...]
     fullest: int
     in_flight: Mapping[int, int]
     busiest: int

@@ -91,7 +91,8 @@ def pipeline_ledger(
     stages = stages_of(divided, ledger.parts, depths)
     owner = {stage: schedule.rank_of(stage, pp) for stage in range(divided.stages)}
     own = {rank: [s for s in owner if owner[s] == rank] for rank in range(pp)}
-    times = [stage_time(stage, device, sizes) for stage in stages]
+    added = wrapped and count > 1
+    times = [replace(stage_time(stage, device, sizes), gradients=_gradients(stage.stored, added)) for stage in stages]
     largest = max(stage.handed for stage in stages)
     played = play(
         actions_of(schedule, pp, count),
@@ -105,18 +106,20 @@ def pipeline_ledger(
             stages,
             own[rank],
             played.in_flight[rank],
+            played.trained[rank],
             count,
             ledger,
-            wrapped=wrapped,
+            added=added,
             whole=keep,
             offloaded=offloaded,
         )
         for rank in range(pp)
     ]
-    fullest = max(range(pp), key=lambda rank: memories[rank].total)
+    peaks = tuple(memory.total for memory in memories)
+    fullest = peaks.index(max(peaks))
     busiest = max(range(pp), key=lambda rank: played.busy[rank])
     pipeline = PipelineEstimate(
-        schedule.name, count, lengths, played.bubble, fullest, played.in_flight[fullest], busiest
+        schedule.name, count, lengths, played.bubble, peaks, fullest, played.in_flight[fullest], busiest
     )
     totals = _totals(stages, own[busiest], owner, count, stored=_stored(divided, stages, own[fullest], ledger))
     return PipelineLedger(pipeline, played.seconds, memories[fullest], totals), depths.count, depth
@@ -151,21 +154,30 @@ def _stored(divided: PipelineCut, stages: tuple[StageCosts, ...], own: list[int]
     return total
 
 
+def _gradients(stored: Stored, added: bool) -> int:
+    """Bytes of the gradients: until the last micro-batch, FSDP2 adds them up before it reduces them, in the size of the whole
+    parameters."""
+    return stored.whole if added else stored.bytes
+
+
 def _memory(
     divided: PipelineCut,
     stages: tuple[StageCosts, ...],
     own: list[int],
     in_flight: dict[int, int],
+    trained: frozenset[int],
     micro_batches: int,
     ledger: Ledger,
     *,
-    wrapped: bool,
+    added: bool,
     whole: bool,
     offloaded: bool,
 ) -> Memory:
-    """The memory of a rank where its forwards keep the most, or where its optimizer steps.
+    """The memory of a rank where its forwards keep the most, with the gradients that there are then, or where its optimizer steps.
 
     Args:
+        trained: the stages that have gradients there.
+        added: FSDP2 adds gradients of several micro-batches.
         whole: parameters stay gathered between micro-batches.
     """
     stored = _stored(divided, stages, own, ledger)
@@ -173,8 +185,6 @@ def _memory(
     gathered = max((one.most.get("gathered parameters", 0) for one in ledger.moments.values()), default=0)
     if whole and traced.whole:
         gathered = gathered * stored.whole // traced.whole
-    # Until the last micro-batch, FSDP2 adds gradients up before it reduces them: in the size of the whole parameters.
-    added = stored.whole if wrapped and micro_batches > 1 else stored.bytes
     kept: Counter[Category] = Counter()
     for stage, count in in_flight.items():
         kept.update({category: size * count for category, size in stages[stage].kept.items()})
@@ -185,7 +195,7 @@ def _memory(
     peak["parameters"] = stored.bytes
     peak["optimizer state"] = stored.states
     peak["gathered parameters"] = gathered
-    peak["gradients"] = added
+    peak["gradients"] = _gradients(_stored(divided, stages, sorted(trained), ledger), added)
     peak["temporaries"] += burst + buffers
     phase: Phase = "backward"
     stepping = ledger.moments.get(("optimizer step", ""))
@@ -201,6 +211,7 @@ def _memory(
         }
     )
     most = {category: max(peak[category], after[category]) for category in {*peak, *after}}
+    most["gradients"] = max(most["gradients"], _gradients(stored, added))
     host: dict[Category, int] = {}
     if offloaded:
         host = {category: most.pop(category) for category in OFFLOADED if category in most}

@@ -17,12 +17,14 @@ class StageTime:
         forward, inputs, weights: of the forward, of the gradients of its input, of those of its weights. A whole backward is
             the sum of the last two.
         kept: bytes that its forward keeps until the gradients of its weights are computed.
+        gradients: bytes that its first backward makes, and that stay.
     """
 
     forward: float
     inputs: float
     weights: float
     kept: int = 0
+    gradients: int = 0
 
     def of(self, action: Action) -> float:
         match action.kind:
@@ -43,8 +45,9 @@ class PipelineTime:
     Args:
         seconds: until the last rank is done.
         busy: of each rank, the seconds in which it computes.
-        kept: of each rank, the most bytes that its forwards keep at one moment.
+        kept: of each rank, what its forwards keep at the moment at which that and its gradients are the most bytes.
         in_flight: of each rank, its stages at that moment -> micro-batches whose backward is not done.
+        trained: of each rank, the stages that have gradients at that moment.
         ends: of each rank, when each of its actions ends, in the table's order.
     """
 
@@ -52,6 +55,7 @@ class PipelineTime:
     busy: tuple[float, ...]
     kept: tuple[int, ...]
     in_flight: tuple[dict[int, int], ...]
+    trained: tuple[frozenset[int], ...] = ()
     ends: tuple[tuple[float, ...], ...] = ()
 
     @property
@@ -89,9 +93,10 @@ def play(table: ActionTable, stages: Sequence[StageTime], hand_over: float = 0.0
             waiting |= {rank_of[s] for s in readers if s in rank_of and rank_of[s] != rank}
     assert all(i == len(row) for i, row in zip(at, table, strict=True)), "the table waits for itself"
     busy = tuple(sum(stages[action.stage].of(action) for action in row) for row in table)
-    moments = [_most_kept(row, stages) for row in table]
-    kept, live = tuple(size for size, _ in moments), tuple(live for _, live in moments)
-    return PipelineTime(max(clocks), busy, kept, live, tuple(map(tuple, ends)))
+    moments = [_fullest(row, stages) for row in table]
+    kept = tuple(sum(stages[stage].kept * count for stage, count in live.items()) for live, _ in moments)
+    live, trained = tuple(live for live, _ in moments), tuple(trained for _, trained in moments)
+    return PipelineTime(max(clocks), busy, kept, live, trained, tuple(map(tuple, ends)))
 
 
 def _made(action: Action) -> tuple[str, int, int]:
@@ -112,17 +117,21 @@ def _needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
             return [("forward", stage, i), *after]
 
 
-def _most_kept(row: Sequence[Action], stages: Sequence[StageTime]) -> tuple[int, dict[int, int]]:
-    """The moment at which a rank keeps the most: bytes, and the micro-batches of each stage. Of moments with as many bytes, the one
-    with the most micro-batches."""
+def _fullest(row: Sequence[Action], stages: Sequence[StageTime]) -> tuple[dict[int, int], frozenset[int]]:
+    """The moment at which a rank has the most bytes: the micro-batches of each stage, and the stages that have gradients. A stage's first
+    backward makes these while it gives back what it kept. Of moments with as many bytes, the one with the most micro-batches."""
     live: dict[int, int] = {}
-    most: tuple[tuple[int, int], dict[int, int]] = (0, 0), {}
+    trained: set[int] = set()
+    most, found = (0, 0), (dict[int, int](), frozenset[int]())
     for action in row:
+        stage = action.stage
         if action.kind == "forward":
-            live[action.stage] = live.get(action.stage, 0) + 1
-            size = sum(stages[stage].kept * count for stage, count in live.items()), sum(live.values())
-            if size > most[0]:
-                most = size, dict(live)
+            live[stage] = live.get(stage, 0) + 1
         elif action.kind != "backward of inputs":
-            live[action.stage] -= 1
-    return most[0][0], {stage: count for stage, count in most[1].items() if count}
+            live[stage] -= 1
+            trained.add(stage)
+        kept = sum(stages[one].kept * count for one, count in live.items())
+        size = kept + sum(stages[one].gradients for one in trained), sum(live.values())
+        if size > most:
+            most, found = size, ({one: count for one, count in live.items() if count}, frozenset(trained))
+    return found

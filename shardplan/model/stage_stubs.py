@@ -9,7 +9,7 @@ How to make a stage, in a process or on a rank of its own:
     sent = stage.run(received, forward, **inputs)
 
 `received` are the tensors that the stage before sent, and `sent` are those for the stage after it: the first result of its last
-block, then what is carried. The last stage returns what the model's forward returns.
+block, then what is carried; an empty tensor of a carried module that did not run. The last stage returns what the model's forward returns.
 
 - A block before the own ones hands on its first argument; the last of them, the *inlet*, returns what was received. So code of
   the model between two blocks runs in the receiving stage.
@@ -18,12 +18,14 @@ block, then what is carried. The last stage returns what the model's forward ret
   received.
 - The stub of a carried module returns the received value; the stub of the block that it stands in calls it, so that hooks on it
   run as in the unsharded model.
-- A stub is of its original's class and has its plain attributes. Where the model's code calls a module inside one, or reads
-  another parameter than the weight of a matrix of the first stage, it raises.
+- A stub is of its original's class and has its plain attributes. Where the model's code calls a module inside one, or reads a parameter
+  of a block or of the last stage, it raises. Parameters of the first stage that code reads beside calling their module, or that stand in no
+  module of their own, are zeros too.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from shardplan.core.stages import HandedOn, PipelineCut
 from shardplan.core.tree import ancestors, full_name, parent
@@ -109,7 +112,7 @@ class Stage:
             The tensors for the next stage, of the last stage what the forward returns.
 
         Raises:
-            RuntimeError: the forward ended before it came to the next stage, or a carried module did not run.
+            RuntimeError: the forward ended before it came to the next stage.
         """
         assert self._watched, "watch() comes first"
         cut, flow = self.cut, self._flow
@@ -141,9 +144,11 @@ class Stage:
         for one in self.cut.handed_at(self.index):
             if one.module in flow.carried:
                 sent += [value.view_as(value) for value in flow.carried[one.module]]
-            else:
-                output = _captured(flow, one.module)
+            elif one.module in flow.captured:
+                output = flow.captured[one.module]
                 sent += [_position(output, position) for position in one.positions]
+            else:  # this kind of input does not need it, and no later stage does
+                sent += [sent[0].new_empty(0) for _ in one.positions]
         return tuple(sent)
 
 
@@ -156,7 +161,8 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
     """Make a model one stage of a cut: what belongs to others is replaced by stubs, which have no parameters and no buffers.
 
     Args:
-        model: on any device; it is changed. An absent parameter that a module outside of the blocks owns becomes None.
+        model: on any device; it is changed. An absent parameter that a module outside of the blocks owns becomes None, and is read as
+            zeros where it is the first stage's.
         cut: of this model.
         index: which stage, from 0.
     """
@@ -170,7 +176,10 @@ def stage_of(model: nn.Module, cut: PipelineCut, index: int) -> Stage:
     for name in cut.absent_from(index):
         if name not in modules:
             module, leaf = modules[parent(name)], name.rpartition(".")[2]
+            absent = module._parameters[leaf]
             module._parameters[leaf] = None
+            if absent is not None and name in cut.first:
+                _reads_zeros(module, leaf, absent.shape, flow)
             continue
         stub = _skeleton(modules[name], name, carried, flow)
         if name in later:
@@ -249,8 +258,8 @@ def _returning(flow: _Flow, handed: HandedOn) -> Callable[..., Any]:
 
 
 def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool) -> Callable[..., Any]:
-    """Zeros of the shape that a module returns, without memory unless they are `dense`. Its weight is read as zeros too: code that looks a row up to
-    fill what is padded finds one."""
+    """Zeros of the shape that a module returns, without memory unless they are `dense`. Its parameters are read as zeros too: code that looks a row up to
+    fill what is padded finds one, and code that asks for their dtype."""
     kind = kind_of(original)
     width, dtype = None, None
     if kind in ("embedding", "linear", "conv1d"):
@@ -258,22 +267,39 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool)
         assert isinstance(weight, Tensor)
         shape, dtype = weight.shape, weight.dtype
         width = shape[0 if kind == "linear" else 1]
-
-        def zeros() -> None:
-            value = flow.received[0]
-            vars(stub)["weight"] = torch.zeros((), dtype=value.dtype, device=value.device).expand(shape)
-
-        flow.weights.append(zeros)
+    convolution = _without_memory(original) if isinstance(original, _ConvNd) else None
+    for leaf, parameter in original._parameters.items():
+        if parameter is not None:
+            _reads_zeros(stub, leaf, parameter.shape, flow)
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = _first_tensor(args, kwargs)
-        if width is None:
+        if convolution is not None:
+            shape = type(original).forward(convolution, given.to("meta")).shape
+        elif width is not None:
+            shape = torch.Size((*(given.shape if kind == "embedding" else given.shape[:-1]), width))
+        else:
             return given
-        shape = given.shape if kind == "embedding" else given.shape[:-1]
-        zeros = torch.zeros((), dtype=flow.dtype or dtype, device=given.device).expand(*shape, width)
+        zeros = torch.zeros((), dtype=flow.dtype or dtype, device=given.device).expand(shape)
         return zeros.contiguous() if dense else zeros
 
     return forward
+
+
+def _without_memory(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, which tells the shape of a result."""
+    memo = {id(p): nn.Parameter(p.detach().to("meta"), requires_grad=False) for p in module.parameters()}
+    return copy.deepcopy(module, memo)
+
+
+def _reads_zeros(module: nn.Module, leaf: str, shape: torch.Size, flow: _Flow) -> None:
+    """While a stage runs, a parameter of the first stage is zeros without memory: no parameter of the module."""
+
+    def zeros() -> None:
+        value = flow.received[0]
+        vars(module)[leaf] = torch.zeros((), dtype=value.dtype, device=value.device).expand(shape)
+
+    flow.weights.append(zeros)
 
 
 def _first_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:

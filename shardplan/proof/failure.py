@@ -39,17 +39,22 @@ def sharded_run(known: Sequence[Diagnostic] = ()) -> Iterator[None]:
 
 def raised(error: Exception) -> Diagnostic:
     """The finding about an exception of the sharded run."""
-    cause = error
-    while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):
-        cause = cause.__cause__
-    line = raising_line(cause)
-    where = (f"{line.short}: `{line.text}`",) if line is not None else ()
+    cause, where = cause_of(error)
     return Diagnostic(
         code=RAISES.code,
         severity=Severity.ERROR,
         message=f"the sharded reduced model raises {reason(cause)}",
         notes=where,
     )
+
+
+def cause_of(error: Exception) -> tuple[Exception, tuple[str, ...]]:
+    """The exception that others were raised from, and a note with the line of the model's code that raised it, where there is one."""
+    cause = error
+    while isinstance(cause, RuntimeError) and isinstance(cause.__cause__, Exception):
+        cause = cause.__cause__
+    line = raising_line(cause)
+    return cause, (f"{line.short}: `{line.text}`",) if line is not None else ()
 
 
 def _is_ours(error: Exception) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
 from multiprocessing import set_forkserver_preload
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import ProcessRaisedException
 
 from shardplan.compiler.lower.program import Program
+from shardplan.compiler.user_inputs import Model
 from shardplan.core.mesh import APPLIED, MeshSizes
 from shardplan.core.report import Comparison
 from shardplan.model.reduced.precision import in_dtype
@@ -80,6 +83,23 @@ class Case:
         model = in_dtype(self.build(), self.dtype)
         left = rank_steps(model, mesh, self.program, _batches(self, index, replicas), reference)
         return compare_steps(reference, {"": left})
+
+
+def check_sendable(source: Model) -> None:
+    """Raise ValueError where other processes cannot find a model: it is of a class that no module has by name, or its inputs are."""
+    try:
+        sent = bytes(ForkingPickler.dumps(source))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        why = str(error)
+    else:
+        main = sys.modules["__main__"]
+        if b"__main__" not in sent or hasattr(main, "__file__"):
+            return
+        why = "its class is not in a file"
+    raise ValueError(
+        f"each process of the proof makes {source.shown} anew, and cannot find it: {why}. Define the class, and the functions given as "
+        "`inputs` and `reduced`, at the top level of a module that can be imported, or leave processes=True out"
+    )
 
 
 def run_processes(recipe: Recipe, dtype: torch.dtype) -> list[tuple[Comparison, ...]]:

@@ -32,7 +32,7 @@ from shardplan.torchlib.modes import reduced_runs
 from .compare import worst_of
 from .failure import sharded_run
 from .pipelined import Scheduled, ScheduledRecipe
-from .processes import Case, Recipe, run_processes
+from .processes import Case, Recipe, check_sendable, run_processes
 from .reach import touched, unreached_modules, unreached_parameters
 from .simulate import simulate
 from .steps import STEPS, Batch, Steps, cast, reference_steps
@@ -100,8 +100,11 @@ def prove(
 
     Raises:
         PlanError: no reduced model can be made, or the sharded one does not run.
+        ValueError: with processes, a model that these cannot find.
     """
     start = time.monotonic()
+    if processes:
+        check_sendable(source)
     progress("building a reduced model")
     compiled = compile_for(reduced, plan, replace(sizes, pp=1), variants)
     reference = references(reduced.reduced_model)

@@ -25,6 +25,7 @@ from shardplan.runtime.apply.agreement import on_first_rank
 from shardplan.torchlib.modes import reduced_runs
 
 from .compare import worst_of
+from .failure import cause_of
 from .proof_codes import STAGES
 from .prove import References, references, settle
 from .staged import staged_rows
@@ -102,11 +103,12 @@ def _built(model: ReducedModel, dtype: torch.dtype) -> nn.Module:
 
 
 def _raises(error: Exception) -> Diagnostic:
+    cause, where = cause_of(error)
     return Diagnostic(
         code=STAGES.code,
         severity=Severity.ERROR,
         message="the reduced model raises when it is cut into pipeline stages",
-        notes=(reason(error),),
+        notes=(reason(cause), *where),
         help="use a mesh with pp 1",
     )
 

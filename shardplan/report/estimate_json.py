@@ -78,6 +78,7 @@ def _pipeline(one: PipelineEstimate | None) -> ScheduleRecord | None:
     return ScheduleRecord(
         sizes=one.sizes,
         bubble=one.bubble,
+        peaks=one.peaks,
         fullest=one.fullest,
         in_flight=tuple(InFlightRecord(stage, count) for stage, count in one.in_flight.items()),
         busiest=one.busiest,

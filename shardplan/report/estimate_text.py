@@ -101,6 +101,7 @@ def _pipeline(one: PipelineEstimate, paint: Paint) -> str:
         paint("strong", f"pipeline: schedule {one.schedule}, {one.micro_batches:,} micro-batches"),
         f"  blocks of the stages: {', '.join(map(str, one.sizes))}",
         f"  ranks wait {one.bubble:.1%} of the step",
+        f"  peaks of the pp ranks: {', '.join(map(bytes_text, one.peaks))}",
         f"  memory is that of pp rank {one.fullest}, with {_flight(one.in_flight)} in flight",
         f"  operations and communication are those of pp rank {one.busiest}, which computes the longest",
     ]

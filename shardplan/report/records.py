@@ -242,7 +242,8 @@ class ScheduleRecord:
 
     sizes: Annotated[tuple[int, ...], "how many blocks each stage has"]
     bubble: Annotated[float, "the share of the step, over all ranks, in which they wait: 0 to 1"]
-    fullest: Annotated[int, "the pp rank whose memory is estimated"]
+    peaks: Annotated[tuple[int, ...], "of each pp rank, the bytes at its peak"]
+    fullest: Annotated[int, "the pp rank with the largest one, whose memory is estimated"]
     in_flight: Annotated[tuple[InFlightRecord, ...], "of its stages, where they keep the most"]
     busiest: Annotated[int, "the pp rank whose operations and communication are estimated"]
 

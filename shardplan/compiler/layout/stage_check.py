@@ -83,7 +83,7 @@ def cut_facts(benches: Sequence[Workbench], parts: StageParts) -> CutFacts:
     facts = CutFacts(whole, ends)
     if order is not None:
         return replace(facts, order=order)
-    lengths = _lengths(benches[0], (*parts.blocks, *parts.carried))
+    lengths = _lengths(benches, (*parts.blocks, *parts.carried))
     of_blocks = {lengths.get(name) for name in parts.blocks}
     crossings: dict[tuple[int, str], Crossing] = {}
     apart, shared, written, used = set[str](), set[str](), set[str](), set[tuple[str, str]]()
@@ -143,9 +143,9 @@ def _handed(
     return tuple(found), tuple(unnamed)
 
 
-def _lengths(bench: Workbench, names: Iterable[str]) -> dict[str, int | None]:
-    """Of each module that runs, how many results it returns in a tuple; 0: one tensor, None: something else."""
-    model, found = copied(bench.model), dict[str, int | None]()
+def _lengths(benches: Sequence[Workbench], names: Iterable[str]) -> dict[str, int | None]:
+    """Of each module that runs for a kind of input, how many results it returns in a tuple; 0: one tensor, None: something else."""
+    model, found = copied(benches[0].model), dict[str, int | None]()
 
     def noting(name: str) -> None:
         def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -157,7 +157,10 @@ def _lengths(bench: Workbench, names: Iterable[str]) -> dict[str, int | None]:
     for name in dict.fromkeys(names):
         noting(name)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        model(**bench.inputs)
+        for bench in benches:
+            model(**bench.inputs)
+            if all(name in found for name in names):
+                break
     return found
 
 
