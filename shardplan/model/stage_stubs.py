@@ -33,7 +33,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from shardplan.core.stages import HandedOn, PipelineCut
 from shardplan.core.tree import ancestors, full_name, parent
@@ -42,6 +41,7 @@ from .build_tree import kind_of
 
 STUB = "_shardplan_stub"  # on a module: it is one
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if "hook" in name and isinstance(value, dict))
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 class _StageDone(Exception):
@@ -267,7 +267,7 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool)
         assert isinstance(weight, Tensor)
         shape, dtype = weight.shape, weight.dtype
         width = shape[0 if kind == "linear" else 1]
-    convolution = _without_memory(original) if isinstance(original, _ConvNd) else None
+    convolution = _without_memory(original) if isinstance(original, CONVOLUTIONS) else None
     for leaf, parameter in original._parameters.items():
         if parameter is not None:
             _reads_zeros(stub, leaf, parameter.shape, flow)
