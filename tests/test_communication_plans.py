@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 
 import pytest
+from sampling import sampled
 
 from benchmarks.plans import DATA, VARIANTS, of_type
 from shardplan.compiler.bind import bind
@@ -25,7 +25,6 @@ SIZES = [
     for word in VARIANTS
     for tp, sizes in one.get(word, {}).items()
 ]
-SAMPLE = random.Random(7).sample(sorted(COUNTED), 2)
 
 
 def test_nothing_sends_less_than_the_least() -> None:
@@ -52,7 +51,7 @@ def test_the_least_of_llama_is_what_the_papers_say(on: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", sampled(sorted(COUNTED), 1))
 def test_what_a_plan_sends_is_what_the_table_says(name: str) -> None:
     row = COUNTED[name]
     words = [word for word in VARIANTS if word in row]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from sampling import sampled
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
@@ -32,7 +33,7 @@ def test_right_plans_have_no_objection(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("name", sampled(["llama", "qwen3", "phi3", "gpt2", "gemma3_text", "mixtral"], 3))
 def test_edited_plans(name: str) -> None:
     """What the layout check lets pass the other engine lets pass, and wrong gradients both refuse."""
     model = subject(parse_plan(name).plan.models[0], 2)

@@ -92,7 +92,7 @@ def travel(journey: Journey, folder: Path) -> None:
 
 
 JOURNEYS = [
-    pytest.param(Journey("mixtral"), id="mixtral"),
+    pytest.param(Journey("mixtral"), id="mixtral", marks=pytest.mark.exhaustive),
     # An expert on each ep rank, which ep_shard splits along another dim.
     pytest.param(Journey("mixtral", MORE_SIZES, (("num_local_experts", 2),)), id="two experts"),
     pytest.param(Journey("gpt_oss"), id="gpt_oss", marks=pytest.mark.exhaustive),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from merging_models import JOINT, SPLIT, SUMMED, Joint, Stack, document, inputs_of, made
 from processes import on_ranks
+from sampling import sampled
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -84,7 +85,7 @@ def test_joint_attention() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules", [["blocks.*"], ["blocks.*.attention"]], ids=["blocks", "parts"])
+@pytest.mark.parametrize("modules", sampled([["blocks.*"], ["blocks.*.attention"]], 1), ids=["blocks", "parts"])
 def test_joint_attention_compiled(modules: list[str]) -> None:
     """The readers are in the graph of their block, or in one inside it, where the block's table is outside."""
     run("joint", compile={"modules": modules, "backend": "aot_eager"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from sampling import sampled
 
 from shardplan.authoring.init.derive import Derived, derive
 from shardplan.authoring.init.feature_cuts import cut
@@ -139,30 +140,30 @@ def test_latents_that_are_wider_than_what_they_are_made_of_are_reduced_there() -
     assert {found[f"{ATTENTION}.{name}"] for name in latents} == {"replicated_with_grad_allreduce"}
 
 
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [
-        ("gpt2", ()),
-        ("falcon", ()),
-        ("moshi", ()),
-        ("youtu", ()),
-        pytest.param("diffllama", (), marks=pytest.mark.slow),
-        pytest.param("xlstm", (), marks=pytest.mark.slow),
-        pytest.param("phi3", (), marks=pytest.mark.slow),
-        pytest.param("opt", (), marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", (), marks=pytest.mark.slow),
-        pytest.param("gptj", (), marks=pytest.mark.slow),
-        pytest.param("mixtral", (), marks=pytest.mark.slow),
-        pytest.param("cohere2", (), marks=pytest.mark.slow),
-        pytest.param("gpt_neox", (), marks=pytest.mark.slow),
-        pytest.param("stablelm", (), marks=pytest.mark.slow),
-    ],
+KNOWN = (
+    "gpt2",
+    "falcon",
+    "moshi",
+    "youtu",
+    "diffllama",
+    "xlstm",
+    "phi3",
+    "opt",
+    "deepseek_v3",
+    "gptj",
+    "mixtral",
+    "cohere2",
+    "gpt_neox",
+    "stablelm",
 )
+
+
 @pytest.mark.slow
-def test_what_is_found_is_right(name: str, whole: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("name", sampled(KNOWN, 5, long=["xlstm"]))
+def test_what_is_found_is_right(name: str) -> None:
     """Also at a size for which it was not tried."""
     found = derived(name)
-    assert tuple(row for group in found.whole for row in group.rows) == whole
+    assert not found.whole
     for tp in (2, 4):
         verdict = judge(subject(name, tp), found.draft.plan(), sequence_parallel=False, help=False)
         assert verdict.right and verdict.valid, (tp, verdict)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
+from sampling import sampled
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shardplan import verify
@@ -50,11 +49,6 @@ FAMILIES = (
     "rwkv",
 )
 SAMPLE = (*FAMILIES, *random.Random(4).sample([name for name in PLANNED if name not in FAMILIES], 2))
-
-
-def but(names: Iterable[str], *long: str) -> list[Any]:
-    """The names; of those that take a minute or more `make exhaustive` alone."""
-    return [pytest.param(name, marks=pytest.mark.exhaustive) if name in long else name for name in names]
 
 
 def test_every_type_is_in_the_table() -> None:
@@ -112,7 +106,7 @@ def test_the_plans_for_images_are_proven_with_images() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", but(["Llama4ForConditionalGeneration", "qwen2_vl", "internvl", "aria", "glm4v"], "internvl")
+    "name", sampled(["Llama4ForConditionalGeneration", "qwen2_vl", "internvl", "aria", "glm4v"], 2, long=["internvl"])
 )
 def test_an_image_text_type_is_as_the_table_says(name: str) -> None:
     assert entry(name, derives=True) == SEEING[name]
@@ -159,7 +153,7 @@ def test_the_collection_stays_readable() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", but(SAMPLE, "rwkv"))
+@pytest.mark.parametrize("name", sampled(SAMPLE, 7, long=["hy_v4", "rwkv"]))
 def test_a_type_is_as_the_table_says(name: str) -> None:
     known = TABLE[name]
     assert made_again(known) == known
@@ -189,7 +183,7 @@ def test_what_init_writes_is_as_the_table_says(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", but(["bamba", "cohere", "deepseek_v3", "gpt2", "gpt_neox", "gpt_oss", "olmo2"], "bamba")
+    "name", sampled(["bamba", "cohere", "deepseek_v3", "gpt2", "gpt_neox", "gpt_oss", "olmo2"], 3, long=["bamba"])
 )
 def test_a_family_in_real_processes(name: str) -> None:
     """dp 2 x tp 2 with FSDP2: state-space, parallel residual, MLA, Conv1D, fused, mixture of experts,
