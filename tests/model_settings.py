@@ -129,6 +129,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {"text_config": {"num_attention_heads": 32, "rope_parameters": ROPE}},
     "qwen4_exp": {"text_config": INDEXER},
     "qwen4_exp_text": INDEXER,
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds": False,
+    },  # the widths of its two tables add up to the hidden size
     "step3p7": {"text_config": {"sliding_window": 512}},
     "xmod": {"default_language": "en_XX", "is_decoder": True},
 }

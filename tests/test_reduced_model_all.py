@@ -11,14 +11,11 @@ from shardplan.model.model_findings import reason
 from shardplan.model.reduced import make_reduced_model
 from tests.model_settings import find
 
-# Why the rest of transformers 5.23 has none: their inputs are more than token ids, their parts need packages for images,
-# they are drafts of another model, or their positions are factors of numbers that a reduced model has not.
+# Why the rest of transformers 5.23 has none: their parts need packages for images, or they are drafts of another model.
 WITHOUT = {
-    "blt",
     "gemma3n",
     "gemma4_assistant",
     "gemma4_unified_assistant",
-    "reformer",
 }
 TYPES = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SAMPLE = random.Random(5).sample(TYPES, 40)
