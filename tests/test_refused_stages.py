@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import shardplan
 from shardplan.core.schedules import SCHEDULES
+from shardplan.runtime.pipeline import layout_of_stages
 from shardplan.runtime.pipeline.layout_of_stages import number_of_stages, read_schedule
 from shardplan.runtime.pipeline.micro_batch_inputs import REFUSED, read_inputs
 from shardplan.runtime.pipeline.refused_plans import for_stages
@@ -92,6 +94,15 @@ def test_numbers_that_do_not_fit(schedule: str, options: dict[str, Any], text: s
     with pytest.raises(ValueError) as told:
         number_of_stages(resolved, SCHEDULES[schedule], pp, **given)
     assert str(told.value).startswith(text)
+
+
+def test_fewer_micro_batches_than_stages_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout_of_stages, "layout_on", lambda mesh, cut, schedule: cut)
+    mesh: Any = SimpleNamespace(pp=SimpleNamespace(size=lambda: 4))
+    resolved = program(pipeline_parallel={"layers": "model.layers.*"}).resolved
+    with pytest.warns(UserWarning, match="2 micro-batches for 4 stages: some stages wait all the time; use at least 4"):
+        cut: Any = layout_of_stages.lay_out(mesh, resolved, SCHEDULES["gpipe"], None, 2, lambda *_: (1, 1, 1, 1))
+    assert cut.stages == 4
 
 
 @pytest.mark.parametrize(
