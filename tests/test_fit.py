@@ -43,6 +43,7 @@ EXPERTS = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
 }
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}  # tp does not divide it
 SLOW = replace(
     read_device("h100"),
     name="slow",
@@ -245,10 +246,11 @@ def test_experts_are_distributed_and_sequences_shared_where_that_is_needed():
         device=replace(SLOW, node_gpus=4, network_bandwidth=1e8),
         global_batch=8,
         seq_len=SEQ,
-        settings=EXPERTS,
+        settings=EXPERTS | ONE_HEAD,
+        best=2,
     )
     assert any(row.choice.sizes.ep > 1 for row in spread.rows) and spread.rows[0].mfu > 0
-    long = SETTINGS | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}  # tp does not divide it
+    long = SETTINGS | ONE_HEAD
     shared = shardplan.fit("llama", gpus=2, device=SLOW, global_batch=1, seq_len=SEQ, settings=long)
     (row,) = (row for row in shared.rows if row.choice.sizes.cp == 2)
     assert dict(shared.refused).keys() == {"tp 2", "cpu_offload"}
@@ -346,7 +348,7 @@ def test_a_folder_without_a_configuration(tmp_path, capsys):
 @pytest.mark.slow
 def test_what_fits_nowhere():
     """Too little memory; a global batch that no mesh divides."""
-    small = SETTINGS | {"num_hidden_layers": 2, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    small = SETTINGS | ONE_HEAD | {"num_hidden_layers": 2}
     with pytest.raises(
         ValueError, match=r"nothing fits 1 slow .*: the least .*; take more devices, shorter sequences or"
     ):

@@ -39,8 +39,14 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(row_text(len(shown), row, color=color), end="\n\n", file=out, flush=True)
 
-    gc.freeze()  # what was imported stays; what the traces leave behind is collected
-    gc.enable()
+    def at_work(text: str) -> None:
+        if (
+            not gc.isenabled() and "torch" in sys.modules
+        ):  # what was imported stays; what traces leave behind is collected
+            gc.freeze()
+            gc.enable()
+        bar.progress(text)
+
     try:
         with redirect_stdout(sys.stderr):  # what the model's own code prints
             made = api.fit(
@@ -56,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
                 tokens=args.tokens,
                 efficiency=args.efficiency,
                 derive=args.derive,
-                progress=bar.progress,
+                progress=at_work,
                 advance=bar.advance,
                 found_row=show,
             )
