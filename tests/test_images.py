@@ -23,8 +23,8 @@ slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
 CLASSES = {
     "Qwen2VLForConditionalGeneration": ("llava", ("text", "image", "video"), True),
     "Qwen2_5_VLForConditionalGeneration": ("llava", ("text", "image", "video"), True),
-    "Qwen3VLForConditionalGeneration": ("qwen3_vl", ("text", "image", "video"), False),
-    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", ("text", "image", "video"), False),
+    "Qwen3VLForConditionalGeneration": ("qwen3_vl", ("text", "image", "video"), True),
+    "Qwen3VLMoeForConditionalGeneration": ("qwen3_vl_moe", ("text", "image", "video"), True),
     "LlavaForConditionalGeneration": ("llava", ("text", "image"), True),
     "LlavaNextForConditionalGeneration": ("llava", ("text", "image"), True),
     "LlavaNextVideoForConditionalGeneration": ("llava", ("text", "image", "video"), True),

@@ -9,7 +9,7 @@ import pytest
 from shardplan import verify
 from tests.model_settings import find, without_dropout
 from tests.zoo.other_entry import OtherEntry, other_entry
-from tests.zoo.other_names import names
+from tests.zoo.other_names import is_trunk, names
 from tests.zoo.other_page import page
 from tests.zoo.table import read
 
@@ -29,6 +29,11 @@ def test_what_is_said_of_a_class_fits() -> None:
         assert bool(found.verdicts) != bool(found.reason), found
         assert not any(text.startswith("valid, but wrong") for text in found.verdicts.values()), found
         assert not found.verdicts or found.inputs, found
+
+
+def test_how_many_are_right() -> None:
+    assert len(RIGHT) >= 105 and sum(map(is_trunk, RIGHT)) >= 38
+    assert sum(TABLE[name].has_sequence for name in RIGHT) >= 85
 
 
 @pytest.mark.slow

@@ -80,12 +80,13 @@ minimum has a reduce-scatter.
 """
 REASONS = Path(__file__).parents[1] / "data" / "reasons.json"
 LEAST_SPLIT = 0.99
-SAID = {"sequence": "no sequence parallelism"}
+SAID = {"sequence": "no sequence parallelism", "right": "not right with images"}
 
 
-def reasons() -> dict[str, list[tuple[str, str, int, str, str]]]:
-    """Type -> (what lacks: "split", "sequence" or "communication", module of transformers, line, its code, why)."""
-    return {name: [tuple(one) for one in found] for name, found in json.loads(REASONS.read_text("utf-8")).items()}
+def reasons(file: Path = REASONS) -> dict[str, list[tuple[str, str, int, str, str]]]:
+    """Type -> (what lacks: "split", "sequence" or "communication", of image-text types "right" too; module of transformers, line, its
+    code, why). A module without a name: no line forbids it."""
+    return {name: [tuple(one) for one in found] for name, found in json.loads(file.read_text("utf-8")).items()}
 
 
 def lacks(e: Entry) -> set[str]:
@@ -104,11 +105,12 @@ def has_more(e: Entry, word: str) -> bool:
     return any(sum(found.values()) > sum(least[when].values()) for when, found in e.collectives[word].items())
 
 
-def why() -> list[str]:
+def why(file: Path = REASONS) -> list[str]:
     """A line for each reason."""
     return [
-        f"- {name}, {SAID.get(what, what)}: modeling_{module}.py:{line}: `{code}`: {text}."
-        for name, found in sorted(reasons().items())
+        f"- {name}, {SAID.get(what, what)}: "
+        + (f"modeling_{module}.py:{line}: `{code}`: {text}." if module else f"{text}.")
+        for name, found in sorted(reasons(file).items())
         for what, module, line, code, text in found
     ]
 

@@ -16,10 +16,17 @@ from transformers.models.auto.modeling_auto import (  # noqa: E402
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from .__main__ import right  # noqa: E402
+from .__main__ import REASONS, right, why  # noqa: E402
 from .entry import DERIVED, SIZES, Entry, made_or_derived  # noqa: E402
 from .table import arguments, fill  # noqa: E402
 
+LACKING = REASONS.with_name("image_text_reasons.json")
+WHY = """
+## What stands in the way
+
+Types that are not right with images, and those without sequence parallelism, each with the line of transformers {version} that stands
+in the way, where there is one (tests/data/image_text_reasons.json, which tests/test_zoo.py compares with the code):
+"""
 COLUMNS = [f"{word}{tp}" for word in ("tp", "sp") for tp in SIZES]
 HEAD = """# Image-text models
 
@@ -60,7 +67,8 @@ def page(found: Sequence[Entry]) -> str:
     lines += [f"- {e.name}: {', '.join(f'`{name}`' for name in e.unlearned)}" for e in planned if e.unlearned]
     lines += ["", "## Without a plan", ""]
     lines += [f"- {e.name}: {' '.join(e.reason.split())[:300]}" for e in found if not e.verdicts]
-    good = [e for e in planned if e.has("tp") and e.split > 0 and e.images]
+    lines += [WHY.format(version=transformers.__version__).rstrip(), "", *why(LACKING)]
+    good = [e for e in planned if is_right(e)]
     head = HEAD.format(
         version=transformers.__version__,
         types=len(found),
@@ -69,6 +77,16 @@ def page(found: Sequence[Entry]) -> str:
         wrong=sum(any(not right(text) for text in e.verdicts.values()) for e in planned),
     )
     return head + "\n".join(lines) + "\n"
+
+
+def is_right(e: Entry) -> bool:
+    """Whether a type is right with tensor parallelism and images, and something inside its layers is split."""
+    return e.has("tp") and e.split > 0 and bool(e.images)
+
+
+def lacks(e: Entry) -> str:
+    """What a type has not: "right", or "sequence"; empty where it has both."""
+    return ("" if e.has("sp") else "sequence") if is_right(e) else "right"
 
 
 def main(argv: list[str]) -> int:
