@@ -123,6 +123,7 @@ def peaks_of_steps(made: Callable[[], tuple[Iterable[nn.Module], Step]], steps: 
             module.register_forward_hook(lambda *_: time.sleep(PAUSE))
         alive = []
         for _ in range(steps):
+            gc.collect()  # nor what building left in circles
             alive.append(_alive(before))
             step()
     return _peaks(profiled.profiler.kineto_results.events(), alive)
