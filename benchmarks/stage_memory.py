@@ -123,18 +123,23 @@ def rank(index: int, ranks: int, names: list[str], folder: str) -> None:
     dist.destroy_process_group()
 
 
+def measured(names: list[str]) -> dict[str, list[int]]:
+    """Of cases for one number of ranks, the peak of each pp rank, in processes of their own."""
+    (ranks,) = {CASES[name].ranks for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank, (ranks, names, folder), nprocs=ranks)
+        peaks = (
+            torch.load(Path(folder, "peaks")).view(2, -1, len(names)).amin(1)
+        )  # of equal shards, as benchmarks.memory
+    return dict(zip(names, peaks.T.tolist(), strict=True))
+
+
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     rows = []
     for ranks in sorted({case.ranks for case in CASES.values()}):
-        names = [name for name, case in CASES.items() if case.ranks == ranks]
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(rank, (ranks, names, folder), nprocs=ranks)
-            real = (
-                torch.load(Path(folder, "peaks")).view(2, -1, len(names)).amin(1)
-            )  # of equal shards, as benchmarks.memory
-        for name, of_ranks in zip(names, real.T.tolist(), strict=True):
-            for pp, (guess, peak) in enumerate(zip(estimated_peaks(CASES[name]), of_ranks, strict=True)):
+        for name, peaks in measured([name for name, case in CASES.items() if case.ranks == ranks]).items():
+            for pp, (guess, peak) in enumerate(zip(estimated_peaks(CASES[name]), peaks, strict=True)):
                 rows.append((name, pp, f"{peak:,}", f"{guess:,}", "0.98 to 1.02", f"{guess / peak:.4f}"))
     print(TEXT)
     print(table(("case", "pp rank", "allocator", "estimate", "goal", "estimate / allocator"), rows))

@@ -268,6 +268,7 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool)
         shape, dtype = weight.shape, weight.dtype
         width = shape[0 if kind == "linear" else 1]
     convolution = _without_memory(original) if isinstance(original, CONVOLUTIONS) else None
+    run: Any = type(original).forward  # `forward` must not hold the original: its parameters are to be freed
     for leaf, parameter in original._parameters.items():
         if parameter is not None:
             _reads_zeros(stub, leaf, parameter.shape, flow)
@@ -275,7 +276,7 @@ def _of_first(original: nn.Module, stub: nn.Module, flow: _Flow, *, dense: bool)
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         given = _first_tensor(args, kwargs)
         if convolution is not None:
-            shape = type(original).forward(convolution, given.to("meta")).shape
+            shape = run(convolution, given.to("meta")).shape
         elif width is not None:
             shape = torch.Size((*(given.shape if kind == "embedding" else given.shape[:-1]), width))
         else:
