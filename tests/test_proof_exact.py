@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from shardplan.proof.exact import in_precision_of
 from shardplan.proof.steps import reference_steps
@@ -39,6 +41,33 @@ def test_casts_of_a_float64_model_stay_in_float64(cast: str) -> None:
     with torch.no_grad():
         plain = model(x).double()
     assert 0 < (plain - output).abs().max() < 1e-6, "without it there is roundoff of float32"
+
+
+def by_method(loss: Tensor, x: Tensor) -> Tensor | None:
+    loss.backward()
+    return x.grad
+
+
+def by_function(loss: Tensor, x: Tensor) -> Tensor | None:
+    torch.autograd.backward(loss)
+    return x.grad
+
+
+def by_grad(loss: Tensor, x: Tensor) -> Tensor | None:
+    return torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.parametrize("backward", [by_method, by_function, by_grad])
+def test_what_a_checkpoint_computes_again_stays_in_float64(backward: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+    model, gradients = Lowering("to").double(), []
+    for again in (False, True):
+        x = torch.linspace(0, 1, 16, dtype=torch.float64, requires_grad=True)
+        with in_precision_of(model):
+            output = checkpoint(model, x, use_reentrant=False) if again else model(x)
+            gradients.append(backward(output.square().sum(), x))
+    once, twice = gradients
+    assert once is not None and twice is not None and once.dtype == torch.float64
+    assert torch.equal(once, twice)
 
 
 def test_a_float32_model_runs_as_it_is() -> None:

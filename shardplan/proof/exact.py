@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardplan.torchlib.private import private
+
 LOWER = frozenset((torch.float32, torch.bfloat16, torch.float16))
 CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 
 
 class _Doubled(TorchFunctionMode):
-    """Replaces lower precisions by float64 in every call."""
+    """Replaces lower precisions by float64 in every call, also in those that a backward makes."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is Tensor.backward:
+            return _started_under(self, torch.autograd.backward)(*_of_backward(*args, **(kwargs or {})))
+        if func in (torch.autograd.backward, torch.autograd.grad):
+            return _started_under(self, func)(*args, **(kwargs or {}))
         if func in CASTS:
             func = Tensor.double
         return func(*map(_raised, args), **{name: _raised(value) for name, value in (kwargs or {}).items()})
+
+
+def _of_backward(
+    tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> tuple:
+    """The arguments of `torch.autograd.backward`, from those of `Tensor.backward`."""
+    return tensor, gradient, retain_graph, create_graph, None, inputs
+
+
+def _started_under(mode: TorchFunctionMode, function: Any) -> Callable[..., Any]:
+    """A function of torch.autograd whose engine starts while the mode is active. Torch leaves a mode before it calls the function,
+    and the engine keeps the modes of its start for all that it calls: hooks, backwards in Python, the second run of a checkpoint.
+    A copy of the function, since ranks that are threads share torch's own."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return private("run_backward")(*args, **kwargs)
+
+    names = {**function.__globals__, "_engine_run_backward": run}
+    copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _raised(value: Any) -> Any:

@@ -55,6 +55,9 @@ NAMES: dict[str, Private] = {
     "TensorBase": Private(
         (("torch._C", "TensorBase"),), "knowing whether anything else holds a gradient (`_use_count`)"
     ),
+    "run_backward": Private(
+        (("torch.autograd.graph", "_engine_run_backward"),), "backwards in Python that run in float64 from end to end"
+    ),
     "disable_modes": Private(
         (("torch.utils._python_dispatch", "_disable_current_modes"),), "reduced models that are real inside a fake mode"
     ),
