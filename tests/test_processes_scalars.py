@@ -178,6 +178,7 @@ def trained(name: str, sizes: dict[str, int], folder: str) -> None:
     same(step(name, again, optimizer, STEPS, [share_of(mesh)]), expected[STEPS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [WITH_TP, HSDP], ids=["tp", "hsdp"])
 def test_scalars_learn_as_unsharded(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
