@@ -5,6 +5,7 @@ The mark is an HTML comment before the block:
     <!-- run -->               console: each `$` line is run, what it prints must be what follows it; python: is run
     <!-- run on 4 ranks -->    python: all such blocks of the file, in order, on 4 real processes
     <!-- file NAME -->         the block is written to NAME, for the blocks after it
+    <!-- wrong file NAME -->   the same; it is a plan with an error
     <!-- same as PATH -->      the block is the project's file PATH
     <!-- plan -->              yaml: sections of a plan, which has no findings with `version: "1"` put before it
     <!-- wrong plan -->        the same, but it has an error
@@ -37,7 +38,7 @@ LINKED = ("demo", "examples", "plans", "schemas")
 CHECKED = {"console", "python", "yaml", "json"}  # languages of blocks that must have a mark
 
 MARK = re.compile(
-    r"^(?P<indent> *)<!-- (?P<mark>run|run on \d+ ranks|file \S+|same as \S+|plan|wrong plan|not run: .+) -->$"
+    r"^(?P<indent> *)<!-- (?P<mark>run|run on \d+ ranks|(?:wrong )?file \S+|same as \S+|plan|wrong plan|not run: .+) -->$"
 )
 FENCE = re.compile(r"^ *```(?P<language>\w*)$")
 # What may differ from machine to machine: rounding errors, and where the largest of them is.
@@ -63,6 +64,12 @@ class Block:
     language: str
     mark: str | None
     text: str
+
+    @property
+    def file(self) -> str | None:
+        """What the block is written to."""
+        found = re.fullmatch(r"(?:wrong )?file (\S+)", self.mark or "")
+        return found and found[1]
 
 
 def documents() -> list[str]:
@@ -189,8 +196,8 @@ def rewrite(name: str, folder: Path) -> str:
     text = (ROOT / name).read_text("utf-8")
     lines, session, shift = text.splitlines(), Session(folder), 0
     for block in list(blocks(text)):
-        if block.mark and block.mark.startswith("file "):
-            session.write(block.mark.removeprefix("file "), block)
+        if block.file:
+            session.write(block.file, block)
         elif block.mark and block.mark.startswith("same as "):
             new = (ROOT / block.mark.removeprefix("same as ")).read_text("utf-8").splitlines()
             start = block.line + shift

@@ -27,8 +27,8 @@ def test_blocks_do_what_they_show(name, tmp_path):
     session = Session(tmp_path.resolve())
     for block in BLOCKS[name]:
         where = f"{name}:{block.line}"
-        if block.mark and block.mark.startswith("file "):
-            session.write(block.mark.removeprefix("file "), block)
+        if block.file:
+            session.write(block.file, block)
         elif block.mark == "run" and block.language == "python":
             session.python(block)
         elif block.mark == "run":
@@ -52,10 +52,9 @@ def test_blocks_run_on_ranks(name, tmp_path):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_plans_in_the_text_are_plans(name):
     for block in BLOCKS[name]:
-        is_file = (block.mark or "").startswith("file ") and block.language == "yaml"
-        if is_file or block.mark in ("plan", "wrong plan"):
+        if (block.file and block.language == "yaml") or block.mark in ("plan", "wrong plan"):
             findings, wrong = lint(block.text)
-            assert wrong == (block.mark == "wrong plan"), f"{name}:{block.line}\n{findings}"
+            assert wrong == (block.mark or "").startswith("wrong "), f"{name}:{block.line}\n{findings}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -75,7 +74,7 @@ def test_tables_of_styles_are_what_the_records_say(name):
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name):
-    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", TEXTS[name], flags=re.DOTALL)):
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```|`[^`\n]*`", "", TEXTS[name], flags=re.DOTALL)):
         if "://" in target:
             continue
         path, _, anchor = target.partition("#")

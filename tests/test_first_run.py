@@ -31,8 +31,8 @@ def test_from_a_clone_to_a_refused_plan_and_a_trained_model(clone):
     start, environment = time.monotonic(), fresh(clone)
     for name in ("README.md", "docs/quickstart.md"):
         for block in blocks((clone / name).read_text("utf-8")):
-            if block.mark and block.mark.startswith("file "):
-                (clone / block.mark.removeprefix("file ")).write_text(block.text + "\n")
+            if block.file:
+                (clone / block.file).write_text(block.text + "\n")
             elif block.mark == "run" and block.language == "console":
                 for command, expected in commands(block.text):
                     result = run(command, clone, environment, codes=(0, 1))
