@@ -20,8 +20,8 @@ def sampled(
         long: what takes a minute or more, which is never drawn.
         marks: of those that are drawn.
     """
-    every = list(cases)
-    short = [index for index, case in enumerate(every) if case not in (*long,)]
+    every, never = list(cases), list(long)
+    short = [index for index, case in enumerate(every) if case not in never]
     kept = {*random.Random(SEED).sample(short, count)}
     return [
         pytest.param(

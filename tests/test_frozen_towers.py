@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
+from small_models import whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import shardplan
 from shardplan import clip_grad_norm_
@@ -30,10 +30,6 @@ def test_what_is_behind_a_frozen_tower_learns_as_unsharded(plan, sp):
     gradients = {row.name for row in rows if row.kind == "gradient"}
     assert not any(name.startswith(TOWER) for name in gradients)
     assert {"model.multi_modal_projector.linear_1.weight", "lm_head.weight"} <= gradients
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def trained_beside(stored: str) -> None:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from importlib import import_module
+from inspect import signature
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,8 @@ def shell():
 def test_what_is_registered_exists():
     kinds = (Report, VerifyReport, Estimate, Sweep, PlanDiff, LockCheck)
     assert {(kind.__module__, kind.__name__) for kind in kinds} == set(SHOWN)
+    for file, function in SHOWN.values():
+        assert "color" in signature(getattr(import_module(f"shardplan.report.{file}"), function)).parameters
 
 
 def test_results_are_text(shell):

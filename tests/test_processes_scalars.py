@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from processes import on_ranks
+from small_models import whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 from torch.optim import AdamW
 from training_runs import share_of
 from transformers import CLIPConfig, CLIPModel
@@ -105,8 +106,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tens
 }
 
 
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+def kept(tensor: Tensor) -> Tensor:
+    return whole(tensor).detach().clone()
 
 
 def step(name: str, model: nn.Module, optimizer: AdamW, at: int, shares: list[int]) -> dict[str, Tensor]:
@@ -117,11 +118,11 @@ def step(name: str, model: nn.Module, optimizer: AdamW, at: int, shares: list[in
             loss = loss_of(model, 100 * at + 10 * micro + share) / (2 * len(shares))
             loss.backward()
             found[f"loss {micro} {share}"] = loss.detach() * len(shares)
-    found |= {f"gradient {n}": whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    found["norm"] = whole(shardplan.clip_grad_norm_(model.parameters(), MAX_NORM))
+    found |= {f"gradient {n}": kept(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    found["norm"] = kept(shardplan.clip_grad_norm_(model.parameters(), MAX_NORM))
     optimizer.step()
     optimizer.zero_grad()
-    return found | {f"parameter {n}": whole(p) for n, p in model.named_parameters()}
+    return found | {f"parameter {n}": kept(p) for n, p in model.named_parameters()}
 
 
 def optimizer_of(model: nn.Module) -> AdamW:

@@ -40,10 +40,8 @@ def run(args: argparse.Namespace) -> int:
             print(row_text(len(shown), row, color=color), end="\n\n", file=out, flush=True)
 
     def at_work(text: str) -> None:
-        if (
-            not gc.isenabled() and "torch" in sys.modules
-        ):  # what was imported stays; what traces leave behind is collected
-            gc.freeze()
+        if not gc.isenabled() and "torch" in sys.modules:
+            gc.freeze()  # what was imported stays; what traces leave behind is collected
             gc.enable()
         bar.progress(text)
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardplan.torchlib.local_parts import to_local_if_dtensor
+
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -34,7 +36,7 @@ class Updates:
             self._optimizer = self._make(self._own.values())
         for parameter, own in self._own.items():
             if own is not parameter and parameter.grad is not None:
-                own.grad = local_of(parameter.grad)
+                own.grad = to_local_if_dtensor(parameter.grad)
         self._optimizer.step()
         for parameter, own in self._own.items():
             if own is not parameter:
@@ -50,11 +52,7 @@ class Updates:
         if self._optimizer is None:
             return []
         states = self._optimizer.state.get(self._own[parameter], {}).values()
-        return [local_of(x) for x in states if isinstance(x, Tensor)]
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return [to_local_if_dtensor(x) for x in states if isinstance(x, Tensor)]
 
 
 def _as_placed(parameter: nn.Parameter) -> bool:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from shardplan.core.estimates import Category, Phase
 from shardplan.core.mesh import Axis
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 from shardplan.torchlib.operators import DEVICE, collective_of
 from shardplan.torchlib.private import private
 
 from .flops import GROUPED, counted, flops_of
-from .local_updates import local_of
 from .running_module import Place, Places
 from .traced_parts import Parts
 
@@ -135,8 +135,7 @@ class Meter(_DispatchMode):
     def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
         """Record the purpose of the storages of tensors; unknown ones are followed from now on."""
         for tensor in tensors:
-            local = local_of(tensor)
-            self._see(local.untyped_storage()).purpose = purpose
+            self._see(to_local_if_dtensor(tensor).untyped_storage()).purpose = purpose
 
     def end_forward(self) -> None:
         """Note what is alive: what the forward keeps for the backward."""

@@ -22,11 +22,12 @@ from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.training.context_parallel import context_parallel
 from shardplan.styles.backends import BACKENDS
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 from .cost_codes import NOT_TRACED
 from .fake_rank import groups_of, without_memory
 from .ledger import Ledger, moments_of
-from .local_updates import MakeOptimizer, Updates, local_of
+from .local_updates import MakeOptimizer, Updates
 from .meter import Meter, category_of
 from .part_costs import Stored, part_costs
 from .running_module import Places
@@ -94,7 +95,7 @@ def trace(
                 ) from error
         log = meter.log
         weights = sum(n for x, n, _ in log.operands if category_of(x) in ("parameters", "gathered parameters"))
-        parameters = [local_of(p) for p in model.parameters()]
+        parameters = [to_local_if_dtensor(p) for p in model.parameters()]
         states = updates.states if updates is not None else []
         stored = sum(p.numel() for p in parameters)
         # The optimizer reads parameters, gradients and its state, and writes the first and the last.
@@ -126,7 +127,7 @@ def _stored(model: nn.Module, updates: Updates | None, parts: Parts) -> tuple[di
     tied = Stored()
     seen: set[tuple[nn.Parameter, str]] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        part, local = parts.of(name) or SHARED, local_of(parameter)
+        part, local = parts.of(name) or SHARED, to_local_if_dtensor(parameter)
         if (parameter, part) in seen:
             continue
         states = updates.states_of(parameter) if updates is not None else []

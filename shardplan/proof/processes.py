@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import pickle
 import re
@@ -85,15 +86,23 @@ class Case:
         return compare_steps(reference, {"": left})
 
 
+class _NamesAlone(ForkingPickler):
+    """What is sent but the tensors, whose memory would be moved to where other processes see it."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        return "tensor" if isinstance(value, torch.Tensor) else None
+
+
 def check_sendable(source: Model) -> None:
     """Raise ValueError where other processes cannot find a model: it is of a class that no module has by name, or its inputs are."""
+    sent = io.BytesIO()
     try:
-        sent = bytes(ForkingPickler.dumps(source))
+        _NamesAlone(sent).dump(source)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         why = str(error)
     else:
         main = sys.modules["__main__"]
-        if b"__main__" not in sent or hasattr(main, "__file__"):
+        if b"__main__" not in sent.getvalue() or hasattr(main, "__file__"):
             return
         why = "its class is not in a file"
     raise ValueError(

@@ -29,7 +29,6 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
     """
     stacks = {p for name in wrapped.experts for p in model.get_submodule(name).parameters(recurse=False)}
     options = _options(model, mesh, section, wrapped)
-    options["ignored_params"] |= {p for p in model.parameters() if not p.ndim}
     around = {**options, "ignored_params": options["ignored_params"] | stacks}
     _shard_units(model, around, section, wrapped)
     fully_shard(model, **around, mp_policy=_policy(section.mixed_precision))
@@ -103,7 +102,7 @@ def _options(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapped:
     return {
         "mesh": mesh,
         "offload_policy": _offload(section),
-        "ignored_params": _left_alone(model, mesh, wrapped.ignored),
+        "ignored_params": _left_alone(model, mesh, wrapped.ignored) | {p for p in model.parameters() if not p.ndim},
     }
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from shardplan.runtime.apply.same_weights import checksum
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Copies:
         for stage in list(self.names)[1:]:
             total += values[stage]
         for parameter in own.values():
-            _local(parameter.grad).copy_(total)
+            assert parameter.grad is not None  # `_gradient` has made it
+            to_local_if_dtensor(parameter.grad).copy_(total)
 
 
 def _operation(kind: object, tensor: Tensor, group: ProcessGroup, peer: int) -> dist.P2POp:
@@ -90,12 +91,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a gradient, contiguous; zeros where there is none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    return _local(parameter.grad).contiguous()
-
-
-def _local(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.to_local() if isinstance(x, DTensor) else x
+    return to_local_if_dtensor(parameter.grad).contiguous()
 
 
 def copies_of(
@@ -133,7 +129,7 @@ def compare_copies(every: Sequence[Copies], group: ProcessGroup, device: torch.d
         len(every), 2, dtype=torch.int64, device=device
     )  # whether it is here, and a number for its values
     for i, copies in enumerate(every):
-        sums = [checksum(_local(parameter)) for parameter in copies.own.values()]
+        sums = [checksum(to_local_if_dtensor(parameter)) for parameter in copies.own.values()]
         if sums:
             same = all(torch.equal(one, sums[0]) for one in sums)
             mine[i] = torch.stack([torch.ones_like(sums[0]), sums[0] if same else sums[0] - 1]).to(device)

@@ -4,12 +4,12 @@ from shardplan.runtime.parallel.vocabulary_entropy import entropy
 from shardplan.runtime.parallel.vocabulary_loss import causal_lm_loss, vocabulary_parallel_nll
 from shardplan.runtime.parallel.vocabulary_probabilities import log_probabilities
 from shardplan.runtime.parallel.vocabulary_top_k import top_k
+from shardplan.torchlib.local_parts import to_local_if_dtensor
 
 from .context_parallel import context_parallel
 from .expert_bias import count_expert_tokens, update_expert_bias
 from .gradients import clip_grad_by_total_norm_, clip_grad_norm_, get_grad_norm
 from .inference import unshard
-from .local import to_local_if_dtensor
 from .padding import pad_to_multiple
 
 __all__ = [
