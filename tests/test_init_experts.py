@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from sampling import sampled
 from transformers import AutoConfig
 
 from shardplan import PlanError, init_plan, validate
@@ -45,33 +46,36 @@ def test_a_model_that_could_have_experts_and_has_none() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [
-        # Gathered along the sequence.
-        ("deepseek_v3", {"model.layers.*.mlp.shared_experts": "gather_seq_input"}),
-        # Gets tokens in one row, and stays whole on a rank's.
-        (
-            "qwen2_moe",
-            {
-                "model.layers.*.mlp.shared_expert": "none",
-                "model.layers.*.mlp.shared_expert.{gate,up,down}_proj": "token_wise",
-                "model.layers.*.mlp.shared_expert.{gate,up,down}_proj.weight": "none",
-            },
-        ),
-        # Its router is a module around a matrix, and gives logits to a loss.
-        (
-            "afmoe",
-            {
-                "model.layers.*.mlp.shared_experts": "none",
-                "model.layers.*.mlp.shared_experts.{gate,up,down}_proj": "token_wise",
-                "model.layers.*.mlp.shared_experts.{gate,up,down}_proj.weight": "none",
-            },
-        ),
-        # One norm is in front of attention and experts, and gathers for both where these are split.
-        (
-            "cohere2_moe",
-            {"model.layers.*.self_attn": "gather_seq_input", "model.layers.*.input_layernorm": "sequence_parallel"},
-        ),
-    ],
+    sampled(
+        [
+            # Gathered along the sequence.
+            ("deepseek_v3", {"model.layers.*.mlp.shared_experts": "gather_seq_input"}),
+            # Gets tokens in one row, and stays whole on a rank's.
+            (
+                "qwen2_moe",
+                {
+                    "model.layers.*.mlp.shared_expert": "none",
+                    "model.layers.*.mlp.shared_expert.{gate,up,down}_proj": "token_wise",
+                    "model.layers.*.mlp.shared_expert.{gate,up,down}_proj.weight": "none",
+                },
+            ),
+            # Its router is a module around a matrix, and gives logits to a loss.
+            (
+                "afmoe",
+                {
+                    "model.layers.*.mlp.shared_experts": "none",
+                    "model.layers.*.mlp.shared_experts.{gate,up,down}_proj": "token_wise",
+                    "model.layers.*.mlp.shared_experts.{gate,up,down}_proj.weight": "none",
+                },
+            ),
+            # One norm is in front of attention and experts, and gathers for both where these are split.
+            (
+                "cohere2_moe",
+                {"model.layers.*.self_attn": "gather_seq_input", "model.layers.*.input_layernorm": "sequence_parallel"},
+            ),
+        ],
+        2,
+    ),
 )
 def test_experts_with_the_sequence_split(name: str, expected: dict[str, str]) -> None:
     """What is written is right on a larger mesh too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -294,6 +295,14 @@ def test_the_groups_of_the_process_are_there_again() -> None:
     with fake_mesh(2) as mesh:
         assert on_threads(4, lambda rank: dist.get_world_size()) == [4] * 4
         assert dist.get_world_size() == 2 and mesh.get_group().size() == 2
+
+
+def test_an_exception_afterwards_is_printed_as_without_process_groups() -> None:
+    hook = sys.excepthook
+    on_threads(2, lambda _: None)
+    assert sys.excepthook is hook
+    shardplan.estimate(Model(), PLAN, tp=2, seq_len=8, inputs=features)
+    assert sys.excepthook is hook
 
 
 def test_a_plan_is_proven_where_a_process_group_exists() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.doc_blocks import ROOT
+from tests.sampling import sampled
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text("utf-8")
 PLAN = 'version: "1"\nname: mine\n'
@@ -308,7 +309,7 @@ def test_the_page_names_what_is_edited_by_hand(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+@pytest.mark.parametrize("recipe", sampled(RECIPES, 3), ids=lambda recipe: recipe.title)
 def test_a_recipe_is_enough(recipe: Recipe, tmp_path: Path) -> None:
     copy = copied(tmp_path / "copy")
     for path, changes in recipe.edits.items():

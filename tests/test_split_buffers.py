@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
+from sampling import sampled
 from small_models import batch, small_model, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -42,7 +43,7 @@ def test_minimax_is_proven_in_both_variants(tp: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["falcon_h1", "minimax"])
+@pytest.mark.parametrize("name", sampled(["falcon_h1", "minimax"], 1))
 def test_it_trains_as_the_unsharded_model(name: str) -> None:
     """Losses, norms, clipping, AdamW and every parameter, in real processes, with sequence parallelism."""
     compare(Recipe(name, TWO_BY_TWO, True))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from processes import on_ranks
 from safetensors.torch import load_file
+from sampling import sampled
 from small_models import batch, meta_model, small_model, whole_state
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -180,7 +181,7 @@ def test_a_plan_that_leaves_a_kernel_its_branch_is_refused(rule: Any, code: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "settings"), [("mamba2", {"n_groups": 1}), ("recurrent_gemma", {})])
+@pytest.mark.parametrize(("name", "settings"), sampled([("mamba2", {"n_groups": 1}), ("recurrent_gemma", {})], 1))
 def test_weights_from_a_meta_model(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Drawn alike with and without tp, though the initialisation counts heads; read from a file, and written to one."""
     source = small_model(name, **settings)

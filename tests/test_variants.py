@@ -58,7 +58,7 @@ def test_listed_gaps_are_configurations() -> None:
     "name",
     [
         *QUICK,
-        *sampled((name for one in combinations() if (name := one.name) not in QUICK), 10, marks=[pytest.mark.slow]),
+        *sampled((name for one in combinations() if (name := one.name) not in QUICK), 6, marks=[pytest.mark.slow]),
     ],
 )
 def test_a_combination_is_proven(name: str) -> None:
@@ -69,7 +69,7 @@ def test_a_combination_is_proven(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", sampled(range(COUNT), 12))
+@pytest.mark.parametrize("index", sampled(range(COUNT), 8))
 def test_a_configuration_is_right_or_refused(index: int) -> None:
     """A sample of `make variants`: proven, or refused with a finding that names a field that it changes, or in the list of gaps."""
     trial = drawn(COUNT, SEED)[index]

@@ -111,9 +111,19 @@ def test_what_an_image_text_type_lacks_has_a_reason() -> None:
     assert {name: {what for what, *_ in found} for name, found in reasons(image_text.LACKING).items()} == short
 
 
+LONG_IMAGE_TEXT = (
+    "Llama4ForConditionalGeneration",
+    "qwen2_vl",
+    "internvl",
+    "aria",
+    "glm4v",
+)  # processor time: a minute and more
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", sampled(["Llama4ForConditionalGeneration", "qwen2_vl", "internvl", "aria", "glm4v"], 1, long=["internvl"])
+    "name",
+    sampled([*LONG_IMAGE_TEXT, "mistral3", "smolvlm", "got_ocr2", "paligemma"], 2, long=LONG_IMAGE_TEXT),
 )
 def test_an_image_text_type_is_as_the_table_says(name: str) -> None:
     assert entry(name, derives=True) == SEEING[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -41,12 +42,15 @@ def fake_mesh(sizes: MeshSizes) -> Iterator[PlanMesh]:
     serial = next(_serial)
     names = {axis: f"{axis}_{serial}" for axis in shape}
     rank = (sizes.cp - 1) * sizes.of(Axis.TP)
-    dist.init_process_group("fake", rank=rank, world_size=sizes.world_size)
-    try:
-        mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
-        yield read_mesh(mesh, names, sizes.ep)
-    finally:
-        dist.destroy_process_group()
+    with patch.object(
+        sys, "excepthook", sys.excepthook
+    ):  # init_process_group has one that begins lines with "[rank0]:"
+        dist.init_process_group("fake", rank=rank, world_size=sizes.world_size)
+        try:
+            mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(names.values()))
+            yield read_mesh(mesh, names, sizes.ep)
+        finally:
+            dist.destroy_process_group()
 
 
 def groups_of(

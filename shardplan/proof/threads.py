@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -102,7 +104,10 @@ def _threaded_groups() -> Iterator[None]:
     install()
     isolate(True)
     try:
-        yield
+        with patch.object(
+            sys, "excepthook", sys.excepthook
+        ):  # init_process_group has one that begins lines with "[rank0]:"
+            yield
     finally:
         private("ThreadedGroup").reset()
         isolate(False)
