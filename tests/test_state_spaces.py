@@ -24,6 +24,7 @@ from shardplan.model.training_code import training_reads
 
 CODESTRAL = {"num_heads": 128, "head_dim": 64, "n_groups": 8, "hidden_size": 4096, "state_size": 128}
 FOUR_KEYS = {"linear_num_key_heads": 4, "linear_num_value_heads": 16}
+TWO_KEYS = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
 SIXTEEN_HEADS = {"num_attention_heads": 16, "num_key_value_heads": 16}
 MIXER = "backbone.layers.0.mixer"
 
@@ -43,6 +44,7 @@ def child(extends: str, rules: dict[str, Any]) -> dict[str, Any]:
         pytest.param("falcon_mamba", {}, 4, marks=pytest.mark.exhaustive),
         ("qwen3_5_text", {}, 2),
         pytest.param("qwen3_5_text", FOUR_KEYS, 8, marks=pytest.mark.exhaustive),  # of two ranks each
+        pytest.param("qwen3_5_text", TWO_KEYS, 8, marks=pytest.mark.exhaustive),  # a value head on each rank
         pytest.param("qwen3_5_moe_text", FOUR_KEYS, 8, marks=pytest.mark.exhaustive),
         pytest.param("olmo_hybrid", {**FOUR_KEYS, **SIXTEEN_HEADS}, 8, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_next", {}, 4, marks=pytest.mark.exhaustive),

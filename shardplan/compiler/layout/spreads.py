@@ -12,6 +12,7 @@ from shardplan.core.tree import full_name
 from shardplan.model.reduced.trace import Event, Trace
 from shardplan.styles.bound import BoundModule
 
+from .in_step import InStep
 from .spread import Order, Spread, scale, spread_of
 
 
@@ -26,6 +27,7 @@ class Spreads:
 
     def __init__(self, plan: Mapping[str, BoundModule], reference: Trace, runs: Sequence[Trace]):
         self.plan, self.reference, self.runs = plan, reference, runs
+        self._in_step = InStep(reference, runs[0])
         self._known: dict[tuple[int, bool], Spread | None] = {}
         self._orders: dict[Order, None] = {}
 
@@ -34,8 +36,10 @@ class Spreads:
         reference, "?" where the runs are out of step."""
         others: list[Event] = []
         count = len(event.inputs if inputs else event.outputs)
+        place = self._in_step.place(event.place)
         for run in (self.reference, *self.runs):
-            other = run.at.get(event.place)
+            at = place if run is self.reference else event.place
+            other = run.at.get(at) if at is not None else None
             if other is None or other.name != event.name or len(other.inputs if inputs else other.outputs) != count:
                 return "?"
             others.append(other)
