@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import lru_cache
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -47,6 +48,7 @@ COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE
 PLACES = {"image_token_id": 7, "video_token_id": 8}
 BOOK = 8  # codes of an image, in place of thousands
 SETTINGS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("autoformer", "informer", "time_series_transformer"), {"prediction_length": 8}),
     "aria": {"vision_config": {"image_size": 980, "patch_size": 14}},
     "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "big_bird": {"attention_type": "original_full"},  # block-sparse attention is replaced while a short input runs
@@ -193,6 +195,12 @@ def find(name: str) -> FoundModel:
     ):  # some defaults hand on features that the default text model cannot take
         vision.out_hidden_size = text.hidden_size
     return find_any(config)
+
+
+@lru_cache(maxsize=1)
+def find_once(name: str) -> FoundModel:
+    """As `find`, for who changes nothing of it."""
+    return find(name)
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -15,6 +15,7 @@ from shardplan.model.config_numbers import config_numbers
 from shardplan.model.find_anything import find_any
 from shardplan.model.reduced import make_reduced_model
 from shardplan.model.reduced.fields import role
+from shardplan.model.reduced.outcome import loss_of
 from shardplan.model.reduced.reduced_model import ReducedModel
 
 CONFIGS = Path(__file__).parent / "cases" / "models"
@@ -166,6 +167,38 @@ def test_several_codebooks():
     assert len({tuple(row.tolist()) for row in made["input_ids"]}) == 8
     for kind in reduced_model.kinds:
         assert step(reduced_model, kind=kind)[0] > 0
+
+
+SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+FORMS = {  # class -> its small configuration, and the shapes that its inputs have
+    "BertForMultipleChoice": (transformers.BertConfig(**SMALL), {"input_ids": (2, 2, 16), "labels": (2,)}),
+    "BertForQuestionAnswering": (transformers.BertConfig(**SMALL), {"start_positions": (2,), "end_positions": (2,)}),
+    "WavLMForCTC": (transformers.WavLMConfig(**SMALL, conv_dim=[32] * 7), {"labels": (2, 3)}),
+    "LasrForCTC": (
+        transformers.LasrCTCConfig(encoder_config=SMALL),
+        {"input_features": (2, 128, 128), "attention_mask": (2, 128), "labels": (2, 3)},
+    ),
+    "LayoutLMModel": (transformers.LayoutLMConfig(**SMALL), {"bbox": (2, 16, 4)}),
+    "VideoMAEModel": (
+        transformers.VideoMAEConfig(**SMALL, num_frames=4, image_size=32, patch_size=8),
+        {"pixel_values": (2, 4, 3, 16, 16)},
+    ),
+    "PatchTSTModel": (transformers.PatchTSTConfig(num_hidden_layers=2, d_model=64), {"past_values": (2, 32, 1)}),
+    "ViltModel": (transformers.ViltConfig(**SMALL), {"input_ids": (2, 16), "pixel_values": (2, 3, 16, 16)}),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_inputs(name):
+    """Arrays of several forms are tried, and labels are those of the head; every one of them has a part in the result."""
+    config, shapes = FORMS[name]
+    config.architectures = [name]
+    reduced_model = make_reduced_model(found_from_config(config), tp=2)
+    made = reduced_model.inputs()
+    assert {key: tuple(made[key].shape) for key in shapes} == shapes
+    model = reduced_model.build()
+    loss_of(model(**made)).backward()
+    assert any(p.grad is not None and p.grad.abs().max() > 1e-6 for p in model.parameters())
 
 
 def test_pictures_without_tokens():

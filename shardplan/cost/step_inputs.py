@@ -12,11 +12,11 @@ from transformers import PreTrainedModel
 
 from shardplan.model.found import FoundModel
 from shardplan.model.reduced.feeding import given
-from shardplan.model.reduced.model_inputs import labels_of
+from shardplan.model.reduced.model_inputs import CHOICES, SPAN, labels_of
 
 
 def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: int) -> Callable[[], Mapping[str, Any]]:
-    """What makes keyword arguments of `forward`: token ids [micro_batch, seq_len] and, where the class has a loss, labels;
+    """What makes keyword arguments of `forward`: token ids [micro_batch, seq_len] (of each choice, where the class compares several) and, where the class has a loss, labels;
     for a module with inputs of its own these, at the size that they have."""
     if found.inputs is not None:
         own = found.inputs if found.config is None else given(found.inputs, found.config)
@@ -25,11 +25,14 @@ def inputs_of(found: FoundModel, model: nn.Module, micro_batch: int, seq_len: in
     argument = (
         "input_ids" if isinstance(model, PreTrainedModel) else next(iter(inspect.signature(model.forward).parameters))
     )
-    shapes = {"next": (micro_batch, seq_len), "classes": (micro_batch, seq_len), "class": (micro_batch,)}
+    shape = (micro_batch, CHOICES, seq_len) if labels == "choice" else (micro_batch, seq_len)
+    shapes = dict.fromkeys(("next", "classes", "spoken"), shape) | dict.fromkeys(("class", "choice"), (micro_batch,))
 
     def make() -> dict[str, Any]:
-        made: dict[str, Any] = {argument: torch.zeros(micro_batch, seq_len, dtype=torch.long)}
-        if labels is not None:
+        made: dict[str, Any] = {argument: torch.zeros(shape, dtype=torch.long)}
+        if labels == "span":
+            made |= {name: torch.zeros(micro_batch, dtype=torch.long) for name in SPAN}
+        elif labels is not None:
             made["labels"] = torch.zeros(shapes[labels], dtype=torch.long)
         if isinstance(model, PreTrainedModel) and "use_cache" in inspect.signature(model.forward).parameters:
             made["use_cache"] = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from shardplan.proof.simulate import simulate
 from shardplan.proof.steps import STEPS, Steps, cast, reference_steps
 from shardplan.proof.threads import rank_threads
 from shardplan.styles import STYLES
-from tests.model_settings import find
+from tests.model_settings import find_once
 
 
 @dataclass
@@ -68,11 +69,24 @@ class Subject:
         return next(iter(self.benches.values()))
 
 
+class _Steps(dict[torch.dtype, Steps]):
+    """The unsharded training steps of a kind of input, each dtype's when it is first asked for."""
+
+    def __init__(self, models: Mapping[torch.dtype, nn.Module], batches: Sequence[dict[str, Any]]):
+        super().__init__()
+        self._of = (models, batches)
+
+    def __missing__(self, dtype: torch.dtype) -> Steps:
+        models, batches = self._of
+        self[dtype] = reference_steps(copy.deepcopy(models[dtype]), [cast(batch, dtype) for batch in batches])
+        return self[dtype]
+
+
 def fitting(name: str, tp: int, plan: PlanFile) -> Subject:
     """The reduced model of an architecture, with as many heads as a plan needs."""
     small, variants = subject(name, tp), [overlays_of(on) for on in {False, plan.has_overlay}]
     bound = check_variants(bind_variants(plan, small.tree, MeshSizes(tp=tp), variants))
-    layouts = ModelLayouts(find(name), tp)
+    layouts = ModelLayouts(find_once(name), tp)
     if any(any_error(bound.findings[on]) for on in variants) and layouts.fit(plan, variants):
         return subject(name, tp, heads_times=layouts.heads_times)
     return small
@@ -81,7 +95,7 @@ def fitting(name: str, tp: int, plan: PlanFile) -> Subject:
 def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1, heads_times: int = 1) -> Subject:
     """The reduced model of an architecture; experts one by one, as grouped multiplications want float32 and even sizes."""
     reduced_model = make_reduced_model(
-        find(name), tp=tp, ep=ep, tied=tied, experts_implementation="eager", heads_times=heads_times
+        find_once(name), tp=tp, ep=ep, tied=tied, experts_implementation="eager", heads_times=heads_times
     )
     model, exact = reduced_model.build(), reduced_model.build()
     tree = tree_of(model)
@@ -92,10 +106,8 @@ def subject(name: str, tp: int, tied: bool | None = None, ep: int = 1, heads_tim
         if "output_router_logits" in vars(model.config):
             for batch in batches[kind]:
                 batch["output_router_logits"] = True  # the auxiliary loss reads what the experts' block has
-        steps[kind] = {
-            dtype: reference_steps(copy.deepcopy(one), [cast(batch, dtype) for batch in batches[kind]])
-            for dtype, one in models.items()
-        }
+        steps[kind] = _Steps(models, batches[kind])
+        steps[kind][torch.float32]
         benches[kind] = Workbench(model, batches[kind][0], tree)
     return Subject(name, tp, models, tree, benches, batches, steps, reduced_model.unseen, ep)
 

@@ -17,7 +17,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile
 from shardplan.model.found import FoundModel
-from tests.model_settings import find
+from tests.model_settings import find_once
 from tests.soundness.judge import fitting, subject
 
 from .entry import DERIVED, SIZES, WORTH_SAYING, derived_plan, has, judged
@@ -69,7 +69,7 @@ class OtherEntry:
 @cache
 def derived_of(name: str) -> tuple[PlanFile | None, str]:
     """As `derived_plan`, once in a process."""
-    return derived_plan(find(name))
+    return derived_plan(find_once(name))
 
 
 def plan_of(trunk: str) -> PlanFile | None:
@@ -91,7 +91,7 @@ def other_entry(
     """
     torch.set_num_threads(1)
     try:
-        found = find(name)
+        found = find_once(name)
     except PlanError as error:
         return OtherEntry(name, reason=f"cannot be built: {_said(error)}")
     own = auto_plan(found.tree, ReadPlan).plan

@@ -1,5 +1,5 @@
 """Prove a plan for every class that is neither a causal language model nor an image-text model:
-`python -m tests.zoo.other_types [class ...] [--table docs/other-types.md]`.
+`python -m tests.zoo.other_types [class ...] [--trunks] [--again WORDS] [--table docs/other-types.md]`.
 
 The classes of a type run in one process, the trunk first, and the plan that is derived for it is tried for the heads. Classes that the
 table has are left out unless they are named, so a run that was ended goes on where it was. A class that takes too long is no row, and
@@ -86,8 +86,16 @@ def main(argv: list[str]) -> int:
     parser = arguments("python -m tests.zoo.other_types")
     parser.add_argument("--tp", type=int, nargs="+", default=SIZES[:1], help="sizes of the axis")
     parser.add_argument("--seconds", type=int, default=SECONDS, help="of processor time, for a class")
+    parser.add_argument("--trunks", action="store_true", help="trunks alone")
+    parser.add_argument("--again", metavar="WORDS", help="rows of the table whose reason or verdicts have these words")
     args = parser.parse_args(argv)
-    wanted = set(args.types or names()) - (set() if args.types else {*read(args.table, OtherEntry)})
+    before = read(args.table, OtherEntry)
+    if args.again is not None:
+        wanted = {name for name, one in before.items() if args.again in f"{one.reason} {one.verdicts}"}
+    else:
+        wanted = set(args.types or names()) - (set() if args.types else {*before})
+    if args.trunks:
+        wanted = {*filter(is_trunk, wanted)}
     for of_type in types().values():
         trunk = next(filter(is_trunk, of_type), None)
         for one in run([name for name in of_type if name in wanted], trunk, args.tp, args.seconds):

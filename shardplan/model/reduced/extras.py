@@ -14,17 +14,20 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value, text_config
 
+from .forms import Form, forms_of
 from .outcome import loss_of
-from .pictures import BATCH, squares
+from .pictures import BATCH
 from .scale import hidden_size
 
-Extra = Callable[[Tensor, int], Any]  # (input_ids [batch, sequence], seed) -> the argument
+Extra = Callable[[Tensor, int], dict[str, Any]]  # (input_ids [batch, (choices,) sequence], seed) -> arguments
+BESIDE = ("pixel_values", "input_features", "input_values")
+FEATURES = ("visual_feats", "visual_pos")
 WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
 
 
 def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, Any]) -> tuple[dict[str, Extra], bool]:
     """The arguments that give a gradient to parameters that text alone does not reach, by name; and whether the model runs with
-    one of them only, as where it drops the positions of a picture from its logits.
+    one of them only, as where it compares texts with pictures or drops the positions of a picture from its logits.
 
     Args:
         model: the reduced model; it is called.
@@ -33,19 +36,24 @@ def extras_of(model: nn.Module, config: PreTrainedConfig, inputs: Mapping[str, A
     """
     taken = inspect.signature(type(model).forward).parameters
     candidates = [(name, extra) for name, extra in _candidates(config) if name in taken]
-    pictures = config_value(config, "vision_config") is not None and "pixel_values" in taken
-    if not candidates and not pictures:
+    beside = [name for name in (*BESIDE, *FEATURES) if name in taken]
+    if not candidates and not beside:
         return {}, False
     missing = _unreached(model, inputs)
-    if missing is None and pictures:
-        pixels = partial(_pixels, config=config)
-        runs = _unreached(model, {**inputs, "pixel_values": pixels(inputs["input_ids"], 0)}) is not None
-        return ({"pixel_values": pixels}, True) if runs else ({}, False)
-    found: dict[str, Extra] = {}
+    if missing is None:
+        runs = (
+            (name, extra)
+            for name in beside
+            for extra in _beside(model, config, name, inputs["input_ids"].shape[-1])
+            if _unreached(model, {**inputs, **extra(inputs["input_ids"], 0)}) is not None
+        )
+        found = dict([one]) if (one := next(runs, None)) is not None else {}
+        return found, bool(found)
+    found = {}
     for name, extra in candidates if missing else ():
         if name in found:
             continue
-        left = _unreached(model, {**inputs, name: extra(inputs["input_ids"][:BATCH], 0)})
+        left = _unreached(model, {**inputs, **extra(inputs["input_ids"][:BATCH], 0)})
         if left is not None and missing and missing - left:
             found[name], missing = extra, missing & left
     return found, False
@@ -60,23 +68,44 @@ def _candidates(config: PreTrainedConfig) -> Iterator[tuple[str, Extra]]:
     yield "token_type_ids", _types
 
 
-def _states(ids: Tensor, seed: int, width: int) -> Tensor:
+def _beside(model: nn.Module, config: PreTrainedConfig, name: str, seq_len: int) -> Iterator[Extra]:
+    """Pictures and sounds, which no token stands for."""
+    if name in FEATURES:
+        yield partial(_regions, config=config)
+        return
+    for form in forms_of(model, config, name, seq_len):
+
+        def made(ids: Tensor, seed: int, form: Form = form) -> dict[str, Any]:
+            return {**form(seed)}
+
+        yield made
+
+
+def _regions(ids: Tensor, seed: int, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """What another model saw in four regions of a picture, and where: [BATCH, 4, features] and [BATCH, 4, 4]."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*ids.shape, width, generator=generator)
+    width, place = (config_value(config, name) or 4 for name in ("visual_feat_dim", "visual_pos_dim"))
+    return {
+        name: torch.randn(BATCH, 4, size, generator=generator)
+        for name, size in zip(FEATURES, (width, place), strict=True)
+    }
 
 
-def _outputs(ids: Tensor, seed: int, width: int) -> tuple[Tensor]:
-    return (_states(ids, seed, width),)
+def _random_states(ids: Tensor, seed: int, width: int) -> Tensor:
+    return torch.randn(*ids.shape, width, generator=torch.Generator().manual_seed(seed))
 
 
-def _pixels(ids: Tensor, seed: int, config: PreTrainedConfig) -> Tensor:
-    """A picture for each row, which no token stands for."""
-    return squares(config, seed)
+def _states(ids: Tensor, seed: int, width: int) -> dict[str, Any]:
+    return {"encoder_hidden_states": _random_states(ids, seed, width)}
 
 
-def _types(ids: Tensor, seed: int) -> Tensor:
+def _outputs(ids: Tensor, seed: int, width: int) -> dict[str, Any]:
+    return {"encoder_outputs": (_random_states(ids, seed, width),)}
+
+
+def _types(ids: Tensor, seed: int) -> dict[str, Any]:
     """Token types: the first part of each row has one type, the rest another."""
-    return (torch.arange(ids.shape[1]) >= ids.shape[1] // 3).long().expand_as(ids).contiguous()
+    return {"token_type_ids": (torch.arange(ids.shape[-1]) >= ids.shape[-1] // 3).long().expand_as(ids).contiguous()}
 
 
 def _unreached(model: nn.Module, inputs: Mapping[str, Any]) -> set[str] | None:

@@ -1,5 +1,4 @@
-"""Inputs that are not text: spectrograms, waveforms and pictures for models that accept these, and the inputs of their
-decoders."""
+"""Inputs of models that do not accept text alone: spectrograms, waveforms, pictures, series, and the inputs of their decoders."""
 
 from __future__ import annotations
 
@@ -14,16 +13,11 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value
 
-from .model_inputs import labels_of, text_inputs
-from .pictures import BATCH, flat_patches, pictures_of, squares
+from .forms import GRIDS, KINDS, SPOKEN, Form, code_books, coded, first_running, forms_of
+from .model_inputs import Labels, labels_of, text_inputs
+from .pictures import BATCH
 
-GRID, PATCHES = (
-    "grid_thw",
-    ("pixel_values", "hidden_states"),
-)  # arguments of vision towers for pictures of several sizes
-SAMPLES = 4  # frames of a waveform's features for each token
 DECODER_ONLY = "use_decoder_only_language_model"  # of classes for both: there is no encoder of text
-UNKNOWN_STRIDE = 400  # samples for each token where the code alone has the convolutions' strides: 25 ms at 16 kHz
 
 
 @dataclass(frozen=True)
@@ -31,7 +25,7 @@ class Features:
     """Inputs of one kind.
 
     Args:
-        kind: "audio", "picture" or "seq2seq" (of which the text may have images in it).
+        kind: "audio", "picture", "series" or "seq2seq" (of which the text may have images in it).
         make: seed -> keyword arguments of `forward`.
     """
 
@@ -40,88 +34,63 @@ class Features:
 
 
 def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Features | None:
-    """The inputs of a model whose forward does not accept text alone; None for other models."""
+    """The inputs of a model whose forward does not accept text alone; None for other models. Of several forms that it may
+    accept, the first with which it runs."""
     accepted = inspect.signature(model.forward).parameters
-    if (
-        "input_ids" not in accepted
-        and GRID in accepted
-        and (patches := next((n for n in PATCHES if n in accepted), ""))
-    ):
-        return Features("picture", lambda seed: dict(zip((patches, GRID), flat_patches(config, seed), strict=True)))
     decodes = "decoder_input_ids" in accepted and not config_value(config, DECODER_ONLY)
-    main = next((name for name in MAKERS if name in accepted), None) if "input_ids" not in accepted else None
+    gridded = any(name in accepted for name in GRIDS)  # a tower that reads pictures of several sizes
+    mains = [name for name in KINDS if name in accepted and (gridded or name != "hidden_states")]
+    main = next(iter(mains), None) if "input_ids" not in accepted else None
     named = getattr(type(model), "main_input_name", "input_ids")
-    if decodes and named in MAKERS and named in accepted:  # what the encoder reads
+    if decodes and named in KINDS and named in accepted:  # what the encoder reads
         main = named
     if main is None and not ("input_ids" in accepted and decodes):
         return None
     labels = labels_of(type(model))
+    arrays: list[Form] = [lambda seed: {}] if main is None else forms_of(model, config, main, seq_len)
 
-    def make(seed: int) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(seed + 1)
-        text = (
-            text_inputs(config, "next" if labels == "next" and decodes else None, seq_len, seed, None)
-            if decodes
-            else {}
-        )
-        ids = text.pop("input_ids", None)
-        made: dict[str, Any] = {}
-        if main is None:
-            made["input_ids"] = ids.flip(1)  # the two sides read other tokens
-            made |= {name: make(ids.shape, generator) for name, make in BESIDE.items() if name in accepted}
-        else:
-            made[main] = MAKERS[main](config, seq_len, generator)
-        if decodes:
-            made["decoder_input_ids"] = ids
-            made |= text
-        elif labels is not None and "labels" in accepted and (found := _classes(config, generator)) is not None:
-            made["labels"] = found
-        return made
+    def made_in(form: Form, codes: int) -> Callable[[int], dict[str, Any]]:
+        def make(seed: int) -> dict[str, Any]:
+            generator = torch.Generator().manual_seed(seed + 1)
+            text = (
+                text_inputs(config, "next" if labels == "next" and decodes else None, seq_len, seed, None)
+                if decodes
+                else {}
+            )
+            ids = text.pop("input_ids", None)
+            made: dict[str, Any] = {}
+            if main is None:
+                made["input_ids"] = ids.flip(1)  # the two sides read other tokens
+                made |= {name: make(ids.shape, generator) for name, make in BESIDE.items() if name in accepted}
+            else:
+                made |= form(seed)
+            if decodes:
+                made["decoder_input_ids"] = coded(config, ids, codes) if codes else ids
+                made |= text
+            elif (
+                labels is not None
+                and "labels" in accepted
+                and (found := _labels(labels, config, generator)) is not None
+            ):
+                made["labels"] = found
+            return made
 
-    kind = "seq2seq" if main is None else KINDS[main]
-    return Features(kind, make)
+        return make
+
+    books = (0, *code_books(config)) if decodes else (0,)
+    candidates = [made_in(form, codes) for codes in books for form in arrays]
+    return Features("seq2seq" if main is None else KINDS[main], first_running(model, candidates))
+
+
+def _labels(form: Labels, config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
+    if form == "spoken":  # the first token stands for none
+        return torch.randint(1, int(config.vocab_size), (BATCH, SPOKEN), generator=generator)
+    return _classes(config, generator)
 
 
 def _classes(config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
     count = getattr(config, "num_labels", None)
     return torch.randint(count, (BATCH,), generator=generator) if isinstance(count, int) and count > 1 else None
-
-
-def _spectrogram(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
-    """[BATCH, bins, frames]; as long as the encoder's table of positions after its convolutions, where there is one; else
-    [BATCH, frames, bins]."""
-    bins = config_value(config, "num_mel_bins")
-    if isinstance(bins, int):
-        positions = config_value(config, "max_source_positions")
-        frames = 2 * positions if isinstance(positions, int) else SAMPLES * seq_len
-        return torch.randn(BATCH, bins, frames, generator=generator)
-    width = config_value(config, "feature_projection_input_dim", config_value(config, "input_dim", 80))
-    return torch.randn(BATCH, seq_len, width, generator=generator)
-
-
-def _wave(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
-    """[BATCH, samples], from which the convolutions compute `seq_len` features; a spectrogram [BATCH, frames, bins] where the
-    configuration has bins."""
-    bins, frames = config_value(config, "num_mel_bins"), config_value(config, "max_length")
-    if isinstance(bins, int) and isinstance(frames, int):
-        return torch.randn(BATCH, frames, bins, generator=generator)
-    if not config_value(config, "conv_kernel"):
-        return torch.randn(BATCH, UNKNOWN_STRIDE * seq_len, generator=generator)
-    length = seq_len
-    strides, kernels = config_value(config, "conv_stride", ()), config_value(config, "conv_kernel", ())
-    for stride, kernel in zip(reversed(tuple(strides)), reversed(tuple(kernels)), strict=True):
-        length = (length - 1) * stride + kernel
-    return torch.randn(BATCH, length, generator=generator)
-
-
-def _picture(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
-    """[BATCH, channels, height, width] of the configuration's image."""
-    return squares(config, generator.initial_seed())
-
-
-def _patches(config: PreTrainedConfig, seq_len: int, generator: torch.Generator) -> Tensor:
-    """Flat patches behind their places: [BATCH, patches, 2 + channels x patch x patch]."""
-    return pictures_of(config, generator.initial_seed()).placed_patches()
 
 
 def _boxes(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -130,17 +99,5 @@ def _boxes(shape: torch.Size, generator: torch.Generator) -> Tensor:
     return torch.cat([corner, corner + 0.1], -1)
 
 
-MAKERS: Mapping[str, Callable[[PreTrainedConfig, int, torch.Generator], Tensor]] = {
-    "input_features": _spectrogram,
-    "input_values": _wave,
-    "pixel_values": _picture,
-    "flattened_patches": _patches,
-}
-KINDS = {
-    "input_features": "audio",
-    "input_values": "audio",
-    "pixel_values": "picture",
-    "flattened_patches": "picture",
-}
 # What the encoder of some models reads beside its tokens.
 BESIDE: Mapping[str, Callable[[torch.Size, torch.Generator], Tensor]] = {"bbox": _boxes}

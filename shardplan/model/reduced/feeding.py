@@ -16,6 +16,7 @@ from shardplan.model.found import Inputs
 
 from .extras import extras_of
 from .features import Features, features_of
+from .forms import boxes, code_books, coded, first_running, shares
 from .images import Fitting, fitting
 from .model_inputs import Padding, code_inputs, image_inputs, labels_of, text_inputs
 from .own_copies import checked
@@ -23,6 +24,7 @@ from .pictures import BATCH
 from .precision import cast
 
 IDS = ("input_ids", "decoder_input_ids", "labels")
+Boxed = Callable[[Tensor, int], Tensor]  # (input_ids, seed) -> where on a page each token stands
 Feed = Callable[[str, int, Padding | None], dict[str, Any]]
 
 
@@ -63,10 +65,22 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
     )
     books = _codebooks(model)
 
-    def tokens(seed: int, padding: Padding | None) -> dict[str, Any]:
-        if books:
-            return code_inputs(config, labels, seq_len, seed, padding, books)
-        return text_inputs(config, labels, seq_len, seed, padding)
+    def tokens_in(codes: int, boxed: Boxed | None) -> Callable[[int, Padding | None], dict[str, Any]]:
+        def tokens(seed: int, padding: Padding | None = None) -> dict[str, Any]:
+            if books:
+                return code_inputs(config, labels, seq_len, seed, padding, books)
+            made = text_inputs(config, labels, seq_len, seed, padding)
+            if boxed is not None:
+                made["bbox"] = boxed(made["input_ids"], seed)
+            if codes:
+                made["input_ids"] = coded(config, made["input_ids"], codes)
+            return made
+
+        return tokens
+
+    placed = (boxes, shares, None) if "bbox" in inspect.signature(model.forward).parameters else (None,)
+    candidates = [tokens_in(codes, boxed) for codes in (0, *code_books(config)) for boxed in placed]
+    tokens = candidates[0] if images else first_running(model, candidates)
 
     needed = bool(images) and not _runs(model, tokens(0, None))
     extras, needed = ({}, True) if needed else extras_of(model, config, tokens(0, None))
@@ -76,11 +90,14 @@ def feeding(model: nn.Module, config: PreTrainedConfig, seq_len: int, name: str,
             return image_inputs(config, labels, seq_len, seed, padding, images[kind])
         made = tokens(seed, padding)
         if kind in extras:
-            extra = extras[kind](made["input_ids"][:BATCH], seed)
-            made[kind] = tuple(cast(x, dtype) for x in extra) if isinstance(extra, tuple) else cast(extra, dtype)
+            made |= {name: _cast(value, dtype) for name, value in extras[kind](made["input_ids"][:BATCH], seed).items()}
         return made
 
     return Feeding((*(() if needed else ("text",)), *images, *extras), feed, "" if needed else unseen)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return tuple(cast(one, dtype) for one in value) if isinstance(value, tuple) else cast(value, dtype)
 
 
 def _codebooks(model: nn.Module) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from math import prod
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CTC_MAPPING_NAMES,
+    MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
@@ -20,9 +23,18 @@ from .images import Fitting
 from .pictures import BATCH
 
 IGNORED = -100  # the label that the losses of transformers and torch ignore
+CHOICES = 2  # texts of a row, of which one is the answer
 
 Padding = Literal["left", "right"]
-Labels = Literal["next", "class", "classes"]
+Labels = Literal["next", "class", "classes", "choice", "span", "spoken"]
+SPAN = ("start_positions", "end_positions")
+# The tables of transformers that have the classes with other labels than the next tokens.
+FORMS: dict[Labels, dict[str, Any]] = {
+    "class": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "classes": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "choice": MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
+    "spoken": MODEL_FOR_CTC_MAPPING_NAMES,
+}
 
 
 def sequence_length(tp: int) -> int:
@@ -31,19 +43,21 @@ def sequence_length(tp: int) -> int:
 
 
 def labels_of(cls: type[nn.Module]) -> Labels | None:
-    """The labels of the class's loss: the next tokens, a class per row, a class per token; None for a class without
-    a loss."""
-    if cls.__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
-        return "class"
-    if cls.__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values():
-        return "classes"
-    return "next" if "labels" in inspect.signature(cls.forward).parameters else None
+    """The labels of the class's loss: the next tokens, a class per row, a class per token, which text of a row it is, the first and
+    the last token of an answer, the tokens that were spoken; None for a class without a loss."""
+    for form, classes in FORMS.items():
+        if cls.__name__ in classes.values():
+            return form
+    taken = inspect.signature(cls.forward).parameters
+    if "labels" in taken:
+        return "next"
+    return "span" if all(name in taken for name in SPAN) else None
 
 
 def text_inputs(
     config: PreTrainedConfig, labels: Labels | None, seq_len: int, seed: int, padding: Padding | None
 ) -> dict[str, Any]:
-    """Token ids [batch, sequence] that together use as much of the vocabulary as fits, and labels.
+    """Token ids [batch, sequence], or [batch, choices, sequence], that together use as much of the vocabulary as fits, and labels.
 
     Args:
         config: the reduced model's.
@@ -57,12 +71,13 @@ def text_inputs(
     special = set(special_tokens(config))
     rows = int(getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
     allowed = torch.tensor([i for i in range(rows) if i not in special])
-    wanted = BATCH * seq_len
+    shape = (BATCH, CHOICES, seq_len) if labels == "choice" else (BATCH, seq_len)
+    wanted = prod(shape)
     draws = [allowed[torch.randperm(len(allowed), generator=generator)] for _ in range(-(-wanted // len(allowed)))]
-    ids = torch.cat(draws)[:wanted].reshape(BATCH, seq_len)
+    ids = torch.cat(draws)[:wanted].reshape(shape)
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < rows:
-        ids[0, 1] = pad  # the row that `padding_idx` keeps from learning is looked up too
+        ids[0, ..., 1] = pad  # the row that `padding_idx` keeps from learning is looked up too
     result: dict[str, Any] = {"input_ids": ids}
     classes = config.num_labels
     if labels == "class":
@@ -71,6 +86,10 @@ def text_inputs(
     elif labels == "classes":
         assert classes is not None
         result["labels"] = torch.randint(classes, ids.shape, generator=generator)
+    elif labels == "choice":
+        result["labels"] = torch.randint(CHOICES, (BATCH,), generator=generator)
+    elif labels == "span":
+        result |= {name: torch.randint(seq_len // 2, (BATCH,), generator=generator) for name in SPAN}
     elif labels == "next":
         result["labels"] = ids.clone()
         result["labels"][0, : seq_len // 4] = IGNORED
@@ -78,7 +97,7 @@ def text_inputs(
         quarter = seq_len // 4
         padded = slice(0, quarter) if padding == "left" else slice(seq_len - quarter, seq_len)
         result["attention_mask"] = torch.ones_like(ids)
-        result["attention_mask"][1, padded] = 0
+        result["attention_mask"][1, ..., padded] = 0
         if labels in ("next", "classes"):
             result["labels"][1, padded] = IGNORED
         if labels == "next" and padding == "left":
