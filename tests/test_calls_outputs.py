@@ -173,6 +173,64 @@ def test_gradients_without_sequence_parallelism_are_those_of_tensor_parallelism(
         assert_equal(case(name, sp=True, call=inside).rows())
 
 
+WHOLE_ON_SLICES = {
+    "version": "1",
+    "name": "whole-on-slices",
+    "extends": "llama",
+    "sequence_parallel": {
+        "model.layers.*.mlp": "none",
+        "model.layers.*.mlp.{gate,up,down}_proj": "sequence_parallel",
+    },
+}
+SPLIT_ON_SLICES = {
+    "version": "1",
+    "name": "split-on-slices",
+    "extends": "llama",
+    "tensor_parallel": {"model.layers.*.mlp": "none", "model.layers.*.mlp.{gate,up,down}_proj": "replicate"},
+    "sequence_parallel": {
+        "model.layers.*.mlp": "gather_seq_input",
+        "model.layers.*.mlp.{gate,up}_proj": "colwise",
+        "model.layers.*.mlp.down_proj": "rowwise_seq",
+    },
+}
+
+
+@pytest.mark.parametrize("plan", [WHOLE_ON_SLICES, SPLIT_ON_SLICES], ids=["whole", "split"])
+def test_what_is_stored_otherwise_with_sequence_parallelism(plan):
+    """Matrices that one variant splits and the other does not are cut or gathered where they are read."""
+
+    def both(model, inputs):
+        if not hasattr(model.lm_head.weight, "placements"):
+            output, long = model(**inputs), model(**inputs)
+            (output.loss + long.loss).backward()
+        else:
+            with without_sequence_parallel(model):
+                output = model(**inputs)
+                output.loss.backward()
+            long = model(**inputs)
+            long.loss.backward()
+        return {"loss": output.loss.detach(), "logits": output.logits, "long": long.logits}
+
+    assert_equal(case("llama", sp=True, plan=plan, call=both).rows())
+
+
+def test_packed_parameters_that_are_stored_otherwise_are_refused():
+    """Before anything is computed: the rows of a whole copy are in another order."""
+    plan = {
+        "version": "1",
+        "name": "packed-on-slices",
+        "extends": "phi3",
+        "sequence_parallel": {
+            "model.layers.*.mlp": "none",
+            "model.layers.*.mlp.{gate_up,down}_proj": "sequence_parallel",
+        },
+    }
+    with on_ranks(reduced_model("phi3", 2).build(), plan, 2, sequence_parallel=True) as model:
+        with pytest.raises(ValueError, match=r"stores model\.layers\.0\.mlp\.gate_up_proj\.weight otherwise"):
+            with without_sequence_parallel(model):
+                raise AssertionError("it runs")
+
+
 def last_state(model, inputs):
     inputs.pop("labels", None)
     state = model(**inputs).last_hidden_state

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shardplan.core.layout import I, R, V
+from shardplan.core.layout import I, Layout, R, V
 from shardplan.core.module_program import (
     FeatureMeans,
     GradientGroup,
@@ -16,6 +16,7 @@ from shardplan.core.module_program import (
     ParameterProgram,
     SharedGroup,
 )
+from shardplan.core.moves import move_ops
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import ModuleInfo, full_name
 from shardplan.styles.bound import BoundModule, bound_modules
@@ -35,13 +36,21 @@ def lower(plan: ResolvedPlan, *others: ResolvedPlan) -> Program:
         plan: the resolved plan, free of errors.
         others: other variants of the same plan, as which the model can then run too.
     """
-    return Program(plan, {one.overlays: lower_modules(one) for one in (plan, *others)})
+    stored = {full_name(name, p.name): p.stored for name, one in bound_modules(plan).items() for p in one.parameters}
+    variants = {one.overlays: lower_modules(one, stored) for one in others}
+    return Program(plan, {plan.overlays: lower_modules(plan), **variants})
 
 
-def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
+def lower_modules(plan: ResolvedPlan, stored: Mapping[str, Layout] | None = None) -> Mapping[str, ModuleProgram]:
     """The module programs of one variant, by name, in the tree's order. Of expert parallelism alone, without a tp axis, they are
-    the exchanges of tokens."""
+    the exchanges of tokens.
+
+    Args:
+        stored: how the model that runs as this variant stores each parameter, where that is another variant's.
+    """
     modules = bound_modules(plan)
+    if stored is not None:
+        modules = {name: _read_from(one, stored) for name, one in modules.items()}
     if plan.sizes.tp == 1 and "expert_parallel" in plan.overlays:
         return {n: _alone(one) for n, one in modules.items() if one.experts is not None and one.experts.exchange}
     incoming = IncomingLayouts(modules, plan.incoming or {})
@@ -51,6 +60,20 @@ def lower_modules(plan: ResolvedPlan) -> Mapping[str, ModuleProgram]:
         if one.parameters or one.assignment or one.link or one.divide or one.settings or also_reads:
             programs[name] = _lower_module(plan, incoming, one, also_reads)
     return with_tables(plan.tree, _with_draws(plan, _with_sums(plan, _with_groups(plan, programs))))
+
+
+def _read_from(one: BoundModule, stored: Mapping[str, Layout]) -> BoundModule:
+    """A module of this variant in a model that stores parameters as another one does: whole ones are cut where they are read,
+    and split ones gathered. What no move reads stays as it is (`Program.unreadable`)."""
+    found = tuple(_read_parameter(p, stored.get(full_name(one.name, p.name), p.stored)) for p in one.parameters)
+    return one if found == one.parameters else replace(one, parameters=found)
+
+
+def _read_parameter(parameter: ParameterProgram, stored: Layout) -> ParameterProgram:
+    readable = stored.axis is parameter.stored.axis and not parameter.parts and parameter.computed.copies == 1
+    if stored == parameter.stored or not readable or move_ops(stored, parameter.computed) is None:
+        return parameter
+    return replace(parameter, stored=stored)
 
 
 def split_parameters(plan: ResolvedPlan) -> frozenset[str]:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from shardplan.core.layout import Layout
 from shardplan.core.module_program import ModuleProgram
 from shardplan.core.plan import Overlays, ResolvedPlan, variant_name
+from shardplan.core.tree import full_name
 
 from .describe import describe
 
@@ -41,6 +43,25 @@ class Program:
     def modules(self) -> Mapping[str, ModuleProgram]:
         """What happens at each module with the overlays of `resolved`."""
         return self.variants[self.resolved.overlays]
+
+    @cached_property
+    def unreadable(self) -> tuple[str, ...]:
+        """The parameters that the variant without sequence parallelism cannot read as they are stored."""
+        own = self._stored(self.modules)
+        return tuple(
+            name
+            for modules in self.variants.values()
+            for name, stored in self._stored(modules).items()
+            if stored != own.get(name, stored)
+        )
+
+    @staticmethod
+    def _stored(modules: Mapping[str, ModuleProgram]) -> Mapping[str, tuple[Layout, tuple[int, ...]]]:
+        return {
+            full_name(name, p.name): (p.stored, p.parts if p.dim is not None else ())
+            for name, module in modules.items()
+            for p in module.parameters
+        }
 
     @cached_property
     def experts(self) -> tuple[str, ...]:

@@ -276,8 +276,14 @@ def without_sequence_parallel(model: nn.Module | Parted) -> Iterator[Any]:
     sequences have lengths that tp does not divide.
 
     Raises:
-        ValueError: no plan was applied to the model.
+        ValueError: no plan was applied to the model, or it stores a packed parameter otherwise with sequence parallelism than without.
     """
+    for record in map(applied, parts_of(model)):
+        if unreadable := record.program.unreadable:
+            raise ValueError(
+                f"with sequence parallelism the plan stores {unreadable[0]} otherwise than without it ({len(unreadable)} in all), and "
+                "what is packed is not read otherwise than it is stored: apply the plan without sequence parallelism for decoding"
+            )
     switched = [(record, record.shared) for record in map(applied, parts_of(model)) if record.shared is not None]
     before = [shared.regime.variant for _, shared in switched]
     for record, shared in switched:
