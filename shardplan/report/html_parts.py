@@ -19,6 +19,7 @@ pre, code, .mono { font: 13px/1.4 ui-monospace, monospace; } pre { overflow-x: a
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 .good { color: var(--good); } .bad { color: var(--bad); } .warn { color: var(--warn); } .dim { opacity: .7; }
 details { margin-left: 1.1rem; } details > summary, .leaf { padding: .1rem 0; } summary { cursor: pointer; margin-left: -1.1rem; } .leaf { margin-left: 1.1rem; }
+.leaf:focus::after, summary:focus::after { content: attr(title); display: block; white-space: pre-wrap; font: 12px/1.4 ui-monospace, monospace; padding: .3rem .5rem; margin: .2rem 0; background: var(--soft); border-radius: .3rem; }
 .chip { display: inline-block; padding: 0 .45rem; border-radius: .7rem; font-size: 12px; color: #10151c; white-space: nowrap; } .axis { border: 1px solid var(--line); color: inherit; }
 .bar { display: flex; height: 1.6rem; background: var(--soft); border-radius: .3rem; overflow: hidden; margin: .3rem 0; } .bar span { display: block; height: 100%; }
 .legend span { margin-right: 1rem; white-space: nowrap; } .legend i { display: inline-block; width: .8rem; height: .8rem; border-radius: .2rem; margin-right: .3rem; vertical-align: -1px; }

@@ -93,7 +93,7 @@ def _variant(
         f"<h2>{text(VARIANTS[section].capitalize())}</h2>",
         (
             f"<h3>Modules</h3><p>{styles}</p><p class=dim>Bytes are what a rank stores before data parallelism. "
-            "The pointer on a module shows its shapes, moves and rules.</p>"
+            "Point at a module, or tap it, for its shapes, moves and rules.</p>"
         ),
         tree_html(program, sources, cut),
         (

@@ -35,7 +35,7 @@ class _Node:
 
 def tree_html(program: Program, sources: SourceMap, cut: PipelineCut | None = None) -> str:
     """The tree, equal layers (of one stage) folded, with the bytes that a rank stores before data parallelism. What a module does and holds
-    is shown while the pointer is on it."""
+    is shown while the pointer is on it, or after a tap."""
     root = _Node("(model)")
     rows = module_rows(program, sources)
     placed = (replace(row, axes=axes_of(program, program.modules[row.name], cut)) for row in rows)
@@ -61,8 +61,8 @@ def _node(node: _Node, above: str) -> str:
     if node.size:
         line += f' <span class="dim">{text(bytes_text(node.size))}</span>'
     title = "&#10;".join(map(text, _about(name, row))) if row else text(name)  # a line break of the hover
-    if not node.below:
-        return f'<div class="leaf" title="{title}">{line}</div>'
+    if not node.below:  # what has the focus shows its title: a finger has no hover
+        return f'<div class="leaf" tabindex="0" title="{title}">{line}</div>'
     inside = "".join(_node(one, name) for one in node.below.values())
     return f'<details open><summary title="{title}">{line}</summary>{inside}</details>'
 
@@ -84,8 +84,42 @@ class _Step:
     layouts: str
     collectives: tuple[str, ...]
 
+    @property
+    def title(self) -> str:
+        return _cut(self.label if self.style is None else f"{self.label} · {self.style}")
 
-ROW, INDENT, BOX, WIDTH = 34, 22, 300, 860
+    @property
+    def said(self) -> str:
+        return _cut(", ".join(self.collectives))
+
+
+ROW, INDENT, LEFT, GAP = 34, 22, 26, 14
+LETTER = 7.4  # pixels of a letter of the picture's font
+LONGEST = 60  # letters; what is longer is cut
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """Widths in pixels, as the longest text of each column needs them."""
+
+    box: int
+    layouts: int
+    collectives: int
+
+    @classmethod
+    def of(cls, steps: Sequence[_Step]) -> _Columns:
+        def width(words: str) -> int:
+            return round(LETTER * len(words)) + 18
+
+        return cls(
+            max(INDENT * step.depth + width(step.title) for step in steps),
+            max(width(step.layouts) for step in steps),
+            max(width(step.said) for step in steps),
+        )
+
+    @property
+    def width(self) -> int:
+        return LEFT + self.box + self.layouts + self.collectives + 2 * GAP
 
 
 def flow_svg(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> str:
@@ -94,15 +128,15 @@ def flow_svg(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> 
     steps = list(_steps(program, block, calls))
     if not steps:
         return '<p class="dim">no module repeats</p>'
-    height = ROW * len(steps) + 10
+    columns, height = _Columns.of(steps), ROW * len(steps) + 10
     parts = [
         (
-            f'<div class="scroll"><svg viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
+            f'<div class="scroll"><svg viewBox="0 0 {columns.width} {height}" width="{columns.width}" height="{height}" role="img" '
             f'aria-label="{text(block)}"><line x1="14" y1="4" x2="14" y2="{height - 4}" stroke="currentColor" opacity=".35"/>'
         )
     ]
     for i, step in enumerate(steps):
-        parts.append(_drawn(step, 5 + i * ROW))
+        parts.append(_drawn(step, columns, 5 + i * ROW))
     return "".join([*parts, "</svg></div>"])
 
 
@@ -126,14 +160,14 @@ def _steps(program: Program, block: str, calls: Sequence[tuple[str, int]]) -> It
 
 
 def _entering(label: str, depth: int, module: ModuleProgram) -> Iterator[_Step]:
-    moves = [f"in {move.argument or ''} {move.src} → {move.dst}".replace("  ", " ") for move in module.enter]
+    moves = [f"in {move.argument or ''} {move.src} -> {move.dst}".replace("  ", " ") for move in module.enter]
     moves += [f"{p.name} {p.stored}" for p in module.parameters if p.name == "weight" or len(module.parameters) == 1]
     found = tuple(
         word for move in module.enter if move.shared_with is None for word in _collectives(move.src, move.dst)
     )
     if module.group is not None:
         found += (f"backward: all-reduce, {len(module.group.parameters)} gradients",)
-    yield _Step(depth, label, module.style, ", ".join(moves), found)
+    yield _Step(depth, label, module.style, _cut(", ".join(moves)), found)
 
 
 def _leaving(depth: int, label: str, module: ModuleProgram) -> Iterator[_Step]:
@@ -151,27 +185,25 @@ def _collectives(src: Layout, dst: Layout) -> Iterator[str]:
             yield f"{when}: {operation.replace('_', '-')}"
 
 
-def _drawn(step: _Step, y: int) -> str:
-    x = 26 + INDENT * step.depth
-    width = BOX - INDENT * step.depth
+def _drawn(step: _Step, columns: _Columns, y: int) -> str:
+    x = LEFT + INDENT * step.depth
+    width = columns.box - INDENT * step.depth
     fill = color(step.style) if step.style else "none"
-    style = f" · {step.style}" if step.style else ""
     inside = "on" if step.style else ""
-    label = _cut(f"{step.label}{style}", max(8, (width - 16) * 10 // 75))
+    words = LEFT + columns.box + GAP
     parts = [
         f'<circle cx="14" cy="{y + 13}" r="4" fill="currentColor"/>',
         f'<rect x="{x}" y="{y}" width="{width}" height="26" rx="5" fill="{fill}" stroke="currentColor" stroke-opacity=".35"/>',
-        f'<text class="{inside}" x="{x + 8}" y="{y + 17}">{text(label)}</text>',
-        f"<title>{text(step.label + style)}</title>",
-        f'<text x="{26 + BOX + 12}" y="{y + 17}">{text(_cut(step.layouts, 38))}</text>',
+        f'<text class="{inside}" x="{x + 8}" y="{y + 17}">{text(step.title)}</text>',
+        f"<title>{text(step.title)}</title>",
+        f'<text x="{words}" y="{y + 17}">{text(step.layouts)}</text>',
     ]
     if step.collectives:
-        said = _cut(", ".join(step.collectives), 32)
-        left = WIDTH - 262
-        parts.append(f'<rect x="{left}" y="{y + 2}" width="258" height="22" rx="11" fill="#f5a524"/>')
-        parts.append(f'<text class="on" x="{left + 9}" y="{y + 17}">{text(said)}</text>')
+        left = words + columns.layouts
+        parts.append(f'<rect x="{left}" y="{y + 2}" width="{columns.collectives}" height="22" rx="11" fill="#f5a524"/>')
+        parts.append(f'<text class="on" x="{left + 9}" y="{y + 17}">{text(step.said)}</text>')
     return f"<g>{''.join(parts)}</g>"
 
 
-def _cut(words: str, most: int) -> str:
-    return words if len(words) <= most else words[: most - 1] + "…"
+def _cut(words: str) -> str:
+    return words if len(words) <= LONGEST else words[: LONGEST - 1] + "…"

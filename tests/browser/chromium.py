@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ def browser() -> Iterator[Chrome]:
 
 
 def look(chrome: Chrome, address: str, size: tuple[int, int], picture: Path | None = None) -> None:
-    """Open a page at a size of the window, in pixels, and keep a picture of it."""
+    """Open a page at a size of the window, in pixels, and keep a picture of it, from its top to at most 6,000 pixels below."""
     chrome.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
         {"width": size[0], "height": size[1], "deviceScaleFactor": 1, "mobile": size == PHONE},
@@ -62,7 +63,10 @@ def look(chrome: Chrome, address: str, size: tuple[int, int], picture: Path | No
     chrome.get(address)
     if picture is not None:
         picture.parent.mkdir(parents=True, exist_ok=True)
-        chrome.save_screenshot(str(picture))
+        height = min(chrome.execute_script("return document.documentElement.scrollHeight"), 6000)
+        clip = {"x": 0, "y": 0, "width": size[0], "height": height, "scale": 1}
+        shot = chrome.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": clip})
+        picture.write_bytes(base64.b64decode(shot["data"]))
 
 
 def console_errors(chrome: Chrome) -> list[str]:
@@ -75,8 +79,9 @@ def sideways(chrome: Chrome) -> int:
     return chrome.execute_script("return document.documentElement.scrollWidth - window.innerWidth")
 
 
-def visible_text(chrome: Chrome) -> str:
-    return chrome.execute_script("return document.body.innerText")
+def visible_text(chrome: Chrome, part: str = "body") -> str:
+    """The text of the first element that a selector finds: a page's menus are no content."""
+    return chrome.execute_script("return document.querySelector(arguments[0]).innerText", part)
 
 
 def outside_requests(chrome: Chrome, own: str) -> list[str]:

@@ -66,17 +66,40 @@ def test_a_page_is_readable(chrome, address, page, size):
     look(chrome, f"{address}/{page}.html", size, PICTURES / f"{page.replace('/', '-')}-{size[0]}.png")
     assert console_errors(chrome) == []
     assert sideways(chrome) <= 0
-    assert len(visible_text(chrome)) > 400
+    assert len(visible_text(chrome, "article")) > 300
     assert outside_requests(chrome, address) == []
 
 
-def test_search_finds_a_diagnostic(chrome, address):
+def test_no_page_is_wider_than_a_phone(chrome, address):
+    """Every page but those of single diagnostics and decisions, of which one each is in PAGES, and of files that pages link."""
+    pages = [path.relative_to(SITE).as_posix() for folder in ("", "guides") for path in (SITE / folder).glob("*.html")]
+    assert {"index.html", "compared.html", "guides/refused.html"} <= {*pages}
+    wide, empty = {}, {}
+    for page in pages:
+        look(chrome, f"{address}/{page}", PHONE)
+        wide[page], empty[page] = sideways(chrome), len(visible_text(chrome, "article")) < 300
+    assert [page for page, by in wide.items() if by > 0] == []
+    assert [page for page, is_empty in empty.items() if is_empty] == ["404.html"]
+    assert console_errors(chrome) == []
+
+
+@pytest.mark.parametrize("size", [PHONE, DESK], ids=["phone", "desk"])
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [("SP401 partial sum", "SP401"), ("resume", "checkpoints"), ("colwise", "styles"), ("fit --gpus", "cli")],
+)
+def test_search_finds(chrome, address, words, page, size):
+    """Among the first results; an option of the command line is a word (docs/assets/search.js)."""
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
 
-    look(chrome, f"{address}/index.html", DESK)
-    chrome.find_element(By.CSS_SELECTOR, "input.md-search__input").send_keys("SP401 partial sum")
-    found = (By.CSS_SELECTOR, ".md-search-result__link[href*='SP401']")
+    look(chrome, f"{address}/index.html", size)
+    if size == PHONE:
+        chrome.find_element(By.CSS_SELECTOR, "label.md-header__button[for=__search]").click()
+    field = (By.CSS_SELECTOR, "input.md-search__input")
+    WebDriverWait(chrome, 20).until(lambda c: c.find_element(*field).is_displayed())
+    chrome.find_element(*field).send_keys(words)
+    found = (By.CSS_SELECTOR, f".md-search-result__link[href*='{page}']")
     WebDriverWait(chrome, 20).until(lambda c: c.find_elements(*found))
     assert console_errors(chrome) == []
 
