@@ -80,23 +80,25 @@ minimum has a reduce-scatter.
 """
 REASONS = Path(__file__).parents[1] / "data" / "reasons.json"
 LEAST_SPLIT = 0.99
-SAID = {"sequence": "no sequence parallelism", "right": "not right with images"}
+SAID = {"plan": "no plan", "sequence": "no sequence parallelism", "right": "not right with images"}
 
 
 def reasons(file: Path = REASONS) -> dict[str, list[tuple[str, str, int, str, str]]]:
-    """Type -> (what lacks: "split", "sequence" or "communication", of image-text types "right" too; module of transformers, line, its
+    """Type -> (what lacks: "plan", "split", "sequence" or "communication", of image-text types "right" too; module of transformers, line, its
     code, why). A module without a name: no line forbids it."""
     return {name: [tuple(one) for one in found] for name, found in json.loads(file.read_text("utf-8")).items()}
 
 
 def lacks(e: Entry) -> set[str]:
-    """What a type has less of than others, or, of communication, more."""
+    """What a type has less of than others, or, of communication, more; that it runs and no built-in plan is for it."""
+    if not e.verdicts:
+        return {"plan"} if e.reason.startswith("no built-in plan") else set()
     short = {
         "split": e.split < LEAST_SPLIT,
         "sequence": not e.has("sp"),
         "communication": any(e.more(word) and (word == "tp" or has_more(e, word)) for word in e.collectives),
     }
-    return {what for what, is_short in short.items() if is_short} if e.verdicts else set()
+    return {what for what, is_short in short.items() if is_short}
 
 
 def has_more(e: Entry, word: str) -> bool:
