@@ -168,7 +168,6 @@ def test_the_line_that_forbids_is_named() -> None:
     ("attention", "code", "line"),
     [
         (own.Slopes, "SP534", "a value of all heads meets one of a rank's heads"),
-        (own.Standard, "SP532", "F.scaled_dot_product_attention"),
         pytest.param(own.SeparateHeads, "SP534", "", marks=pytest.mark.slow),
     ],
 )

@@ -332,6 +332,8 @@ class ResolvedPlan:
         shared_reads: module that moves an argument I -> R -> the module that moved the same tensor before, in every call of
             the block around both that the layout check saw. What is moved when the model runs does not depend on it
             (the tensors themselves are compared then); the expected number of collectives does.
+        same_arguments: module -> argument that its rule moves -> others that were the same tensor in each call that the layout check saw, ""
+            for the first argument: they move together. For counting, as `shared_reads`.
         draws: module whose own code draws random numbers in training -> whose numbers.
         pp_blocks: the repeated blocks that pipeline stages divide, in order.
         pp_first, pp_last: modules and parameters outside of the blocks that belong to the first and last stage: those that the
@@ -360,6 +362,7 @@ class ResolvedPlan:
     cross_module_reads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sums: tuple[SummedOutputs, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
+    same_arguments: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     draws: Mapping[str, Draws] = field(default_factory=dict)
     pipeline_parallel: PipelineParallel | None = None
     pp_blocks: tuple[str, ...] = ()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardplan.core.tree import LIST_OF_WORDS
@@ -123,8 +125,9 @@ def _counts(value: Any) -> Mapping[str, int]:
 
 def own_numbers(config: Any) -> dict[str, Number]:
     """The numbers of one configuration, without those nested in it or derived from it; none for what is no
-    configuration."""
-    return _plain(config) if hasattr(config, "attribute_map") else {}
+    configuration: of transformers, a dataclass or a namespace."""
+    plain = isinstance(config, SimpleNamespace) or (is_dataclass(config) and not isinstance(config, type))
+    return _plain(config) if plain or hasattr(config, "attribute_map") else {}
 
 
 def _attributes(config: Any) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from shardplan.styles import STYLES
 from .distributed import with_distributed
 from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options
 from .flow import Flow
-from .forbidding import Forbidden, forbidden, unread
+from .forbidding import Forbidden, forbidden
 from .fronts import with_fronts
 from .init_stages import pipeline_section
 from .init_sums import with_sums
@@ -41,17 +41,15 @@ class Whole:
     Args:
         group: its matrices.
         forbidden: what forbids splitting them.
-        alone: matrices that are in no group.
     """
 
     group: Group
     forbidden: Forbidden
-    alone: tuple[str, ...] = ()
 
     @property
     def patterns(self) -> tuple[str, ...]:
         """All of its matrices."""
-        return tuple(dict.fromkeys((*self.group.columns, *self.group.rows, *self.alone)))
+        return tuple(dict.fromkeys((*self.group.columns, *self.group.rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ def derive(
         else:
             whole.append(Whole(group, more))
     progress("splitting the vocabulary")
-    draft = with_fronts(board, flow, found.tree, with_block_inputs(board, with_vocabulary(board, flow, draft)))
+    draft = with_fronts(board, flow, found.tree, with_block_inputs(board, flow, with_vocabulary(board, flow, draft)))
     progress("splitting the sequence")
     overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
     reason = overlaid if isinstance(overlaid, str) else None
@@ -130,8 +128,6 @@ def derive(
     no_experts = distributed if isinstance(distributed, str) else None
     result = result if isinstance(distributed, str) else distributed
     pipeline = pipeline_section(benches, found.tree)
-    known = frozenset((*result.tensor_parallel, *(name for one in whole for name in one.patterns)))
-    whole += [Whole(Group(()), why, (name,)) for name, why in unread(flow, board.tree, known).items()]
     tries = MOST_TRIES - board.left
     return Derived(result, benches[0].tree, tuple(whole), tries, reason, no_experts, pipeline, tuple(gathered))
 
@@ -213,7 +209,7 @@ def tied_to(board: Board, head: str) -> tuple[str, ...]:
     return tuple(name for group in board.tree.tied if bias in group for name in group if name != bias)
 
 
-def with_block_inputs(board: Board, draft: Draft) -> Draft:
+def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
     """With one block input around the readers of each value that several move on their own."""
     report = board.report(draft)
     if report is None:  # no rule, so that there is no plan to look at
@@ -223,13 +219,14 @@ def with_block_inputs(board: Board, draft: Draft) -> Draft:
         pattern = board.tree.pattern(read.module)
         rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if rule["style"] == "replicate" or rule == PARTIAL:
-            block_inputs[pattern] = {"style": BLOCK_INPUT, **argument_of_input(board, read.module, read.argument)}
+            argument = argument_of_input(board, read.module, read.argument)
+            block_inputs[pattern] = {"style": BLOCK_INPUT, **(argument or moved_alike(flow, pattern))}
         if rule == PARTIAL:  # a block input says nothing of the module's own parameters
             names = (f"{pattern}.{p.name}" for p in board.tree.modules[read.module].parameters)
             block_inputs.update((name, PARTIAL) for name in names if name not in draft.tensor_parallel)
     draft = board.fixed(draft.with_rules(block_inputs)) or draft
     for pattern in lone_blocks(board, draft):
-        more = draft.with_rules({pattern: {"style": BLOCK_INPUT}})
+        more = draft.with_rules({pattern: {"style": BLOCK_INPUT, **moved_alike(flow, pattern)}})
         report = board.report(more)
         if report is not None and report.ok:
             draft = more
@@ -248,6 +245,12 @@ def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
             if BLOCK_INPUT not in around:
                 found[board.tree.pattern(around_it)] = None
     return tuple(found)
+
+
+def moved_alike(flow: Flow, pattern: str) -> Options:
+    """The option of a block input that moves further arguments with the first, where they are the same tensor."""
+    alike = dict.fromkeys(flow.alike(pattern), BLOCK_INPUT)
+    return {"arguments": alike} if alike else {}
 
 
 def argument_of_input(board: Board, module: str, argument: str | None) -> Options:

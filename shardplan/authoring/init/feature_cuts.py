@@ -13,11 +13,27 @@ def cut(flow: Flow, made: Product) -> tuple[int, ...]:
 
     The code may do something with all of it before: clamp it, give its features more dims, put these in front
     (`qkv.reshape(b, n, 3, heads, -1).permute(2, 0, 3, 1, 4)[0]`). Parts are told by their numbers, so that all ways of
-    cutting are one: chunk, split, unbind, indices.
+    cutting are one: chunk, split, unbind, indices. Or it cuts the matrix, and multiplies by each part (nn.MultiheadAttention).
     """
     value = flow.run.values[made.outputs[0]]
     width = value.shape[-1] if value.ndim else 0
-    wholes = {made.outputs[0]: torch.arange(width).expand(value.shape)}
+    lengths = _cut(flow, made.outputs[0], torch.arange(width).expand(value.shape), width)
+    matrix = next((number for number, name in flow.run.parameters.items() if name == made.name), None)
+    if lengths or matrix is None or (value := flow.run.values[matrix]).ndim != 2:
+        return lengths
+    width = value.shape[1 if made.turned else 0]
+    rows = torch.arange(width)
+    return _cut(flow, matrix, (rows if made.turned else rows[:, None]).expand(value.shape), width)
+
+
+def _cut(flow: Flow, start: int, features: Tensor, width: int) -> tuple[int, ...]:
+    """As `cut`, of a value.
+
+    Args:
+        features: of each number of the value.
+        width: how many it has.
+    """
+    wholes = {start: features}
     queue, places = list(wholes), set[tuple[int, int]]()
     for number in queue:
         whole, features = flow.run.values[number], wholes[number]

@@ -113,6 +113,16 @@ class Flow:
             turns += event.name in TURNS
         return (self.run.parameters[number], turns) if self.run.values[number].ndim > 1 else None
 
+    def alike(self, pattern: str) -> tuple[str, ...]:
+        """The further arguments of the modules of a pattern that are the same tensor as the first in each call (keys and values of
+        attention to itself)."""
+        events = [e for e in self.run.events if e.kind == "enter" and self.tree.pattern(e.module) == pattern]
+        calls = [dict(zip(e.names, e.inputs, strict=True)) for e in events]
+        names = {
+            n for e in events for n in e.names[1:] if all(c.get(n) == c[e.names[0]] for c in calls if e.names[0] in c)
+        }
+        return tuple(name for e in events[:1] for name in e.names[1:] if name in names)
+
     def feeding(self, product: Product) -> tuple[frozenset[Product], bool]:
         """The multiplications that a product's operands come from with nothing but other operations between, and whether
         all of them do: a value that comes from nowhere else (the model's inputs apart)."""

@@ -259,7 +259,7 @@ class Overlay:
             if style == BLOCK_INPUT:
                 moved = {"output": "reduce_scatter"} if "output" in options else {}
                 container = container or bool(moved)
-                rules[rule] = {**options, **GATHERS, **moved}
+                rules[rule] = {**options, **GATHERS, **self._arguments(rule, options), **moved}
         for rule, options in inside.items():
             if options["style"] == "rowwise" and not container and self._is_module(rule):
                 rules[rule] = {**options, "style": "rowwise_seq"}
@@ -271,10 +271,26 @@ class Overlay:
             rules[alternative(pattern)] = {**other, **GATHERS, **moved}
         nested = any(options["style"] == BLOCK_INPUT for options in inside.values())
         if not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
-            rules[pattern] = COMPLETE
+            alike = dict.fromkeys(self.flow.alike(pattern), GATHERS["style"])
+            rules[pattern] = {**COMPLETE, "arguments": alike} if alike else COMPLETE
         elif pattern in inside and inside[pattern]["style"] == "replicate":
             rules[pattern] = {**inside[pattern], **COMPLETE}
         return rules
+
+    def _arguments(self, rule: str, options: Options) -> Options:
+        """The option for further arguments of a block input: what is the same value as the first (keys and values of attention to
+        itself) is gathered as that is, what comes from another sequence is whole."""
+        if "arguments" not in options:
+            return {}
+        event = next(e for e in self.flow.run.events if e.kind == "enter" and self.tree.pattern(e.module) == rule)
+        values = dict(zip(event.names, event.inputs, strict=True))
+        first = values.get(options.get("argument", event.names[0]))
+        return {
+            "arguments": {
+                name: GATHERS["style"] if values.get(name) == first else style
+                for name, style in options["arguments"].items()
+            }
+        }
 
     def _between(self, child: str, inside: Rules) -> Rules:
         """Norms of a split part that stand beside the block inputs inside it, or behind its last matrix."""

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 from shardplan.compiler.layout.finding import Kind
 from shardplan.compiler.layout.typing_result import Proof
-from shardplan.core.tree import ModuleTree, ancestors, block, element, parent
+from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, block, element, full_name, parent
+from shardplan.model.forward_code import forward_reads
 from shardplan.styles.head_counts import HEAD_SIZES
 
 from .draft import BLOCK_INPUT, FIXABLE, PARTIAL, Board, Draft, Options, Rules
@@ -149,11 +150,21 @@ class Solver:
         choices = [list(self._column(group, column)) for column in group.columns]
         for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
             if group.container is not None:
-                block_input = {group.container: {"style": BLOCK_INPUT, "output": "all_reduce"}}
+                block_input = {
+                    group.container: {"style": BLOCK_INPUT, **self._others(group.container), "output": "all_reduce"}
+                }
                 yield Draft({**block_input, **self._split(group, styles, names=self._named)})
             yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
 
         yield from self._stacked(group)
+
+    def _others(self, container: str) -> Options:
+        """The option that moves the further arguments of a module that have a gradient (keys and values beside queries)."""
+        run = self.flow.run
+        event = next(e for e in run.events if e.kind == "enter" and self.board.tree.pattern(e.module) == container)
+        named = zip(event.names, event.outputs, strict=True)
+        others = [n for n, number in named if run.requires_grad[number]][1:]
+        return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
 
     def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
         """Styles of the first matrices that are no matter of each by itself."""
@@ -245,7 +256,11 @@ class Solver:
         """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes
         both."""
         for _ in range(MOST_DIVIDED):
-            found = self._best(self._further(group, draft), score) or self._best(self._pairs(draft), score)
+            found = (
+                self._best(self._further(group, draft), score)
+                or self._best(self._pairs(draft), score)
+                or self._best(self._pairs(draft, of_config=True), score)
+            )
             if found is None:
                 return draft
             score, draft = found
@@ -270,12 +285,22 @@ class Solver:
             yield from _dividing(draft, divided)
         for pattern, owner in self._vectors(group, wrong).items():
             if pattern not in draft.tensor_parallel:
-                for style in ("colwise", "rowwise", "headwise", "replicated_divided"):
-                    yield self._holding(draft, owner).with_rules({pattern: {"style": style}})
+                ways = [draft.tensor_parallel[column] for column in group.columns if column in draft.tensor_parallel]
+                packed = [options for options in ways if options["style"] == "packed_colwise"]
+                styles = ("colwise", "rowwise", "headwise", "replicated_divided")
+                for options in (*packed, *({"style": style} for style in styles)):
+                    yield self._holding(draft, owner).with_rules({pattern: options})
 
-    def _pairs(self, draft: Draft) -> Iterator[Draft]:
-        """With two attributes divided of the module that raises."""
-        own = [found for found in self._attributes(self._wrong(draft, "crash")) if not found[1].startswith("config.")]
+    def _pairs(self, draft: Draft, *, of_config: bool = False) -> Iterator[Draft]:
+        """With two attributes divided of the module that raises, or two numbers of its configuration that its code reads."""
+        wrong = self._wrong(draft, "crash")
+        reads = {name for one in wrong for name in forward_reads(type(self.board.benches[0].model.get_submodule(one)))}
+        own = [
+            found
+            for found in self._attributes(wrong)
+            if found[1].startswith("config.") is of_config
+            and (not of_config or found[1].removeprefix("config.") in reads)
+        ]
         for one, other in combinations(own, 2):
             yield from (both for first in _dividing(draft, one) for both in _dividing(first, other))
 
@@ -293,16 +318,21 @@ class Solver:
 
     def _vectors(self, group: Group, wrong: Mapping[str, None]) -> Mapping[str, str]:
         """Parameters that the group's modules own themselves, and that are no matrices of it -> their modules, both as
-        patterns: one number per head, biases of experts; the weights of a norm only of that which is wrong."""
-        pattern, modules = self.board.tree.pattern, self._modules(group)
+        patterns: one number per head, biases of experts, and of matrices by which another module multiplies; the weights of a norm only of
+        that which is wrong."""
+        pattern, modules, matrices = self.board.tree.pattern, self._modules(group), (*group.columns, *group.rows)
+
+        def own(owner: ModuleInfo) -> bool:
+            if owner.kind in ("other", "norm"):
+                return owner.name in wrong or (owner.name in modules and owner.kind == "other")
+            return pattern(full_name(owner.name, "weight")) in matrices
+
         found = {
             pattern(full): pattern(owner.name)
             for full, (owner, p) in self.board.tree.parameters.items()
-            if (owner.name in wrong or (owner.name in modules and owner.kind == "other"))
-            and owner.kind in ("other", "norm")
-            and any(n % self.board.tp == 0 for n in p.shape)
+            if own(owner) and any(n % self.board.tp == 0 for n in p.shape)
         }
-        return {name: owner for name, owner in found.items() if name not in (*group.columns, *group.rows)}
+        return {name: owner for name, owner in found.items() if name not in matrices}
 
     def _modules(self, group: Group) -> Mapping[str, None]:
         """The modules of the group's matrices, and those around them within the block; the block itself where they are its

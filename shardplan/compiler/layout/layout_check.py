@@ -76,6 +76,7 @@ class LayoutReport:
         sums: partial sums that are added to each other once each is reduced on its own.
         repairs: for each of `diagnostics` the change that fixes it, where one was found.
         shared_reads: `ResolvedPlan.shared_reads`, for counting.
+        same_arguments: `ResolvedPlan.same_arguments`, for counting.
         through: (sum that the plan declares, dropout that its values pass on the way).
         operands: of each operation that may draw random numbers, how its operand is spread, in all runs.
         draws: `ResolvedPlan.draws`, for the lowering.
@@ -90,6 +91,7 @@ class LayoutReport:
     reads: tuple[SharedRead, ...] = ()
     sums: tuple[SharedSum, ...] = ()
     shared_reads: Mapping[str, str] = field(default_factory=dict)
+    same_arguments: Mapping[str, Mapping[str, frozenset[str]]] = field(default_factory=dict)
     through: tuple[tuple[SummedOutputs, str], ...] = ()
     summed: frozenset[Location] = frozenset()
     lengths: Mapping[int, str] = field(default_factory=dict)
@@ -108,6 +110,7 @@ class LayoutReport:
             incoming=self.incoming,
             cross_module_reads=self.cross_module_reads,
             shared_reads=self.shared_reads,
+            same_arguments=self.same_arguments,
             sums=sums,
             draws=self.draws,
         )
@@ -172,6 +175,7 @@ def check_layout(
         reads=tuple(reads or ()),
         sums=tuple(sums or ()),
         shared_reads=agreed(shared),
+        same_arguments=benches[0].same_arguments,
         through=tuple(through),
         summed=holding(summed),
         operands=frozenset(operands),

@@ -47,5 +47,15 @@ def shared_reads_of(tree: ModuleTree, reads: Mapping[str, str]) -> Mapping[str, 
     return {name: _home(name) + next(iter(firsts)) for name, firsts in found if len(firsts) == 1}
 
 
+def same_arguments_of(
+    tree: ModuleTree, same: Mapping[str, Mapping[str, frozenset[str]]]
+) -> Mapping[str, Mapping[str, frozenset[str]]]:
+    """The arguments of a model's modules that are one tensor, from those of its reduced model's: of the first layer of each kind."""
+    known: dict[str, Mapping[str, frozenset[str]]] = {}
+    for name, found in same.items():
+        known.setdefault(tree.pattern(name), found)
+    return {name: known[tree.pattern(name)] for name in tree.modules if tree.pattern(name) in known}
+
+
 def _home(name: str) -> str:
     return block(name) if element(block(name)) else ""

@@ -210,6 +210,9 @@ class Operations:
         return Type("I")
 
     def _mismatch(self, event: Event, sources: list[int], output: int) -> None:
+        if output not in self.known.used:  # as weights of attention that the caller drops
+            self.known.types[output] = FREE
+            return
         kinds = {self.known.type_of(number).kind for number in sources}
         split = [n for n in sources if self.known.type_of(n).kind == "V"]
         if not event.module and split:  # the model's last step with its logits, before callers get them

@@ -62,15 +62,16 @@ class RankRecorder(Recorder):
 
     def moved_arguments(self, scope: tuple[str, int], module: nn.Module, named: dict[str, Any]) -> dict[str, Tensor]:
         bound = self.plan[scope[0]]
-        moved = {}
+        moved, before = {}, dict[tuple[int, Layout], Tensor]()
         for one in bound.boundary.inputs:
             for name in chosen_arguments(bound, one, module, named):
                 if name in moved:
                     raise ValueError(f"the rule moves the argument {name!r} by its style, and under `arguments`")
                 whole = self.reference.argument(*scope, name)
-                new = self._placed(one.destination, named[name], whole) if whole is not None else None
+                same = before.get((id(named[name]), one.destination))  # the same tensor, as it is when the model runs
+                new = same if same is not None or whole is None else self._placed(one.destination, named[name], whole)
                 if new is not None:
-                    moved[name] = new
+                    moved[name] = before[id(named[name]), one.destination] = new
         for part in bound.slices:
             moved[part.argument] = self._share(part, tensor_argument(bound, part.argument, named))
         return moved

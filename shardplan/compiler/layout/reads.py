@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from shardplan.core.tree import ModuleTree, ancestors, homes, parent
+from shardplan.model.reduced.recorder import argument_names
 from shardplan.model.reduced.trace import Event, Trace
 
 
@@ -57,6 +60,28 @@ def first_readers(tree: ModuleTree, run: Trace, moving: Sequence[tuple[int, str]
             running.append(event.module)
             calls[event.module] += 1
     return found
+
+
+def same_arguments(model: nn.Module, run: Trace) -> dict[str, dict[str, frozenset[str]]]:
+    """Module -> argument -> the others that were the same tensor in each of its calls; the first argument of its forward is "".
+
+    Args:
+        model: what was run.
+        run: unsharded.
+    """
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    for event in run.events:
+        if event.kind != "enter":
+            continue
+        first = next(iter(argument_names(model.get_submodule(event.module))), None)
+        names = ["" if name == first else name for name in event.names]
+        own = found.setdefault(event.module, {})
+        for name, number in zip(names, event.inputs, strict=True):
+            alike = frozenset(n for n, i in zip(names, event.inputs, strict=True) if i == number and n != name)
+            own[name] = own.get(name, alike) & alike
+    return {
+        module: {n: alike for n, alike in own.items() if alike} for module, own in found.items() if any(own.values())
+    }
 
 
 def agreed(reads: Iterable[Mapping[str, str | None]]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from .origins import Origins
 from .prover import Prover
 from .randomness import acting_sites, watched
 from .rank_run import run_rank
-from .reads import first_readers
+from .reads import first_readers, same_arguments
 from .spreads import Spreads
 from .typed_modules import boundaries
 from .typing_result import Proof
@@ -60,6 +60,7 @@ class Workbench:
             self.reference = record(fresh, inputs, self.atoms)
         self.random = acting_sites(model, inputs) if watch.drew else ()
         self.cross_module_reads = find_cross_module_reads(self.reference)
+        self.same_arguments = same_arguments(model, self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
 
 

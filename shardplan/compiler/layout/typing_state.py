@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 
 from shardplan.model.reduced.trace import Event
 
@@ -40,6 +41,21 @@ class Known:
         self.operations = 0
         self._stop = stop
         self._reported: set[tuple[Kind, str]] = set()
+
+    @cached_property
+    def used(self) -> frozenset[int]:
+        """The values that have a part in what the model returns, or are written into another; all, where it returned nothing."""
+        run = self.run
+        last = run.events[-1] if run.events else None
+        if last is None or (last.kind, last.module) != ("leave", "") or not last.outputs:
+            return frozenset(range(len(run.values)))
+        found = set(last.outputs)
+        for event in reversed(run.events):
+            if event.kind in ("enter", "leave"):  # each argument and each result by itself
+                found.update(i for i, o in zip(event.inputs, event.outputs, strict=True) if o in found)
+            elif event.writes or not found.isdisjoint(event.outputs):
+                found.update(event.inputs)
+        return frozenset(found)
 
     def type_of(self, number: int) -> Type:
         return self.types.get(number, FREE)

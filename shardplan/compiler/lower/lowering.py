@@ -170,11 +170,15 @@ def _named_below(plan: ResolvedPlan, prefix: str) -> bool:
 
 
 def _enter(plan: ResolvedPlan, incoming: IncomingLayouts, one: BoundModule) -> tuple[InputMove, ...]:
-    moves = []
+    moves: list[InputMove] = []
+    same = plan.same_arguments.get(one.name, {})
     for given in one.boundary.inputs:
         src, dst = incoming.source(one.name, given), given.destination
         if src != dst:
             first = plan.shared_reads.get(one.name) if (src, dst) == (I, R) else None
+            alike = same.get(given.argument or "", frozenset())
+            if any((m.src, m.dst) == (src, dst) and (m.argument or "") in alike for m in moves):
+                first = one.name
             moves.append(InputMove(src, dst, given.argument, given.regather, first))
     return tuple(moves)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardplan.torchlib.heads_of_weights import ATTENTION, attention_of_heads
 from shardplan.torchlib.private import private
 
 from .functions import Body
@@ -142,6 +143,9 @@ class OperationRecorder(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if self._inside or (name in QUIET and name != "__get__"):
             return self._guarded(func, args, kwargs, name)
+        if func is ATTENTION:  # matrices and heads in one: recorded step by step
+            with self:
+                return attention_of_heads(*args, **kwargs)
         if name == "__get__":
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):

@@ -24,6 +24,7 @@ from .regime import Shared
 from .tensor_moves import move
 
 Programs = Mapping[str, ModuleProgram]
+Moved = list[tuple[Tensor, Layout, Layout, Tensor]]  # value, source, destination, what it became
 
 
 class Enter:
@@ -36,13 +37,22 @@ class Enter:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         program = self.programs[self.shared.regime.variant]
+        moved: Moved = []
         for boundary in program.enter:
-            args, kwargs = self._move(boundary, args, kwargs, program)
+            args, kwargs = self._move(boundary, args, kwargs, program, moved)
         for part in program.slices:
             args, kwargs = self._exchange(part.argument, partial(_share, part, self.mesh), args, kwargs, program)
         return args, kwargs
 
-    def _move(self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram) -> tuple:
+    def _move(
+        self, boundary: InputMove, args: tuple, kwargs: dict, program: ModuleProgram, before: Moved
+    ) -> tuple[tuple, dict]:
+        """The arguments with what a boundary moves.
+
+        Args:
+            before: what earlier boundaries of the call moved: an argument that is the same tensor and moves alike is the same behind
+                the move too (keys and values of attention to itself), which runs once.
+        """
         reads = self.reads[self.shared.regime.variant] if boundary.once else None
 
         def moved(x: Tensor) -> Tensor:
@@ -68,7 +78,16 @@ class Enter:
                 return moved(x) if isinstance(x, Tensor) and x.is_floating_point() else x
 
             return tuple(each(x) for x in args), {name: each(x) for name, x in kwargs.items()}
-        return self._exchange(boundary.argument or self.parameters[0], moved, args, kwargs, program)
+
+        def once(x: Tensor) -> Tensor:
+            found = (y for one, src, dst, y in before if one is x and (src, dst) == (boundary.src, boundary.dst))
+            y = next(found, None)
+            if y is None:
+                y = moved(x)
+                before.append((x, boundary.src, boundary.dst, y))
+            return y
+
+        return self._exchange(boundary.argument or self.parameters[0], once, args, kwargs, program)
 
     def _exchange(
         self, name: str, moved: Callable[[Tensor], Tensor], args: tuple, kwargs: dict, program: ModuleProgram

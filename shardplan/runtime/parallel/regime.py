@@ -60,7 +60,7 @@ class PartialEmbedding:
         self.split = split
         self.seq_dim = seq_dim
         self.running = False
-        self.pending: set[str] = set()
+        self.pending: dict[str, int] = {}  # embedding -> its partial sums that no block input took yet
         self.complete = False
         self.length: int | None = None  # of the whole sequence, noted by the block input
 
@@ -76,15 +76,16 @@ class PartialEmbedding:
 
     def keeps_partial(self, source: str) -> bool:
         """Called by an embedding with its name: whether to return its partial sum without a reduction."""
-        joins = source in self.split or self.pending.issuperset(self.split)
+        joins = source in self.split or self.split <= self.pending.keys()
         if not self.running or self.complete or not joins:
             self.complete = True
             return False
-        self.pending.add(source)
+        self.pending[source] = self.pending.get(source, 0) + 1
         return True
 
     def take(self, x: Tensor) -> bool:
-        """Called by the block input with its value: whether it is a partial sum.
+        """Called by the block input with its value: whether it is a partial sum. One look-up of each table is taken with it: a model
+        with two sequences may look up both before the first block of either runs.
 
         A checkpoint around the block input runs it again in backward, after that forward has ended; so the answer is stored
         on the tensor, which such a checkpoint passes in again.
@@ -101,7 +102,7 @@ class PartialEmbedding:
             return getattr(x, _PARTIAL)
         partial = bool(self.pending) and not self.complete
         setattr(x, _PARTIAL, partial)
-        self.pending.clear()
+        self.pending = {source: count - 1 for source, count in self.pending.items() if count > 1}
         return partial
 
     def note(self, x: Tensor, dim: int) -> None:

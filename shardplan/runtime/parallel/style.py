@@ -20,6 +20,7 @@ from .forward import wrap_forward
 from .means import Means
 from .outputs import gather_hidden_states
 from .own_experts import OwnExperts
+from .own_heads import own_heads
 from .parameters import LocalParameters, ParametersBelow, distribute
 from .reading import Reads
 from .regather import Regather
@@ -91,6 +92,8 @@ class ModuleStyle(ParallelStyle):
         program, regime = self.program, self.shared.regime
         if program.experts is not None:
             wrap_forward(module, OwnExperts(self.programs, regime, mesh, regime.ep))
+        if isinstance(module, nn.MultiheadAttention) and any(p.computed.kind == "V" for p in program.parameters):
+            wrap_forward(module, own_heads)
         if program.parameters:
             parameters = {variant: pr.parameters for variant, pr in self.programs.items()}
             wrap_forward(module, LocalParameters(parameters, regime))
