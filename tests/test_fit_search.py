@@ -4,16 +4,19 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+import torch
 
 from shardplan.api import fit_programs
 from shardplan.api.fit_programs import Programs
 from shardplan.compiler.user_inputs import FoundOnce, Model
 from shardplan.core.estimates import Question, TrainingStep
 from shardplan.core.mesh import MeshSizes
-from shardplan.cost import local_updates
+from shardplan.cost import local_updates, traced_step
 from shardplan.cost.depth import cut, depths_of
 from shardplan.cost.step_ledgers import step_ledger
 from shardplan.cost.traced_parts import PartNames
+from shardplan.torchlib.fakes import FakeTensors
+from shardplan.torchlib.private import private
 from tests.test_fit import EXPERTS, SEQ, SETTINGS
 
 LAYERS = {"num_hidden_layers": 9}
@@ -40,13 +43,51 @@ def ledger_of(made, sizes, *, optimizer, gathers, bare, depth=None):
     return depths, step_ledger(found, program, asked, shorten=shorten, names=names, unwrapped=bare)
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_step_without_an_optimizer_is_as_any_other(model):
-    """SGD has no states: it only makes the second step the measured one."""
-    made = programs_of(model)
-    _, first = ledger_of(made, MeshSizes(tp=2), optimizer="none", gathers=False, bare=True)
-    _, second = ledger_of(made, MeshSizes(tp=2), optimizer="sgd", gathers=False, bare=True)
-    assert first.parts == second.parts and first.calls == second.calls and len(first.parts) > 3
+@pytest.mark.parametrize(
+    ("model", "sizes", "optimizer"),
+    [
+        ("llama", MeshSizes(tp=2, dp_shard=3), "adamw"),
+        ("mixtral", MeshSizes(tp=2, dp_shard=2, dp_replicate=2), "sgd"),
+        ("mixtral", MeshSizes(tp=2), "none"),
+    ],
+)
+def test_the_first_step_is_as_the_second(model, sizes, optimizer, monkeypatch):
+    """What the first step makes and later ones find is not measured. dp_shard 3 divides no dim: FSDP2 pads."""
+    made, run = programs_of(model), traced_step.run_step
+    bare = optimizer == "none"
+    _, first = ledger_of(made, sizes, optimizer=optimizer, gathers=True, bare=bare)
+
+    def twice(model, inputs, updates, meter, *rest, **options):
+        run(model, inputs, updates, meter, *rest, **options)
+        meter.start()
+        run(model, inputs, updates, meter, *rest, **options)
+
+    monkeypatch.setattr(traced_step, "run_step", twice)
+    _, second = ledger_of(made, sizes, optimizer=optimizer, gathers=True, bare=bare)
+    assert first == second and len(first.parts) > 3
+
+
+def test_results_without_memory_are_as_torch_makes_them():
+    """What is made at once has the fields, the storage and the history of what torch makes."""
+
+    def seen(mode):
+        with mode:
+            x = torch.ones(4, 6, requires_grad=True)
+            made = []
+            for _ in range(2):  # the second time results are known
+                y = (x @ x.t()).to(torch.bfloat16)
+                parts = torch.split(y.view(2, 8), 4, dim=1)
+                made += [y, y.t(), y[1:], *parts, y.detach().clone().mul_(2), (y * 2).sum(), torch.arange(3)]
+            views = [one.untyped_storage()._cdata == y.untyped_storage()._cdata for one in made]
+            y.float().sum().backward()
+            made.append(x.grad)
+        told = [
+            (one.shape, one.stride(), one.dtype, one.device, one.requires_grad, one.storage_offset()) for one in made
+        ]
+        fields = [{name: value for name, value in vars(one).items() if name != "fake_mode"} for one in made]
+        return told, views, fields, [type(one.grad_fn).__name__ for one in made]
+
+    assert seen(FakeTensors()) == seen(private("FakeTensorMode")())
 
 
 @pytest.mark.parametrize("model", MODELS)

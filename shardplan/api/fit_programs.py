@@ -48,6 +48,7 @@ class Programs:
         self.refused, self.progress = refused, progress
         self.derived: Any = None
         self.stages = True
+        self.experts: dict[int, int] = {}  # sizes of tp -> the size of ep that was compiled
         self._compiled: dict[tuple[int, int, bool], Compiled] = {}
         self._tables: dict[Any, Table] = {}
 
@@ -84,13 +85,15 @@ class Programs:
         raise last
 
     def program(self, choice: Choice) -> tuple[Compiled, Program]:
-        """The program of a configuration, for its mesh.
+        """The program of a configuration, for its mesh. Of a plan that is given, that for one size of ep is that for another.
 
         Raises:
             PlanError, ValueError: the plan does not allow it.
         """
-        sizes = choice.sizes
-        compiled = self.compiled(sizes.tp or 1, ep=sizes.ep, chunked=sizes.cp > 1)
+        sizes, ep = choice.sizes, choice.sizes.ep
+        if ep > 1 and self.derived is None:
+            ep = self.experts.get(sizes.tp or 1, ep)
+        compiled = self.compiled(sizes.tp or 1, ep=ep, chunked=sizes.cp > 1)
         program = checkpointed(
             _lowered(compiled, sharded=choice.sharded_logits, regather=choice.regather), choice.checkpointing
         )

@@ -114,6 +114,7 @@ class Search:
         from shardplan.core.fits import Fitted
         from shardplan.core.sources import SourceMap
         from shardplan.cost.estimate import estimate_mesh
+        from shardplan.cost.least_time import waiting
         from shardplan.cost.pipeline_estimate import Unschedulable
         from shardplan.report.errors import raise_errors
 
@@ -132,7 +133,9 @@ class Search:
             made = estimate_mesh(found, program, asked, self.device, self.progress)
         except (PlanError, Unschedulable):
             return None
-        return Fitted(choice, made, self.flops_of_a_token) if made.fits else None
+        if not made.fits:
+            return None
+        return Fitted(choice, made, self.flops_of_a_token, waiting(self.device, made.sizes, made.traffic))
 
     def _meshes(self, tp: int, ep: int = 1, cp: int = 1) -> list[MeshSizes]:
         from shardplan.cost.mesh_candidates import meshes_of
@@ -225,6 +228,7 @@ class Search:
                 why = why or error
                 continue
             assert program is not None
+            self.programs.experts[tp] = traced
             count = gcd(*(one.experts.count for one in program.modules.values() if one.experts is not None))
             from_mesh = MeshSizes(tp=tp, dp_shard=traced // tp, ep=traced)
             for way in WAYS:

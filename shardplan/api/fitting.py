@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Unpack
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
 from shardplan.core.mesh import MeshSizes
@@ -14,7 +14,7 @@ from .fit_search import Search
 from .keywords import ModelOptions, PlanOptions, model_of, split_options
 
 if TYPE_CHECKING:
-    from shardplan.core.estimates import Device, Estimate, OptimizerName, Precision
+    from shardplan.core.estimates import Device, OptimizerName, Precision
     from shardplan.core.fits import Fit, Fitted
     from shardplan.cost.fit_screening import Screened
 
@@ -132,7 +132,7 @@ def fit(
         )
     return Fit(
         gpus=gpus,
-        rows=tuple(sorted(rows, key=lambda row: (float(f"{row.seconds:.3g}"), sum(_terms(row.estimate).values())))),
+        rows=tuple(sorted(rows, key=lambda row: row.order)),
         screened=len(screened),
         too_large=len(screened) - len(fitting),
         refused=tuple(refused.items()),
@@ -143,12 +143,7 @@ def fit(
 
 
 def _fitting(screened: Iterable[Screened], device: Device) -> list[Screened]:
-    return sorted((one for one in screened if one.memory <= FULLEST * device.memory), key=lambda one: one.key)
-
-
-def _terms(estimate: Estimate) -> Mapping[Any, float]:
-    assert estimate.bound is not None
-    return estimate.bound.terms
+    return sorted((one for one in screened if one.memory <= FULLEST * device.memory), key=lambda one: one.order)
 
 
 def _check(

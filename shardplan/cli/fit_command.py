@@ -22,6 +22,7 @@ from .output import Bar, finish, progress, write_file
 
 def run(args: argparse.Namespace) -> int:
     from shardplan.model.model_words import classify
+    from shardplan.report.estimate_text import mesh_text
     from shardplan.report.fit_script import launch_lines, script_of
     from shardplan.report.fit_text import fit_head, fit_tail, row_text
 
@@ -79,13 +80,14 @@ def run(args: argparse.Namespace) -> int:
         is_type = classify(args.model).kind == "type"
         settings = model_of(args).settings or {}
         write_file(args.script, script_of(made.rows[0], plan, is_type=is_type, settings=settings))
-        print(f"{args.script}: written, for 1.", file=sys.stderr)
+        print(f"{args.script}: written, for {mesh_text(made.rows[0].choice.sizes)}", file=sys.stderr)
     if args.json:
         print(json_text(to_json(made)))
         return CLEAN
-    print(fit_tail(made), end="\n\n")
+    numbers = [next(n for n, one in enumerate(shown, start=1) if one is row) for row in made.rows]
+    print(fit_tail(made, numbers), end="\n\n")
     name = args.script or "train.py"
-    print("launch 1." + ("" if args.script else " (--script train.py writes it)"))
+    print(f"launch {numbers[0]}." + ("" if args.script else " (--script train.py writes it)"))
     for launcher, line in launch_lines(made.rows[0], shlex.quote(name)):
         print(f"  {launcher}: {line}")
     return CLEAN

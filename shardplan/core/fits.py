@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from .derived_plan import DerivedPlan
-from .estimates import CATEGORIES, Category, Estimate
+from .estimates import CATEGORIES, Bound, Category, Estimate
 from .mesh import Axis, MeshSizes
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -44,22 +44,50 @@ class Choice:
     offload: bool = False
 
 
+class Order(NamedTuple):
+    """What makes a configuration better than another: the first of these that is less.
+
+    Args:
+        bound: seconds of a step, to three digits.
+        waiting: see `Fitted`, to a millisecond.
+        overlapping: the sum of what takes time, to a millisecond, since no step overlaps perfectly.
+        memory: bytes.
+    """
+
+    bound: float
+    waiting: float
+    overlapping: float
+    memory: int
+
+    @classmethod
+    def of(cls, bound: Bound, waiting: float, memory: int) -> Order:
+        return cls(float(f"{bound.seconds:.3g}"), round(waiting, 3), round(sum(bound.terms.values()), 3), memory)
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """A configuration that was estimated.
 
     Args:
         flops_of_a_token: of the unsharded model, forward and backward, nothing computed again.
+        waiting: seconds of the collectives over tp, cp and ep, whose results the next operation reads.
     """
 
     choice: Choice
     estimate: Estimate
     flops_of_a_token: float
+    waiting: float
 
     @property
     def seconds(self) -> float:
         assert self.estimate.bound is not None
         return self.estimate.bound.seconds
+
+    @property
+    def order(self) -> Order:
+        """By what configurations are compared."""
+        assert self.estimate.bound is not None
+        return Order.of(self.estimate.bound, self.waiting, self.estimate.memory.total)
 
     @property
     def mfu(self) -> float:

@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from shardplan.core.balance import BlockCosts, balanced
 from shardplan.core.estimates import Bound, Device, Traffic
-from shardplan.core.fits import Checkpointing, Choice
+from shardplan.core.fits import Checkpointing, Choice, Order
 from shardplan.core.mesh import Axis, MeshSizes
 from shardplan.core.schedules import SCHEDULES
 from shardplan.core.stages import PipelineCut
 
 from .depth import Depths
-from .least_time import bound_of
+from .least_time import bound_of, waiting
 from .part_costs import PartCosts, Stored
 from .stage_costs import StageCosts, stage_time, stages_of
 
@@ -56,11 +56,11 @@ class Screened:
     choice: Choice
     memory: int
     bound: Bound
+    waiting: float
 
     @property
-    def key(self) -> tuple[float, float, int]:
-        """The bound, to three digits; then all of its terms, since no step overlaps perfectly; then the memory."""
-        return float(f"{self.bound.seconds:.3g}"), sum(self.bound.terms.values()), self.memory
+    def order(self) -> Order:
+        return Order.of(self.bound, self.waiting, self.memory)
 
 
 def choices(
@@ -117,7 +117,8 @@ def screen(choice: Choice, table: Table, width: Bytes, device: Device) -> Screen
             traffic.append(Traffic(axis, name, calls, size))
         sent = (one.handed + one.received) * choice.micro_batches
         traffic.append(Traffic(Axis.PP, "send", 1, sent))
-    return Screened(choice, memory, bound_of(device, sizes, flops, traffic, touched, pipeline))
+    bound = bound_of(device, sizes, flops, traffic, touched, pipeline)
+    return Screened(choice, memory, bound, waiting(device, sizes, traffic))
 
 
 @lru_cache(maxsize=256)

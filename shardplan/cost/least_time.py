@@ -32,14 +32,26 @@ def bound_of(
         "network": 0.0,
     }
     for one in traffic:
-        inside, crosses = placed(one.axis, sizes, device.node_gpus)
-        if inside > 1:
-            terms["links in a node"] += one.bytes / device.node_bandwidth
-        if crosses:  # the group's ranks in a node share the way out of it
-            terms["network"] += one.bytes / inside / device.network_bandwidth
+        inside, outside = sending(device, sizes, one)
+        terms["links in a node"] += inside
+        terms["network"] += outside
     if pipeline is not None:
         terms["pipeline"] = pipeline
     return Bound(terms)
+
+
+def sending(device: Device, sizes: MeshSizes, traffic: Traffic) -> tuple[float, float]:
+    """Seconds on the links in a node, and on the network."""
+    inside, crosses = placed(traffic.axis, sizes, device.node_gpus)
+    links = traffic.bytes / device.node_bandwidth if inside > 1 else 0.0
+    # The group's ranks in a node share the way out of it.
+    return links, traffic.bytes / inside / device.network_bandwidth if crosses else 0.0
+
+
+def waiting(device: Device, sizes: MeshSizes, traffic: Iterable[Traffic]) -> float:
+    """Seconds of collectives whose result the next operation reads: those over tp, cp and ep. What data-parallel ranks gather and
+    reduce is under way while other layers run."""
+    return sum(max(sending(device, sizes, one)) for one in traffic if one.axis in (Axis.TP, Axis.CP, Axis.EP))
 
 
 def computing(device: Device, flops: Mapping[str, int]) -> float:

@@ -132,6 +132,18 @@ class Meter(_DispatchMode):
         """Begin a log anew with what is alive now."""
         self.log = Log({record: record.size for record, _ in self._alive.values()})
 
+    @contextmanager
+    def before(self) -> Iterator[None]:
+        """What happens inside is not logged; what it leaves behind was there when the log began."""
+        log, there = self.log, {record for record, _ in self._alive.values()}
+        self.log = Log()
+        try:
+            yield
+        finally:
+            log.changes += [change for change in self.log.changes if change.record in there]
+            log.before |= {record: record.size for record, _ in self._alive.values() if record not in there}
+            self.log = log
+
     def mark(self, tensors: Iterable[Tensor], purpose: Category) -> None:
         """Record the purpose of the storages of tensors; unknown ones are followed from now on."""
         for tensor in tensors:

@@ -18,6 +18,7 @@ from shardplan.model.model_findings import reason, refuse
 from shardplan.model.reduced.outcome import loss_of
 from shardplan.runtime.apply.applied import applied
 from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
+from shardplan.runtime.apply.fsdp2 import gather_once
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 from shardplan.runtime.training.context_parallel import context_parallel
@@ -48,9 +49,8 @@ def trace(
     names: PartNames | None = None,
     micro_batches: int = 1,
 ) -> Ledger:
-    """Run two steps on tensors without memory and measure the second: in the first the optimizer makes its state, FSDP2 the tensors
-    that it gathers into, and DTensor whole tensors to learn how operators split. Without an optimizer and data parallelism one is
-    enough: it is as any other.
+    """Run a step on tensors without memory, and measure it as one of those after the first: FSDP2 has made the tensors that it gathers
+    into before it, and the optimizer's states, which its first update makes, count from its beginning.
 
     Args:
         model: sharded, on the meta device.
@@ -82,17 +82,17 @@ def trace(
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
         make = OPTIMIZERS[optimizer]
         updates = Updates(model, make) if make is not None else None
-        alike = updates is None and section is None
-        for once in (rounds,) if alike else (1, rounds):
+        try:
+            gather_once(model)
+            meter.mark(model.parameters(), "parameters")  # FSDP2 has given those that it pads another storage
             meter.start()
-            try:
-                run_step(model, inputs, updates, meter, once, chunked=chunked)
-            except PlanError:
-                raise
-            except Exception as error:  # whatever the modelling code raises on tensors without values
-                raise refuse(
-                    NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
-                ) from error
+            run_step(model, inputs, updates, meter, rounds, chunked=chunked)
+        except PlanError:
+            raise
+        except Exception as error:  # whatever the modelling code raises on tensors without values
+            raise refuse(
+                NOT_TRACED, f"a step of {name} cannot be traced without values", notes=(reason(error),)
+            ) from error
         log = meter.log
         weights = sum(n for x, n, _ in log.operands if category_of(x) in ("parameters", "gathered parameters"))
         parameters = [to_local_if_dtensor(p) for p in model.parameters()]
@@ -158,7 +158,7 @@ def run_step(
     *,
     chunked: bool = False,
 ) -> None:
-    """Forward and backward of each micro-batch, optimizer step; nothing but the batch and the loss outlives the forward, and no
+    """Forward and backward of each micro-batch, the optimizer's second step; nothing but the batch and the loss outlives the forward, and no
     gradient the step.
 
     Args:
@@ -177,6 +177,8 @@ def run_step(
         meter.mark((p.grad for p in model.parameters() if p.grad is not None), "gradients")
     places.enter("optimizer step")
     if updates is not None:
+        with meter.before():
+            updates.step()
+            meter.mark(updates.states, "optimizer state")
         updates.step()
-        meter.mark(updates.states, "optimizer state")
     model.zero_grad(set_to_none=True)

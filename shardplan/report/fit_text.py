@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 from shardplan.core.estimates import CATEGORIES, Bound
 from shardplan.core.fits import Fit, Fitted
 
@@ -55,12 +58,18 @@ def fit_head(row: Fitted) -> str:
     )
 
 
-def fit_tail(fit: Fit) -> str:
-    """Below the configurations: why each is before the next, days, what was not searched."""
-    lines = [f"{a}. is before {a + 1}.: {why(x, y)}" for a, (x, y) in enumerate(_pairs(fit), start=1)]
+def fit_tail(fit: Fit, numbers: Sequence[int]) -> str:
+    """Below the configurations: why each is before the next, days, what was not searched.
+
+    Args:
+        numbers: under which each row was printed, the best first.
+    """
+    lines = [f"best first: {', '.join(map(str, numbers))}"] if list(numbers) != sorted(numbers) else []
+    rows = zip(numbers, fit.rows, strict=True)
+    lines += [f"{a}. is before {b}.: {why(x, y)}" for (a, x), (b, y) in pairwise(rows)]
     first = fit.rows[0]
     if (days := fit.days(first)) is not None:
-        lines.append(f"{fit.tokens:.3g} tokens with 1. take at least {days:,.1f} days")
+        lines.append(f"{fit.tokens:.3g} tokens with {numbers[0]}. take at least {days:,.1f} days")
     speed = first.estimate.tokens_per_second or 0.0
     if fit.efficiency is not None:
         low, high = fit.efficiency
@@ -81,27 +90,23 @@ def fit_tail(fit: Fit) -> str:
 
 
 def why(one: Fitted, other: Fitted) -> str:
-    """Why a configuration is before another."""
-    mine, theirs = one.estimate.bound, other.estimate.bound
-    assert mine is not None and theirs is not None
-    slower = other.seconds / one.seconds - 1
-    if slower >= 0.005:
-        return f"the other takes {slower:.1%} longer, limited by: {theirs.by}"
-    saved = {term: theirs.terms.get(term, 0.0) - seconds for term, seconds in mine.terms.items()}
-    term = max(saved, key=lambda name: saved[name])
-    if saved[term] > 0.0005:
-        return f"as fast by the bound, and less to overlap: {term} {seconds_text(saved[term])} less"
-    return "as fast by the bound; it needs less memory"
+    """Why a configuration is before another: the first difference of what they are ordered by."""
+    a, b, bound = one.order, other.order, other.estimate.bound
+    assert bound is not None
+    if a.bound < b.bound:
+        return f"the other takes {other.seconds / one.seconds - 1:.1%} longer, limited by: {bound.by}"
+    if a.waiting < b.waiting:
+        less = seconds_text(b.waiting - a.waiting)
+        return f"as fast by the bound, and operations wait {less} less for collectives over tp, cp and ep"
+    if a.overlapping < b.overlapping:
+        return f"as fast by the bound, and {seconds_text(b.overlapping - a.overlapping)} less to overlap"
+    return "as fast by the bound; it needs no more memory"
 
 
 def _terms(bound: Bound) -> str:
     """Those that take a hundredth of the longest, the longest first."""
     ordered = sorted(bound.terms.items(), key=lambda item: -item[1])
     return ", ".join(f"{what} {seconds_text(seconds)}" for what, seconds in ordered if seconds >= bound.seconds / 100)
-
-
-def _pairs(fit: Fit) -> list[tuple[Fitted, Fitted]]:
-    return list(zip(fit.rows, fit.rows[1:], strict=False))
 
 
 def _hint(row: Fitted) -> str | None:

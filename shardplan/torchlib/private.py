@@ -104,6 +104,12 @@ NAMES: dict[str, Private] = {
     "FakeTensor": Private(
         (("torch._subclasses.fake_tensor", "FakeTensor"),), "gradients that have no values to look at"
     ),
+    "in_kernel_invocation_manager": Private(
+        (("torch._subclasses.fake_tensor", "in_kernel_invocation_manager"),), "results without memory, made at once"
+    ),
+    "throw_on_mutable_data_ptr": Private(
+        (("torch._C", "_set_throw_on_mutable_data_ptr"),), "results without memory, made at once"
+    ),
     "fake_collectives": Private(
         (("torch.distributed._tools.fake_collectives", ""),), "collectives on tensors without memory"
     ),

@@ -183,3 +183,12 @@ def _prefetch(model: nn.Module, wrapped: Wrapped, prefetch: Prefetch | None) -> 
             before = [m for group in reversed(groups[max(0, i - ahead) : i]) for m in group]
             # Nothing ahead is the unit itself, which is there already: for an empty list FSDP2 gathers as it likes.
             unit.set_modules_to_backward_prefetch(before or [unit])
+
+
+def gather_once(model: nn.Module) -> None:
+    """Gather the parameters of each unit, and free them: FSDP2 keeps the tensors that it gathers into, and makes them in the first
+    forward otherwise."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()
+            module.reshard()
