@@ -108,7 +108,12 @@ def test_the_rows_are_estimates_in_order(fitted):
             data_parallel={"mixed_precision": {"param": "bfloat16", "reduce": "float32"}},
         )
         assert again.memory == row.estimate.memory and again.bound == row.estimate.bound
-        assert 0 < row.mfu <= 1
+        products = 6 * (
+            6 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160) + 64 * 96
+        )  # forward and backward, without attention
+        assert products < row.flops_of_a_token < products + 6 * 3.5 * 4 * SEQ * 64
+        assert row.mfu == pytest.approx(row.flops_of_a_token * again.tokens_per_second / 1e12) and row.mfu <= 1
+        assert made.days(row) == pytest.approx(1e9 / (2 * again.tokens_per_second) / 86_400)
     assert made.days(made.rows[0], 0.5) == pytest.approx(2 * made.days(made.rows[0]))
 
 
@@ -133,6 +138,13 @@ def test_the_text_says_what_limits_each_and_why_it_is_first(fitted):
     assert (slower.order.bound > row.order.bound) == ("longer, limited by" in why(row, slower))
     for one, other in itertools.pairwise(made.rows):
         assert one.order <= other.order
+    four = replace(row, choice=replace(row.choice, sizes=MeshSizes(tp=2, dp_shard=4)))
+    (_, torchrun), (_, slurm) = launch_lines(four, "train.py")
+    ran = "torchrun --nnodes 4 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint {}:29500 train.py"
+    head = "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)"
+    assert torchrun == ran.format("$HEAD_NODE")
+    asked = "sbatch --nodes 4 --exclusive --ntasks-per-node 1 --gpus-per-node 2"
+    assert slurm == f"{asked} --wrap 'srun {ran.format(head)}'"
 
 
 def rows_of(one, tmp_path):
@@ -313,11 +325,21 @@ def test_json(capsys, tmp_path):
     device.write_text(json.dumps({name: getattr(SLOW, name) for name in fields}))
     script = tmp_path / "train.py"
     arguments = ["fit", "llama", "--gpus", "1", "--device", str(device), "--global-batch", "4", "--seq-len", "32"]
-    arguments += ["--json", "--script", str(script), *(f"--set={k}={v}" for k, v in SETTINGS.items())]
+    arguments += [
+        "--tokens",
+        "1e9",
+        "--json",
+        "--script",
+        str(script),
+        *(f"--set={k}={v}" for k, v in SETTINGS.items()),
+    ]
     assert main(arguments) == 0
     report = json.loads(capsys.readouterr().out)
     jsonschema.validate(report, report_schema())
-    assert report["configurations"][0]["estimate"]["bound"]["fits"]
+    (first, *_) = report["configurations"]
+    assert first["estimate"]["bound"]["fits"] and 0 < first["mfu"] <= 1 and first["before_the_next"] is None
+    assert first["days"] == pytest.approx(1e9 / first["estimate"]["bound"]["tokens_per_second"] / 86_400)
+    assert report["efficiency"] == [0.3, 0.5]
     ast.parse(script.read_text())
 
 

@@ -145,5 +145,5 @@ def launch_lines(row: Fitted, script: str) -> tuple[tuple[str, str], ...]:
         return (("torchrun", f"torchrun --nproc-per-node {each} {script}"),)
     torchrun = f"torchrun --nnodes {nodes} --nproc-per-node {each} --rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:29500 {script}"
     inner = torchrun.replace("$HEAD_NODE", "$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)")
-    slurm = f"sbatch --nodes {nodes} --ntasks-per-node 1 --gpus-per-node {each} --wrap 'srun {inner}'"
+    slurm = f"sbatch --nodes {nodes} --exclusive --ntasks-per-node 1 --gpus-per-node {each} --wrap 'srun {inner}'"
     return (("torchrun, on every node", torchrun), ("slurm", slurm))
