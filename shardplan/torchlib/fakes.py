@@ -37,7 +37,7 @@ class FakeTensors(_Mode):
             or known.is_neg
             or known.device not in self._fields
         ):
-            made = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            made: Any = super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
             if known is not None and entry.inplace_idx is None:
                 self._fields.setdefault(known.device, dict(vars(made)))
             return made
@@ -45,7 +45,7 @@ class FakeTensors(_Mode):
             inner = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
             if func.is_view:
                 inner.set_(args[entry.view_idx].untyped_storage(), known.storage_offset, known.shape, known.stride)
-        made: Any = torch.Tensor._make_subclass(
+        made = torch.Tensor._make_subclass(
             _Fake, inner, known.requires_grad, dispatch_device=True, device_for_backend_keys=known.device
         )
         _unreadable(made)
