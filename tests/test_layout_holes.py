@@ -393,3 +393,16 @@ def test_both_variants_of_a_plan_share_one_search() -> None:
     right = parse_plan("qwen3").plan
     layouts.check(right)
     assert layouts._plans[id(right)].search == Search()
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 4, 8)])
+def test_a_bias_behind_a_reduction_is_added_to_all_features(shape: tuple[int, ...]) -> None:
+    """Positions are dim 1: of values [positions, features] a reduce-scatter would split the features, which a whole bias does not fit."""
+    model = nn.Module()
+    model.block = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    model.forward = lambda x: model.block(x)
+    bench = Workbench(model, {"x": torch.randn(*shape, generator=torch.Generator().manual_seed(1))}, tree_of(model))
+    rules = {"block": "gather_seq_output", "block.0": "colwise", "block.2": "rowwise_seq"}
+    found = checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}).diagnostics
+    said = [text for d in found for text in (d.message, *d.notes) if "to all 8 features" in text]
+    assert bool(said) == bool(found) == (len(shape) == 2), found

@@ -115,3 +115,15 @@ def test_every_ranks_slice_of_packed_rows_holds_its_share_of_each_part(parts, ra
         assert mine.equal(torch.cat(expected))
     x = torch.randn(3, len(rows))
     assert unpack(pack(x, 1, parts, ranks), 1, parts, ranks).equal(x)
+
+
+def test_what_a_slice_gives_may_be_written_into():
+    """Code scales the stream in place (`hidden_states *= scale`), which a view made by an autograd function would not allow."""
+    value = torch.randn(2, 8, 12, dtype=torch.float64)
+    with simulated_mesh(TP) as mesh:
+        x = LocalTensor(spread(value, I, torch.Generator())).requires_grad_()
+        y = move(x, mesh, I, V(1))
+        y *= 3
+        y.sum().backward()
+    torch.testing.assert_close(whole(rank_values(y.detach()), V(1)), 3 * value)
+    torch.testing.assert_close(whole(rank_values(x.grad), I), torch.full_like(value, 3))

@@ -103,8 +103,18 @@ class RankRecorder(Recorder):
                     destination, results[0][1], whole, in_one_row(self._argument(scope), whole.shape, destination)
                 )
                 if new is not None:
+                    self._fits_bias(scope[0], new, whole)
                     moved[0] = new
         return moved
+
+    def _fits_bias(self, name: str, own: Tensor, whole: Tensor) -> None:
+        """A bias that is added behind the reduction is added to all features."""
+        biases = [p.name for p in self.plan[name].parameters if p.withheld]
+        if biases and own.ndim and own.shape[-1] != whole.shape[-1]:
+            raise ValueError(
+                f"{name}.{biases[0]} is added to the output behind its reduction, to all {whole.shape[-1]} features of it, and a rank "
+                f"has {own.shape[-1]} of them: the output is split in dim {whole.ndim - 1}, its last"
+            )
 
     def before_operation(self, name: str, operands: list[Tensor]) -> None:
         """A rank that is left without heads or features is refused before a kernel is called on nothing: some divide by
