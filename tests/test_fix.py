@@ -148,6 +148,17 @@ def test_one_word(before, after, tmp_path):
     assert made.changes == 1
 
 
+def test_one_misspelling_in_several_lines(tmp_path):
+    """Their messages are equal: each that is gone is one error less."""
+    rules = "  {}.self_attn.o_proj: {style}\n  {}.mlp.down_proj: {style}\n  {}.self_attn.q_proj: none\n".replace(
+        "{}", "model.layers.*"
+    )
+    plan = tmp_path / "plan.yaml"
+    plan.write_text('version: "1"\nextends: qwen3\ntensor_parallel:\n' + rules.replace("{style}", "rowise"))
+    made = fix_plan("qwen3", str(plan), tp=1, settings=SIZES, proof=False)
+    assert made.changes == 2 and made.after.count(": rowwise") == 2 and "rowise" not in made.after
+
+
 def test_what_helps_nothing_is_not_written(tmp_path):
     """A style that is near, but does not fit the module; a later version; a parent's file; two words for one."""
     plan = tmp_path / "plan.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -122,8 +123,8 @@ def _better(before: Report, after: Report, *, known: bool) -> bool:
     Args:
         known: the change was tried on its own, so that other errors of the same stage were hidden by what it fixed.
     """
-    old = {(d.code, d.message) for d in before.errors}
-    left = {(d.code, d.message) for d in after.errors}
+    old = Counter((d.code, d.message) for d in before.errors)  # one misspelling may stand in several lines
+    left = Counter((d.code, d.message) for d in after.errors)
     if left & old or not old:
         return left < old
     return not left or known or len(after.stages) > len(before.stages)

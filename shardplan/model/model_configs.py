@@ -70,10 +70,20 @@ def config_of_type(model_type: str, settings: Mapping[str, Setting]) -> PreTrain
         raise refuse(
             UNKNOWN_TYPE,
             f"{model_type!r} is neither a model type of transformers nor `module:callable`",
-            help=(None if Path(model_type).is_dir() else did_you_mean(model_type, CONFIG_MAPPING))
-            or f"for a folder in the current directory write ./{model_type}",
+            help=_meant(model_type),
         )
     return _checked(CONFIG_MAPPING[model_type], {}, settings, model_type, None)
+
+
+def _meant(word: str) -> str:
+    """What to write for a word that is no model type: a folder or a Python file beside the user goes before a near word."""
+    folder = f"for a folder in the current directory write ./{word}"
+    if Path(word).is_dir():
+        return folder
+    module = word.removesuffix(".py")
+    if Path(f"{module}.py").is_file():
+        return f"write {module}:NAME, where NAME is a function of {module}.py without arguments that returns the model"
+    return did_you_mean(word, CONFIG_MAPPING) or folder
 
 
 def _checked(make: Any, data: Mapping[str, Any], settings: Mapping[str, Setting], shown: str, file: str | None) -> Any:
