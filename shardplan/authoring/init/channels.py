@@ -75,15 +75,22 @@ def _like_others(parts: list[Part], length: int) -> int | None:
 
 
 def _heads(flow: Flow, span: _Span, output: int) -> int | None:
-    """How many heads the features become where a result is a value with one dim as two or more; None where it is not."""
+    """How many heads the features become where a result is a value with one dim as two or more; None where it is not. The dims in front may
+    become one."""
     whole, result = flow.run.values[span.number], flow.run.values[output]
-    if result.ndim <= whole.ndim or result.numel() != whole.numel():
+    if result.numel() != whole.numel():
         return None
-    more = result.ndim - whole.ndim
-    inside = result.shape[span.dim : span.dim + more + 1]
-    if result.shape[: span.dim] != whole.shape[: span.dim] or torch.Size(inside).numel() != span.length:
+    before, behind = whole.shape[: span.dim].numel(), whole.shape[span.dim + 1 :]
+    first = next((dim for dim in range(result.ndim) if result.shape[:dim].numel() == before), None)
+    end = result.ndim - len(behind)
+    if (
+        first is None
+        or end - first < 2
+        or result.shape[end:] != behind
+        or result.shape[first:end].numel() != span.length
+    ):
         return None
-    return inside[0] if torch.equal(result.reshape(whole.shape), whole) else None
+    return result.shape[first] if torch.equal(result.reshape(whole.shape), whole) else None
 
 
 def _carried(flow: Flow, span: _Span, event: Event, output: int) -> Iterator[_Span]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplan.compiler.bind import bind
@@ -13,7 +13,7 @@ from shardplan.compiler.layout.model import ModelLayouts
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.layout import R
 from shardplan.core.mesh import MeshSizes
-from shardplan.core.tree import ModuleTree, ancestors, full_name, part
+from shardplan.core.tree import ModuleTree, ancestors, block, full_name, part
 from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
@@ -24,6 +24,7 @@ from .forbidding import Forbidden, forbidden
 from .fronts import with_fronts
 from .init_stages import pipeline_section
 from .init_sums import with_sums
+from .layer_kinds import kinded, plain, together
 from .overlay import with_overlay
 from .regions import Group, grouped, regions
 from .solve import Solved, Solver
@@ -39,17 +40,12 @@ class Whole:
     """A part of the model that stays whole on every rank.
 
     Args:
-        group: its matrices.
+        patterns: its matrices.
         forbidden: what forbids splitting them.
     """
 
-    group: Group
+    patterns: tuple[str, ...]
     forbidden: Forbidden
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """All of its matrices."""
-        return tuple(dict.fromkeys((*self.group.columns, *self.group.rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,38 +94,105 @@ def derive(
     """
     progress("running a reduced model")
     layouts = ModelLayouts(found, tp)
-    benches = _benches(layouts)
+    benches = _fullest_first(_benches(layouts))
     if layouts.random is not None:
         raise PlanError((layouts.random,))
-    board, flow = Board(benches, tp), Flow(benches[0].reference, benches[0].tree)
-    solver = Solver(board, flow, found.tree)
-    draft, whole, gathered = Draft({}), list[Whole](), list[Whole]()
-    groups = list(grouped(regions(flow), board.tree))
-    for group in groups:
-        progress(f"splitting {', '.join((*group.columns, *group.rows))}")
-        solved = solver.solve(group)
-        more = _with_group(board, draft, solved)
-        if isinstance(more, Draft):
-            draft = more
-            gathered += [] if solved.forbidden is None else [Whole(group, solved.forbidden)]
-        elif len(group.regions) > 1:
-            groups += [Group((region,)) for region in group.regions]  # what does not go together may go alone
-        else:
-            whole.append(Whole(group, more))
-    progress("splitting the vocabulary")
-    draft = with_fronts(board, flow, found.tree, with_block_inputs(board, flow, with_vocabulary(board, flow, draft)))
-    progress("splitting the sequence")
-    overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
-    reason = overlaid if isinstance(overlaid, str) else None
-    result = draft if isinstance(overlaid, str) else overlaid
-    result = with_sums(board, with_whole_named(result, board.tree, tp))
+    tree = replace(benches[0].tree, base_prefix="")
+    board, searched = _with_kinds(benches, tree, found.tree, tp, progress, sequence_parallel=sequence_parallel)
+    result, whole = searched.draft, searched.whole
     progress("distributing the experts")
     distributed = with_distributed(ModelLayouts(found, tp, tp), result) if expert_parallel else result
     no_experts = distributed if isinstance(distributed, str) else None
     result = result if isinstance(distributed, str) else distributed
-    pipeline = pipeline_section(benches, found.tree)
-    tries = MOST_TRIES - board.left
-    return Derived(result, benches[0].tree, tuple(whole), tries, reason, no_experts, pipeline, tuple(gathered))
+    return Derived(
+        result,
+        benches[0].tree,
+        whole,
+        MOST_TRIES - board.left,
+        searched.no_overlay,
+        no_experts,
+        pipeline_section(benches, found.tree),
+        searched.gathered,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Searched:
+    """What was found with one way to name the layers; the fields of `Derived`."""
+
+    draft: Draft
+    whole: tuple[Whole, ...]
+    gathered: tuple[Whole, ...]
+    no_overlay: str | None
+
+
+def _with_kinds(
+    benches: tuple[Workbench, ...],
+    reduced: ModuleTree,
+    tree: ModuleTree,
+    tp: int,
+    progress: Callable[[str], None],
+    *,
+    sequence_parallel: bool,
+) -> tuple[Board, Searched]:
+    """What is found with kinds of layers told apart, where that makes one plan; else without.
+
+    Args:
+        reduced: the tree of the reduced model.
+        tree: the model's own.
+    """
+    told, own = kinded(reduced, tree)
+    if told is not reduced:
+        board = Board(benches, tp, told)
+        searched = _search(board, own, progress, sequence_parallel=sequence_parallel)
+        draft = together(searched.draft, told)
+        if draft is not None and _is_right(board, draft):
+            return board, replace(searched, draft=draft)
+    board = Board(benches, tp, reduced)
+    return board, _search(board, tree, progress, sequence_parallel=sequence_parallel)
+
+
+def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, sequence_parallel: bool) -> Searched:
+    """Rules for all groups that can be split, for the vocabulary, and, where wanted, for the sequence.
+
+    Args:
+        tree: the model's own.
+    """
+    flow = Flow(board.benches[0].reference, board.tree)
+    solver = Solver(board, flow, tree)
+    draft, whole, gathered = Draft({}), list[Whole](), list[Whole]()
+    groups = list(grouped(regions(flow), board.tree))
+    for group in groups:
+        progress(f"splitting {', '.join(map(plain, (*group.columns, *group.rows)))}")
+        solved = solver.solve(group)
+        more = _with_group(board, draft, solved)
+        if isinstance(more, Draft):
+            draft = more
+            gathered += [] if solved.forbidden is None else [_whole(group, solved.forbidden)]
+        elif len(group.regions) > 1:
+            groups += [Group((region,)) for region in group.regions]  # what does not go together may go alone
+        else:
+            whole.append(_whole(group, more))
+    progress("splitting the vocabulary")
+    draft = with_fronts(board, flow, tree, with_block_inputs(board, flow, with_vocabulary(board, flow, draft)))
+    progress("splitting the sequence")
+    overlaid = with_overlay(board, flow, draft) if sequence_parallel else draft
+    reason = overlaid if isinstance(overlaid, str) else None
+    result = draft if isinstance(overlaid, str) else overlaid
+    result = with_sums(board, with_whole_named(result, board.tree, board.tp))
+    return Searched(result, tuple(whole), tuple(gathered), reason)
+
+
+def _whole(group: Group, why: Forbidden) -> Whole:
+    """What a group of one kind of layers leaves whole; its patterns as a plan has them."""
+    matrices = dict.fromkeys(map(plain, (*group.columns, *group.rows)))
+    return Whole(tuple(matrices), why)
+
+
+def _is_right(board: Board, draft: Draft) -> bool:
+    overlays = (False, True) if draft.sequence_parallel else (False,)
+    reports = [board.report(draft, overlay=overlay) for overlay in overlays]
+    return all(report is not None and report.ok for report in reports)
 
 
 def with_whole_named(draft: Draft, tree: ModuleTree, tp: int) -> Draft:
@@ -162,6 +225,17 @@ def _benches(layouts: ModelLayouts) -> tuple[Workbench, ...]:
         return (*benches, Workbench(first.model, {**first.inputs, AUXILIARY: True}, first.tree))
     except Exception:  # the model's own: configured without experts, it has none to give, and raises for every caller
         return benches
+
+
+def _fullest_first(benches: tuple[Workbench, ...]) -> tuple[Workbench, ...]:
+    """With the input in front that runs all modules which the first runs, and more of the same blocks: cross-attention runs where a decoder
+    is given an encoder's states."""
+    first, *others = ({e.module for e in bench.reference.events if e.kind == "op"} for bench in benches)
+    blocks = set(map(block, first))
+    for number, ran in enumerate(others, 1):
+        if ran > first and blocks.issuperset(map(block, ran)):
+            return (benches[number], *benches[:number], *benches[number + 1 :])
+    return benches
 
 
 def with_vocabulary(board: Board, flow: Flow, draft: Draft) -> Draft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check as check_structure
@@ -24,6 +24,9 @@ from shardplan.model.reduced.recorder import argument_names
 Options = Mapping[str, Any]  # `style` and a rule's options
 Rules = Mapping[str, Options]
 
+Entry = TypeVar("Entry")
+
+FURTHER = "#"  # no name has it
 BLOCK_INPUT = "input_with_grad_allreduce"
 PARTIAL: Options = {"style": "replicated_with_grad_allreduce"}
 MOST_TRIES = 1000
@@ -78,7 +81,8 @@ class Draft:
             if rules:
                 outside, _, inside = section.rpartition(".")
                 place = document[outside] if outside else document
-                place[inside] = {p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()}
+                own = listed({p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()})
+                place[inside] = {p: found[0] if len(found) == 1 else list(found) for p, found in own.items()}
         return document
 
     def plan(self) -> PlanFile | None:
@@ -100,9 +104,22 @@ def alternative(pattern: str) -> str:
     return f"{around}.{{{last}}}"
 
 
+def further(pattern: str, number: int) -> str:
+    """A key for one of several rules that replace that of a pattern for some of its modules: a plan has them as a list."""
+    return f"{pattern}{FURTHER}{number}"
+
+
 def is_alternative(pattern: str) -> bool:
-    """Whether it is a pattern that `alternative` returns."""
-    return pattern.endswith("}")
+    """Whether it is a pattern that `alternative` or `further` returns."""
+    return pattern.endswith("}") or FURTHER in pattern
+
+
+def listed(rules: Mapping[str, Entry]) -> dict[str, list[Entry]]:
+    """The rules of each key of a plan."""
+    found: dict[str, list[Entry]] = {}
+    for pattern, entry in rules.items():
+        found.setdefault(pattern.partition(FURTHER)[0], []).append(entry)
+    return found
 
 
 class Board:
@@ -111,15 +128,15 @@ class Board:
     Args:
         benches: the copy with each kind of input.
         tp: the size of the axis.
+        tree: the copy's. The patterns of drafts have no prefix.
 
     Attributes:
-        tree: the copy's. The patterns of drafts have no prefix.
         left: how many runs of drafts may still be tried. The bound is a count, so that every machine finds the same plan.
     """
 
-    def __init__(self, benches: tuple[Workbench, ...], tp: int):
+    def __init__(self, benches: tuple[Workbench, ...], tp: int, tree: ModuleTree | None = None):
         self.benches, self.tp = benches, tp
-        self.tree = replace(benches[0].tree, base_prefix="")
+        self.tree = replace(benches[0].tree, base_prefix="") if tree is None else tree
         self.left = MOST_TRIES
         self._proofs: dict[str, Proof] = {}
 
@@ -194,6 +211,16 @@ class Board:
                 return None
             draft = changed
         return None
+
+    def summed(self, draft: Draft) -> Draft | None:
+        """The draft with the gradients summed of those whole parameters whose gradients are partial sums; None where it is not right
+        then."""
+        proof = self.proof(draft)
+        found = () if proof is None else (f.subject for f in proof.findings if f.kind == "partial")
+        owners = (self.tree.parameters[name][0].name for name in found if name in self.tree.parameters)
+        more = draft.with_rules({self.tree.pattern(name): PARTIAL for name in owners})
+        report = self.report(more)
+        return more if report is not None and report.ok else None
 
     def _changed(self, draft: Draft, repair: Repair, overlay: bool) -> Draft:
         """With a change, each pattern by itself; one that is for the overlay's sake is made there."""

@@ -7,7 +7,7 @@ from shardplan.core.layout import I, R
 from shardplan.core.tree import ModuleTree, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft
+from .draft import BLOCK_INPUT, Board, Draft
 from .flow import Flow
 from .parts import features
 
@@ -31,19 +31,8 @@ def with_fronts(board: Board, flow: Flow, tree: ModuleTree, draft: Draft) -> Dra
         rules = {
             p: o for p, o in draft.tensor_parallel.items() if not STYLES[o["style"]].features.tail or p not in moved
         }
-        draft = _summed(board, Draft(rules).with_rules({pattern: {"style": BLOCK_INPUT}})) or draft
+        draft = board.summed(Draft(rules).with_rules({pattern: {"style": BLOCK_INPUT}})) or draft
     return draft
-
-
-def _summed(board: Board, draft: Draft) -> Draft | None:
-    """The draft with the gradients summed of those whole parameters whose gradients are partial sums; None where it is not
-    right then."""
-    proof = board.proof(draft)
-    found = () if proof is None else (f.subject for f in proof.findings if f.kind == "partial")
-    owners = (board.tree.parameters[name][0].name for name in found if name in board.tree.parameters)
-    more = draft.with_rules({board.tree.pattern(name): PARTIAL for name in owners})
-    report = board.report(more)
-    return more if report is not None and report.ok else None
 
 
 def _moved(board: Board, tree: ModuleTree, draft: Draft, report: LayoutReport) -> dict[str, dict[str, int]]:

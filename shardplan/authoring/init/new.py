@@ -12,7 +12,7 @@ from shardplan.core.tree import element
 from shardplan.model import FoundModel
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
-from .draft import BLOCK_INPUT
+from .draft import BLOCK_INPUT, is_alternative
 from .init_codes import GATHERED, NO_EXPERTS_FOUND, NO_OVERLAY, NOTHING, WHOLE
 from .write import WIDTH, Heading, document, folded, plan_text
 
@@ -117,7 +117,9 @@ def _has_rules(unit: str, derived: Derived) -> bool:
 def _description(derived: Derived) -> str:
     """Which parts of its blocks are split."""
     rules = [
-        p for p, options in derived.draft.tensor_parallel.items() if options["style"] not in (BLOCK_INPUT, "replicate")
+        p
+        for p, options in derived.draft.tensor_parallel.items()
+        if options["style"] not in (BLOCK_INPUT, "replicate") and not is_alternative(p)
     ]
     parts = dict.fromkeys(_part(rule.split("*.", 1)[1]) for rule in rules if "*." in rule)
     outside = [rule for rule in rules if "*" not in rule]

@@ -13,6 +13,7 @@ from shardplan.styles import STYLES
 
 from .draft import BLOCK_INPUT, Board, Draft, Options, Rules, alternative
 from .flow import Flow
+from .layer_kinds import plain
 
 FIXABLE = 4  # reasons; with more of them the candidate itself is wrong
 MOST_FIXED = 4  # candidates, those with the fewest reasons
@@ -49,7 +50,8 @@ def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
 def _split_below(board: Board, draft: Draft, name: str) -> bool:
     pattern = board.tree.pattern(name)
     alike = pattern.endswith("*")  # unlike elements are no blocks
-    return alike and any(rule == pattern or rule.startswith(f"{pattern}.") for rule in draft.tensor_parallel)
+    rules = map(plain, draft.tensor_parallel)
+    return alike and any(rule == pattern or rule.startswith(f"{pattern}.") for rule in rules)
 
 
 def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | str:

@@ -281,6 +281,11 @@ class Solver:
 
     def _further(self, group: Group, draft: Draft) -> Iterator[Draft]:
         wrong = self._wrong(draft)
+        for pattern in (
+            self.board.tree.pattern(name) for name in wrong if self.board.tree.modules[name].kind == "norm"
+        ):
+            if pattern not in draft.tensor_parallel:
+                yield draft.with_rules({pattern: {"style": "colwise_norm"}})
         for divided in self._attributes({**self._modules(group), **wrong}):
             yield from _dividing(draft, divided)
         for pattern, owner in self._vectors(group, wrong).items():

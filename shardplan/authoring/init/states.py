@@ -11,13 +11,14 @@ from shardplan.model.forward_code import forward_reads
 from shardplan.model.shaping_numbers import shapes_with
 
 from .channels import POSITION_OF_CHANNELS, Part, parts_of
-from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options, alternative
+from .draft import BLOCK_INPUT, FIXABLE, Board, Draft, Options
 from .flow import Flow, Product
 from .lengths import Lengths, Sized
 from .parts import output_features
 from .regions import Group
 
 MOST_DRAFTS = 24  # ways to say how the matrices of one group are packed, and what their norms do
+MOST_CHOICES = 200  # several may be one draft
 MOST_PACKED = 3  # of one matrix
 MOST_REMOVED = 3  # attributes that have the value of a number that is divided, by chance
 
@@ -38,7 +39,7 @@ class States:
 
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree, group: Group):
         self.board, self.flow, self.tree, self.group = board, flow, tree, group
-        self.columns = [self._product(name) for name in group.columns]
+        self.columns = [one for one in map(self._product, group.columns) if not self._of_heads(one)]
         self.rows = [self._product(name) for name in group.rows]
         self.home = self.rows[0].module
         self.inside = [m for name, m in board.tree.modules.items() if name == self.home or self._below(name)]
@@ -61,6 +62,11 @@ class States:
     def _product(self, pattern: str) -> Product:
         return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
 
+    def _of_heads(self, product: Product) -> bool:
+        """Whether it multiplies by a matrix for each head: that mixes no heads, and is a vector of matrices."""
+        found = self.board.tree.parameters.get(product.name)
+        return found is not None and len(found[1].shape) > 2
+
     def _full(self, module: ModuleInfo) -> ModuleInfo | None:
         """The module in the model itself."""
         pattern = self.board.tree.pattern(module.name)
@@ -72,8 +78,15 @@ class States:
     def solved(self) -> tuple[Draft | None, Draft | None]:
         """Rules that split the group and are right for it alone, and, where none are, the draft that came furthest."""
         best: tuple[tuple[bool, int, int], Choice] | None = None
-        for choice in islice(self._choices(), MOST_DRAFTS):
-            score = self._score(self._draft(choice))
+        seen: list[Draft] = []
+        for choice in islice(self._choices(), MOST_CHOICES):
+            draft = self._draft(choice)
+            if draft in seen:
+                continue
+            if len(seen) == MOST_DRAFTS:
+                break
+            seen.append(draft)
+            score = self._score(draft)
             if score is not None and (best is None or score > best[0]):
                 best = score, choice
             if best is not None and best[0][0]:
@@ -82,7 +95,8 @@ class States:
             return None, next(map(self._draft, self._choices()), None)
         score, choice = best
         draft = self._draft(choice) if score[0] else self._with_fewer(choice, score)
-        return (self.board.fixed(draft) if (self._score(draft) or score)[0] else None), draft
+        fits = (self._score(draft) or score)[0]
+        return (self.board.summed(draft) or self.board.fixed(draft) if fits else None), draft
 
     def _score(self, draft: Draft) -> tuple[bool, int, int] | None:
         proof = self.board.proof(draft)
@@ -95,7 +109,7 @@ class States:
         """The draft without those attributes under `divide` that it gets further without: other numbers may have the same value."""
         draft, without = self._draft(choice), frozenset[str]()
         for _ in range(MOST_REMOVED):
-            divided = draft.tensor_parallel[self._home_rule[0]].get("divide", ())
+            divided = draft.tensor_parallel[self._pattern(self.home)].get("divide", ())
             found = [
                 (reached, one) for one in divided if (reached := self._score(self._draft(choice, without | {one})))
             ]
@@ -117,7 +131,7 @@ class States:
         yield {self._pattern(one.name): {"style": "rowwise"} for one in self.rows}, ()
         modules = [self.board.tree.modules.get(one.name) for one in self.rows]
         if any(one is not None and one.parameter("bias") for one in modules):
-            rules: Rules = {self._home_rule[0]: {"output": "all_reduce"}}
+            rules: Rules = {self._pattern(self.home): {"output": "all_reduce"}}
             for one in modules:
                 styles = {"weight": "rowwise", "bias": "replicated_divided"}
                 own = () if one is None else one.parameters
@@ -206,19 +220,25 @@ class States:
 
     def _vectors(self, sized: Sequence[Sized]) -> Rules:
         """Parameters with a number for each head or channel that is split."""
-        counts = {one.part.length for one in sized} | {one.part.heads for one in sized} | self._widths
+        pairs = _counted(sized)
+        counts = {one.part.length for one in sized} | {count for count, _ in pairs} | self._widths
         found: Rules = {}
         for module in self.inside:
             if module.kind != "other":
                 continue
             for parameter in module.parameters:
                 name = full_name(module.name, parameter.name)
-                if self._pattern(name) in (*self.group.columns, *self.group.rows) or not parameter.shape:
+                if name in (one.name for one in (*self.columns, *self.rows)) or not parameter.shape:
                     continue
-                if parameter.shape[0] in counts and parameter.shape[0] % self.board.tp == 0:
-                    found[self._pattern(name)] = {"style": "colwise"}
+                shape = [size for size in parameter.shape if size > 1]
+                if shape and shape[0] in counts and shape[0] % self.board.tp == 0:
+                    found[self._pattern(name)] = {"style": "headwise" if len(shape) > 2 else "colwise"}
                     if module.name != self.home:
-                        found[self._pattern(module.name)] = {"style": "local_params"}
+                        own = self._attributes(module.name)
+                        counting = {name for pair in pairs for name in own.get(pair, ())}
+                        divide = [name for name in module.numbers if name in counting]
+                        divided = {"divide": divide} if divide else {}
+                        found[self._pattern(module.name)] = {"style": "local_params", **divided}
         return found
 
     @property
@@ -248,10 +268,8 @@ class States:
 
     def _numbers(self, sized: Sequence[Sized], convolved: Sequence[Sequence[Sized]], without: frozenset[str]) -> Rules:
         """The rule of the module: its numbers that count what is split are divided, and the channels of its convolution are set."""
-        counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
-        counts |= {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
-        own = self._attributes
-        divide = [name for pair in counts for name in own.get(pair, ())]
+        own = self._attributes(self.home)
+        divide = [name for pair in _counted(sized) for name in own.get(pair, ())]
         divide = [n for n in self.board.tree.modules[self.home].numbers if n in divide and n not in without]
         options: dict[str, Any] = {"style": BLOCK_INPUT}
         settings: dict[str, str] = {}
@@ -266,35 +284,16 @@ class States:
         options |= {"divide": divide} if divide else {}
         options |= {"set": settings} if settings else {}
         options |= {"fused": False} if self.board.tree.modules[self.home].training_reads else {}
-        pattern, only = self._home_rule
-        return {pattern: options | only}
+        return {self._pattern(self.home): options}
 
-    @property
-    def _home_rule(self) -> tuple[str, dict[str, Any]]:
-        """The pattern of the module's rule, and the options that keep it from others of another class in its place: these have rules
-        of their own, of which its own is apart."""
-        pattern = self._pattern(self.home)
-        alike = [one for one in self.board.tree.modules.values() if self._pattern(one.name) == pattern]
-        own = self.board.tree.modules[self.home]
-        others = [one for one in alike if one.class_name != own.class_name]
-        names = [one for one in self._names_below(own) if not any(one in self._names_below(other) for other in others)]
-        if not others or not names:
-            return pattern, {}
-        return alternative(pattern), {"having": names[0], "override": True}
-
-    def _names_below(self, module: ModuleInfo) -> tuple[str, ...]:
-        children = (name.rpartition(".")[2] for name in self.board.tree.children[module.name])
-        return (*(parameter.name for parameter in module.parameters), *children)
-
-    @property
-    def _attributes(self) -> Mapping[tuple[int, int], tuple[str, ...]]:
-        """The attributes that the module's code reads while it runs, by their values in the reduced model and in the model itself."""
-        module = self.board.tree.modules[self.home]
+    def _attributes(self, of: str) -> Mapping[tuple[int, int], tuple[str, ...]]:
+        """The attributes that a module's code reads while it runs, by their values in the reduced model and in the model itself."""
+        module = self.board.tree.modules[of]
         full = self._full(module)
         if full is None:
             return {}
-        read = forward_reads(type(self.board.benches[0].model.get_submodule(self.home)))
-        alike = [m for m in self.board.tree.modules.values() if self._pattern(m.name) == self._pattern(self.home)]
+        read = forward_reads(type(self.board.benches[0].model.get_submodule(of)))
+        alike = [m for m in self.board.tree.modules.values() if self._pattern(m.name) == self._pattern(of)]
         found: dict[tuple[int, int], tuple[str, ...]] = {}
         for name, value in module.numbers.items():
             other = full.numbers.get(name)
@@ -311,7 +310,7 @@ class States:
         """The length of parts together over the module's own numbers, of which those in `divide` are a rank's; None where it has no
         numbers for one of them."""
         terms: dict[str, int] = {}
-        own = self._attributes
+        own = self._attributes(self.home)
         for one in parts:
             whole = [name for name in own.get((one.part.length, one.full), ()) if name in divide]
             counted: list[str] = []
@@ -324,6 +323,12 @@ class States:
                 return None
             terms[words] = terms.get(words, 0) + 1
         return " + ".join(words if times == 1 else f"{times} * {words}" for words, times in terms.items())
+
+
+def _counted(sized: Sequence[Sized]) -> set[tuple[int, int]]:
+    """The numbers that count what is split, in the reduced model and in the model itself."""
+    counts = {(one.part.length, one.full) for one in sized if one.part.heads != 1}
+    return counts | {(one.heads.reduced, one.heads.full) for one in sized if one.heads is not None}
 
 
 def _convolves(rules: Rules) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from shardplan.core.tree import ModuleTree
 from shardplan.styles import NONE, STYLES
 
-from .draft import Draft, Options, Rules
+from .draft import Draft, Options, Rules, listed
 
 WIDTH = 110
 SUMMED = "The block's sum is reduced once."
@@ -161,11 +161,15 @@ def braced(words: Sequence[str]) -> str:
 
 
 def _rules(rules: Rules, written: set[str]) -> Iterator[str]:
-    for pattern, options in rules.items():
-        why = [_comment(options), DIVIDED if "divide" in options else ""]
-        yield from (f"  # {line}" for line in why if line and line not in written)
+    for pattern, found in listed(rules).items():
+        why = [line for options in found for line in (_comment(options), DIVIDED if "divide" in options else "")]
+        yield from (f"  # {line}" for line in dict.fromkeys(why) if line and line not in written)
         written.update(why)
-        yield from _entry(pattern, options)
+        if len(found) == 1:
+            yield from _entry(pattern, found[0])
+        else:
+            yield f"  {_scalar(pattern)}:"
+            yield from (f"    - {_text(options)}" for options in found)
 
 
 def _comment(options: Options) -> str:
