@@ -10,6 +10,7 @@ from itertools import chain, combinations
 from shardplan.core.plan import ResolvedPlan, Rule
 from shardplan.core.tree import ModuleInfo, starred
 from shardplan.styles import STYLES, feature_dim
+from shardplan.styles.head_counts import HEAD_SIZES
 
 from .finding import Finding
 from .repairs import OURS, Repair, change
@@ -29,7 +30,8 @@ def fused_repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
     if finding.kind not in KINDS or module is None:
         return
     tp = plan.sizes.tp or 1
-    counts = {n: v for n, v in module.numbers.items() if type(v) is int and v > 1 and v % tp == 0}
+    numbers = {n: v for n, v in module.numbers.items() if n not in HEAD_SIZES}  # heads are split, never what is in one
+    counts = {n: v for n, v in numbers.items() if type(v) is int and v > 1 and v % tp == 0}
     tried: list[tuple[str, int, tuple[str, ...]]] = []
     for child in _fused_children(plan, module):
         features = _out_features(child)
@@ -38,8 +40,8 @@ def fused_repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
             others = [n for n, v in counts.items() if n != width and counts[width] % v == 0][:MOST_ATTRIBUTES]
             for more in chain(((),), ((n,) for n in others), combinations(others, 2)):
                 tried.append((child.name, parts, (width, *more)))
-    for name, parts, numbers in sorted(tried, key=lambda one: len(one[2])):  # the fewest numbers first
-        yield _both(plan, module.name, name, parts, numbers)
+    for name, parts, divided in sorted(tried, key=lambda one: len(one[2])):  # the fewest numbers first
+        yield _both(plan, module.name, name, parts, divided)
 
 
 def advice(plan: ResolvedPlan, finding: Finding) -> str | None:

@@ -286,9 +286,10 @@ def _key(f: Finding) -> Key:
 def _fix(
     plan: ResolvedPlan, bench: Workbench, groups: Mapping[Key, list[Finding]], search: Search
 ) -> tuple[Repair | None, dict[Key, list[Finding]]]:
-    """The change after which the first finding is gone and the fewest are left, and those."""
+    """The change after which the first finding is gone and the fewest are left, of several that of which a run gets furthest; and
+    those."""
     key, group = next(iter(groups.items()))
-    best: tuple[int, Repair, dict[Key, list[Finding]]] | None = None
+    best: tuple[Repair, dict[Key, list[Finding]]] | None = None
     last, tried = TRIALS, 0
     crashed = any(known[0] == "crash" for known in groups)
 
@@ -310,12 +311,17 @@ def _fix(
         if proof.stopped:
             continue
         left = grouped(proof.findings)
-        if key not in left and (best is None or len(left) < best[0]) and _better(groups, left):
-            best = (len(left), repair, left)
+        if key not in left and (best is None or _rank(left) < _rank(best[1])) and _better(groups, left):
+            best = repair, left
             last = min(last, tried + AFTER)
-        if best is not None and not best[0]:
+        if best is not None and not best[1]:
             break
-    return best[1:] if best is not None else (None, {})
+    return best if best is not None else (None, {})
+
+
+def _rank(left: Mapping[Key, Sequence[Finding]]) -> tuple[int, int]:
+    """The less the better: how many findings are left; where a crash is among them, how early it is."""
+    return len(left), -max((group[0].at for key, group in left.items() if key[0] == "crash"), default=0)
 
 
 def _better(before: Mapping[Key, Sequence[Finding]], after: Mapping[Key, Sequence[Finding]]) -> bool:
