@@ -111,6 +111,39 @@ def test_what_has_no_part_in_a_result_does_not_matter(code: Callable) -> None:
     assert report.ok, report.diagnostics
 
 
+def _dropped(m: Block, x: Tensor, h: Tensor) -> Tensor:
+    h[..., :8].tanh()
+    return m.head(x)
+
+
+def _kept(m: Block, x: Tensor, h: Tensor) -> Tensor:
+    m.loss_of_router = {"later": [h[..., :8].tanh().mean()]}
+    return m.head(x)
+
+
+def _cached_view(m: Block, x: Tensor, h: Tensor) -> Tensor:
+    m.cache = h[..., :8].tanh()[0].detach()
+    return m.head(x)
+
+
+def _number(m: Block, x: Tensor, h: Tensor) -> Tensor:
+    return m.head(x) if h[..., :8].tanh().max().item() >= 0 else x
+
+
+def _condition(m: Block, x: Tensor, h: Tensor) -> Tensor:
+    return m.head(x) if (h[..., :8].tanh() >= 0).all() else x
+
+
+@pytest.mark.parametrize("code", [_kept, _cached_view, _number, _condition])
+def test_what_code_keeps_or_reads_as_a_number_has_a_part_in_what_comes_later(code: Callable) -> None:
+    assert codes(of(code)) == ["SP404"]
+
+
+def test_a_value_that_nobody_reads_does_not_matter() -> None:
+    report = of(_dropped)
+    assert report.ok, report.diagnostics
+
+
 def test_a_scaled_branch_that_is_reduced_passes() -> None:
     report = of(lambda m, x, h: m.head(x) + 1e-5 * m.down(h) + m.gate * m.down(h))
     assert report.ok, report.diagnostics

@@ -44,12 +44,13 @@ class Known:
 
     @cached_property
     def used(self) -> frozenset[int]:
-        """The values that have a part in what the model returns, or are written into another; all, where it returned nothing."""
+        """The values that have a part in what the model returns, or keeps, or reads as numbers, or that are written into another; all,
+        where it returned nothing."""
         run = self.run
         last = run.events[-1] if run.events else None
         if last is None or (last.kind, last.module) != ("leave", "") or not last.outputs:
             return frozenset(range(len(run.values)))
-        found = set(last.outputs)
+        found = {*last.outputs, *run.kept}
         for event in reversed(run.events):
             if event.kind in ("enter", "leave"):  # each argument and each result by itself
                 found.update(i for i, o in zip(event.inputs, event.outputs, strict=True) if o in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,11 @@ QUIET = frozenset(
     "dim size numel nelement ndimension stride storage_offset is_floating_point is_complex is_contiguous data_ptr "
     "element_size item tolist numpy get_device requires_grad_ retain_grad register_hook untyped_storage storage "
     "is_same_size equal allclose backward __delitem__ dtype finfo is_tensor is_storage broadcast_shapes".split()
+)
+
+# Those of them that tell code what is in the tensor.
+TELLING = frozenset(
+    "__bool__ __int__ __float__ __index__ __contains__ __array__ item tolist numpy equal allclose".split()
 )
 
 # Of operations in half precision, relative to the result.
@@ -125,6 +131,19 @@ class OperationRecorder(TorchFunctionMode):
         self._alive.append(tensor)
         return number
 
+    def _told(self, *tensors: Tensor) -> None:
+        """Code learns what is in tensors."""
+        known = (self._numbers.get(id(t), (0, -1))[1] for t in tensors)
+        self.trace.kept.update(number for number in known if number >= 0)
+
+    def note_kept(self) -> None:
+        """Behind the run: the values that code has kept, which may be read later."""
+        own = Counter(map(id, self._alive))
+        held = (
+            sys.getrefcount(self._alive[number]) - 1 for number in range(len(self._alive))
+        )  # without the argument's
+        self.trace.kept.update(n for n, count in enumerate(held) if count > own[id(self._alive[n])])
+
     def _add(self, event: Event) -> None:
         self.trace.events.append(event)
         self.trace.at[event.place] = event
@@ -142,6 +161,8 @@ class OperationRecorder(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         if self._inside or (name in QUIET and name != "__get__"):
+            if not self._inside and name in TELLING:
+                self._told(*tensors_in(args), *tensors_in(kwargs))
             return self._guarded(func, args, kwargs, name)
         if func is ATTENTION:  # matrices and heads in one: recorded step by step
             with self:
@@ -195,6 +216,7 @@ class OperationRecorder(TorchFunctionMode):
             for t in results:
                 t.zero_()  # uninitialised memory would differ between ranks by chance
         if not results:
+            self._told(*operands)
             return
         for t in written:
             into = self._writes.setdefault(_base(t), [])

@@ -148,7 +148,9 @@ class Recorder(OperationRecorder):
         try:
             with torch.random.fork_rng(devices=[]), functions_of(self), self:
                 torch.manual_seed(0)
-                return self.model(**inputs)
+                results = self.model(**inputs)
+            self.note_kept()
+            return results
         except Exception as error:
             self._add(self._fail("", (), error))
             return None

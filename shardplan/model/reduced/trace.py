@@ -82,6 +82,7 @@ class Trace:
         parts: operation -> operand -> whether the operand contributes to the result, for those that were requested.
         parameters: value -> full name, of those that are parameters.
         at: place -> event.
+        kept: values that code read as numbers, or kept behind the run (in an attribute), beside its results.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -91,6 +92,7 @@ class Trace:
     parts: dict[Place, dict[int, bool]] = field(default_factory=dict)
     parameters: dict[int, str] = field(default_factory=dict)
     at: dict[Place, Event] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
 
     def argument(self, module: str, call: int, name: str) -> Tensor | None:
         """The value of a module's argument."""
