@@ -12,7 +12,9 @@ import own_structures as own
 import pytest
 import torch
 import yaml
+from processes import on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardplan
 from shardplan.compiler.bind import bind
@@ -222,6 +224,42 @@ sequence_parallel:
 )
 
 
+def evaluated(sizes: tuple[int, ...]) -> list[float]:
+    """How far the results of a split encoder are from the unsharded one's, without and with padding."""
+    model = Padded()
+    expected = results_of(model)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("tp",))
+    rules = {"version": "1", "name": "encoder", "models": ["Padded"], "tensor_parallel": PLAN["tensor_parallel"]}
+    found = results_of(shardplan.apply_plan(model, mesh, rules, inputs=own.ids))
+    return [(a - b).abs().max().item() for a, b in zip(found, expected, strict=True)]
+
+
+class Padded(other.Encoder):
+    """Its encoder makes nested tensors of padded sequences."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(self.encoder.layers[0], own.DEPTH)
+
+    def forward(self, ids: Tensor, padding: Tensor | None = None) -> Tensor:
+        return self.head(self.encoder(self.embed(ids), src_key_padding_mask=padding))
+
+
+@torch.no_grad()
+def results_of(model: nn.Module) -> tuple[Tensor, Tensor]:
+    ids = own.ids(0)["ids"]
+    padding = torch.arange(ids.shape[1]).expand_as(ids) >= ids.shape[1] - 2
+    model.eval()
+    return model(ids), model(ids, padding)[~padding]
+
+
+@pytest.mark.slow
+def test_evaluation_gives_the_results_of_the_unsharded_model() -> None:
+    for apart in on_ranks(2, evaluated, (2,)):
+        assert max(apart) < 1e-5, apart
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_queries_keys_and_values_of_one_tensor_are_moved_once(sequence_parallel: bool) -> None:
     model = other.Encoder()
@@ -239,6 +277,10 @@ def test_queries_keys_and_values_of_one_tensor_are_moved_once(sequence_parallel:
             result = model(**own.ids(0))
         with CollectiveCounter() as backward:
             result.sum().backward()
+        model.eval()  # torch has code of its own for it
+        with CollectiveCounter() as evaluation, torch.no_grad():
+            model(**own.ids(0))
+    assert evaluation.counts == forward.counts
     assert (forward.counts, backward.counts) == (expected["forward"], expected["backward"])
     gathered = forward.counts["all_gather"] - 1 if sequence_parallel else backward.counts["all_reduce"]
     assert gathered == 2 * own.DEPTH + 1  # attention and MLP of each layer, and the head's input

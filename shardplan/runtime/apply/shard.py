@@ -8,6 +8,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shardplan.compiler.lower.program import Program
+from shardplan.runtime.parallel.fast_path import without_fast_path
+from shardplan.runtime.parallel.forward import wrap_forward
 from shardplan.runtime.parallel.make_styles import make_styles
 from shardplan.runtime.parallel.regime import Shared
 
@@ -34,4 +36,7 @@ def shard(
     if root is not None:
         # As the key "" it would lose src_data_rank.
         parallelize_module(model, tp, root, src_data_rank=src_data_rank)
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder) and mesh.tp_size > 1:
+            wrap_forward(module, without_fast_path)
     return shared
