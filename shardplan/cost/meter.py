@@ -28,6 +28,8 @@ from .traced_parts import Parts
 _DispatchMode: Any = private("TorchDispatchMode")
 _leaves = private("tree_leaves")
 _Fake: Any = private("FakeTensor")
+_Propagator: Any = private("sharding_propagator")
+_without_modes: Any = private("disable_modes")
 WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 
@@ -158,8 +160,9 @@ class Meter(_DispatchMode):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch. Storages that are resized in place (FSDP frees gathered parameters so) are followed too."""
-        resize = torch.UntypedStorage.resize_
+        """Watch. Storages that are resized in place (FSDP frees gathered parameters so) are followed too; whole tensors with which DTensor
+        learns how an operator splits, the first time it runs in a process, are not."""
+        resize, learns = torch.UntypedStorage.resize_, _Propagator._propagate_tensor_meta_non_cached
         meter = self
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -167,7 +170,15 @@ class Meter(_DispatchMode):
             meter._resized(storage)
             return result
 
-        with patch.object(torch.UntypedStorage, "resize_", resized), self:
+        def learned(*args: Any) -> Any:
+            with _without_modes():
+                return learns(*args)
+
+        with (
+            patch.object(torch.UntypedStorage, "resize_", resized),
+            patch.object(_Propagator, "_propagate_tensor_meta_non_cached", learned),
+            self,
+        ):
             yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

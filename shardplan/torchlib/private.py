@@ -39,6 +39,10 @@ NAMES: dict[str, Private] = {
         (("torch.distributed.distributed_c10d", "_get_default_store"),),
         "a note that the other ranks read when they fail",
     ),
+    "sharding_propagator": Private(
+        (("torch.distributed.tensor._sharding_prop", "ShardingPropagator"),),
+        "memory without the whole tensors with which DTensor learns how an operator splits",
+    ),
     "fake_pg": Private((("torch.testing._internal.distributed.fake_pg", ""),), "the process group backend `fake`"),
     "all_reduce": Private(((_COLLECTIVES, "all_reduce"),), "collectives that torch.compile can trace"),
     "all_gather": Private(
