@@ -79,7 +79,7 @@ def test_the_comparison_with_the_readme_is_no_empty_one():
     assert without_numbers("q_proj 7.6e-07 equal") != without_numbers("q_proj 7.6e-07 differs")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_run_that_fails_is_no_agreement(capfd):
     assert not training.compare(steps=2, plan="demo/wrong-qwen3.yaml")
     printed = capfd.readouterr()

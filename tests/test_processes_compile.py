@@ -23,7 +23,9 @@ GRAPHS = {"activation_checkpointing": True, "compile": {"modules": ["model.layer
     "recipe",
     [
         Recipe("qwen3", TWO_BY_TWO, tied=True, options=GRAPHS),
-        Recipe("qwen3", TWO_BY_TWO, sequence_parallel=False, options=GRAPHS),
+        pytest.param(
+            Recipe("qwen3", TWO_BY_TWO, sequence_parallel=False, options=GRAPHS), marks=pytest.mark.exhaustive
+        ),
         Recipe("phi3", TWO_BY_TWO, options={"compile": GRAPHS["compile"]}),
     ],
     ids=["sequence", "tensor", "packed, without checkpointing"],
