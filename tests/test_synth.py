@@ -126,8 +126,8 @@ def test_a_norm_that_counts_heads_has_a_rank_s_part_of_its_weight() -> None:
 def test_what_is_small_is_not_gathered() -> None:
     """The indexer of DeepSeek-V3.2."""
     assert "colwise_gather_output" not in {style for name, style in rules("deepseek_v32").items() if "*" in name}
-    assert [group.rows for group in (w.group for w in derived("deepseek_v32").whole)] == [
-        (f"{ATTENTION}.indexer.wq_b",)
+    assert [one.patterns for one in derived("deepseek_v32").whole] == [
+        (f"{ATTENTION}.q_a_proj", f"{ATTENTION}.indexer.wq_b")
     ]
 
 
