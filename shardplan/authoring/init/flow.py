@@ -113,10 +113,14 @@ class Flow:
             turns += event.name in TURNS
         return (self.run.parameters[number], turns) if self.run.values[number].ndim > 1 else None
 
+    def entries(self, pattern: str) -> list[Event]:
+        """The calls of the modules of a pattern, in order."""
+        return [e for e in self.run.events if e.kind == "enter" and self.tree.pattern(e.module) == pattern]
+
     def alike(self, pattern: str) -> tuple[str, ...]:
         """The further arguments of the modules of a pattern that are the same tensor as the first in each call (keys and values of
         attention to itself)."""
-        events = [e for e in self.run.events if e.kind == "enter" and self.tree.pattern(e.module) == pattern]
+        events = self.entries(pattern)
         calls = [dict(zip(e.names, e.inputs, strict=True)) for e in events]
         names = {
             n for e in events for n in e.names[1:] if all(c.get(n) == c[e.names[0]] for c in calls if e.names[0] in c)

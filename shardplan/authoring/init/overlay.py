@@ -284,7 +284,7 @@ class Overlay:
         itself) is gathered as that is, what comes from another sequence is whole."""
         if "arguments" not in options:
             return {}
-        event = next(e for e in self.flow.run.events if e.kind == "enter" and self.tree.pattern(e.module) == rule)
+        event = self.flow.entries(rule)[0]
         values = dict(zip(event.names, event.inputs, strict=True))
         first = values.get(options.get("argument", event.names[0]))
         return {

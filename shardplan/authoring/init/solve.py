@@ -160,10 +160,9 @@ class Solver:
 
     def _others(self, container: str) -> Options:
         """The option that moves the further arguments of a module that have a gradient (keys and values beside queries)."""
-        run = self.flow.run
-        event = next(e for e in run.events if e.kind == "enter" and self.board.tree.pattern(e.module) == container)
+        event = self.flow.entries(container)[0]
         named = zip(event.names, event.outputs, strict=True)
-        others = [n for n, number in named if run.requires_grad[number]][1:]
+        others = [n for n, number in named if self.flow.run.requires_grad[number]][1:]
         return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
 
     def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:

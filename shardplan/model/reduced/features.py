@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from shardplan.model.config_numbers import config_value
 
-from .forms import GRIDS, KINDS, SPOKEN, Form, code_books, coded, first_running, forms_of
+from .forms import GRIDS, KINDS, SPOKEN, Form, code_books, coded, first_running, forms_of, shares
 from .model_inputs import Labels, labels_of, text_inputs
 from .pictures import BATCH
 
@@ -61,7 +61,8 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
             made: dict[str, Any] = {}
             if main is None:
                 made["input_ids"] = ids.flip(1)  # the two sides read other tokens
-                made |= {name: make(ids.shape, generator) for name, make in BESIDE.items() if name in accepted}
+                if "bbox" in accepted:
+                    made["bbox"] = shares(ids, seed)
             else:
                 made |= form(seed)
             if decodes:
@@ -91,13 +92,3 @@ def _labels(form: Labels, config: PreTrainedConfig, generator: torch.Generator) 
 def _classes(config: PreTrainedConfig, generator: torch.Generator) -> Tensor | None:
     count = getattr(config, "num_labels", None)
     return torch.randint(count, (BATCH,), generator=generator) if isinstance(count, int) and count > 1 else None
-
-
-def _boxes(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Where on a page each token stands, as shares of its sides: [BATCH, sequence, 4] of left, top, right, bottom."""
-    corner = torch.rand(*shape, 2, generator=generator) * 0.8
-    return torch.cat([corner, corner + 0.1], -1)
-
-
-# What the encoder of some models reads beside its tokens.
-BESIDE: Mapping[str, Callable[[torch.Size, torch.Generator], Tensor]] = {"bbox": _boxes}
