@@ -95,6 +95,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm46v": GLM,
     "glm4v": GLM,
     "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "glm4v_moe_text": {"head_dim": 128},
     "glmga": GLM,
     "granite4_vision": {
         "deepstack_layer_map": [[-2, 0]],

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput, ModelOutput
 
 from shardplan import validate
 
@@ -141,4 +142,39 @@ def test_an_output_in_one_row_is_split_as_its_argument_is(tp: int) -> None:
         },
     }
     report = validate(Viewed(), plan, tp=tp, sequence_parallel=True, inputs=inputs)
+    assert report.ok and report.proven, report
+
+
+class Stack(nn.Module):
+    """Returns what each of its layers read too, as transformers' encoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entrance, self.layers = nn.Identity(), nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> ModelOutput:
+        states = (x := self.entrance(x),)
+        for layer in self.layers:
+            states = (*states, x := x + layer(x))
+        return BaseModelOutput(last_hidden_state=x, hidden_states=states)
+
+
+class OfStates(nn.Module):
+    """What is behind the encoder reads its hidden states, not its first output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.encoder, self.pooler = nn.Linear(16, 16), Stack(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pooler(self.encoder(self.first(x)).hidden_states[-1])
+
+
+def test_code_of_a_model_reads_hidden_states_as_its_layers_return_them() -> None:
+    """DeBERTa's does: gathered when the encoder returned them, they were gathered once more in front of the head."""
+    rules = {name: rule for name, rule in PLAN["sequence_parallel"].items() if name != "encoder"}
+    rules |= {"encoder.entrance": "split_seq_input", "pooler": {"style": "gather_seq_input", "grad": "complete"}}
+    split = {**PLAN, "sequence_parallel": rules}
+    report = validate(OfStates(), split, tp=2, sequence_parallel=True, inputs=inputs)
     assert report.ok and report.proven, report

@@ -13,6 +13,7 @@ from shardplan.compiler.lower.homes import home_of
 from shardplan.core.layout import P
 from shardplan.core.module_program import ModuleProgram, ParameterProgram
 from shardplan.core.plan import ResolvedPlan, variant_name
+from shardplan.core.tree import ancestors
 
 from .regime import PartialEmbedding, Regime, Shared
 from .shared_reads import SharedReads
@@ -49,11 +50,13 @@ def make_styles(
         if module.reads_in is not None
     }
     regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan), ep=ep, expert_share=expert_share)
-    shared = Shared(regime, _link(variants[regime.variant]), waiting, tables)
+    modules = variants[regime.variant]
+    around = frozenset(a for m in modules.values() if m.link == "scope" for a in (m.name, *ancestors(m.name)))
+    shared = Shared(regime, _link(modules), around, waiting, tables)
     reads = _reads(plan, variants)
     styles: dict[str, ParallelStyle] = {}
     for name in plan.tree.modules:
-        if name in reads or name in tables or any(name in modules for modules in variants.values()):
+        if name in reads or name in tables or name in around or any(name in modules for modules in variants.values()):
             programs: dict[str, ModuleProgram] = {
                 variant: modules.get(name) or ModuleProgram(name) for variant, modules in variants.items()
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -74,23 +74,28 @@ def as_dtensor(x: Tensor, size: int, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
 
-def gather_hidden_states(output: Any, length: int, seq_dim: int, mesh: DeviceMesh) -> None:
+def hidden_states_of(output: Any) -> tuple[Tensor | None, ...]:
+    """The `hidden_states` of a transformers ModelOutput; none where the output has none."""
+    states = getattr(output, "hidden_states", None)
+    return states if isinstance(states, tuple) else ()
+
+
+def gather_hidden_states(output: Any, inner: Sequence[tuple[Tensor, int]], seq_dim: int, mesh: DeviceMesh) -> None:
     """Make a model output's `hidden_states` what the unsharded model returns: gather the sequence shards of the inner
     layers. Their gradients are already complete.
 
     Args:
         output: a transformers ModelOutput; changed in place. What has no `hidden_states` is left alone.
-        length: the length of a whole sequence.
+        inner: those that the layers returned, with the length of their whole sequence. Others are left alone.
     """
-    states = getattr(output, "hidden_states", None)
-    if not isinstance(states, tuple):
-        return
 
     def whole(state: Tensor | None) -> Tensor | None:
-        if state is None:
-            return None
+        length = next((length for one, length in inner if one is state), None)
+        if state is None or length is None:
+            return state
         if state.shape[seq_dim] == length:  # the last one, gathered by the final norm for the head
             return move(state, mesh, R, I)
         return move(state, mesh, V(seq_dim), I)
 
-    output["hidden_states"] = tuple(whole(state) for state in states)
+    if inner and (states := hidden_states_of(output)):
+        output["hidden_states"] = tuple(whole(state) for state in states)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,21 @@ class PartialEmbedding:
         self.pending: dict[str, int] = {}  # embedding -> its partial sums that no block input took yet
         self.complete = False
         self.length: int | None = None  # of the whole sequence, noted by the block input
+        self.outermost: str | None = None  # the module whose forward holds all that runs now
+        self.states: list[tuple[Tensor, int]] = []  # hidden states that leave that forward, and the length of their whole sequence
+
+    def enter(self, name: str) -> None:
+        """Called where the forward of the module around both ends begins, or of one around that. Not in backward, where a checkpoint
+        runs it again without those around it."""
+        if self.outermost is None and _current_graph_task_id() == -1:
+            self.outermost = name
+
+    def leave(self, name: str) -> list[tuple[Tensor, int]]:
+        """Called where such a forward ends, by an exception too: of the outermost, the hidden states that leave it."""
+        if self.outermost != name:
+            return []
+        self.outermost, states, self.states = None, self.states, []
+        return states
 
     def begin(self) -> None:
         self.running = True
@@ -70,9 +85,12 @@ class PartialEmbedding:
         self.complete = False
         self.length = None
 
-    def end(self) -> None:
+    def end(self, states: Sequence[Tensor | None]) -> None:
+        """Called with the hidden states that the forward returns: code of the model that reads them reads them split."""
         self.running = False
         self.pending.clear()
+        if self.length is not None:
+            self.states += [(state, self.length) for state in states if state is not None]
 
     def keeps_partial(self, source: str) -> bool:
         """Called by an embedding with its name: whether to return its partial sum without a reduction."""
@@ -117,11 +135,13 @@ class Shared:
 
     Args:
         link: where the plan has a `split_seq_input` rule.
+        around: the module around both of its ends, and those around that.
         waiting: by variant and module, what is reduced with its own partial sum.
         reads: by module, what is moved once in each call of it for all that read it there.
     """
 
     regime: Regime
     link: PartialEmbedding | None = None
+    around: frozenset[str] = frozenset()
     waiting: Mapping[tuple[str, str | None], Waiting] = field(default_factory=dict)
     reads: Mapping[str | None, SharedReads] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from .buffer_shares import OwnBuffers
 from .failures import at_module
 from .forward import wrap_forward
 from .means import Means
-from .outputs import gather_hidden_states
+from .outputs import gather_hidden_states, hidden_states_of
 from .own_experts import OwnExperts
 from .own_heads import own_heads
 from .parameters import LocalParameters, ParametersBelow, distribute
@@ -130,13 +130,15 @@ class ModuleStyle(ParallelStyle):
     def _hook(self, module: nn.Module, mesh: DeviceMesh) -> None:
         programs = self.programs.values()
         if any(pr.link == "scope" for pr in programs):
-            self._hook_scope(module, mesh)
+            self._hook_scope(module)
+        if self.program.name in self.shared.around:
+            self._hook_around(module, mesh)
         if any(pr.enter or pr.slices for pr in programs):
             module.register_forward_pre_hook(Enter(module, self.programs, self.shared, mesh), with_kwargs=True)
         if any(acts(pr) for pr in programs):
             module.register_forward_hook(Leave(module, self.programs, self.shared, mesh), with_kwargs=True)
 
-    def _hook_scope(self, module: nn.Module, mesh: DeviceMesh) -> None:
+    def _hook_scope(self, module: nn.Module) -> None:
         link = self.shared.link
         assert link is not None
 
@@ -144,9 +146,20 @@ class ModuleStyle(ParallelStyle):
             link.begin()
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
-            link.end()
-            if link.length is not None and output is not None:
-                gather_hidden_states(output, link.length, link.seq_dim, mesh)
+            link.end(hidden_states_of(output))
+
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end, always_call=True)
+
+    def _hook_around(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        link, name = self.shared.link, self.program.name
+        assert link is not None
+
+        def begin(module: nn.Module, args: Any) -> None:
+            link.enter(name)
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            gather_hidden_states(output, link.leave(name), link.seq_dim, mesh)
 
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end, always_call=True)
