@@ -64,7 +64,7 @@ class PartialEmbedding:
         self.complete = False
         self.length: int | None = None  # of the whole sequence, noted by the block input
         self.outermost: str | None = None  # the module whose forward holds all that runs now
-        self.states: list[tuple[Tensor, int]] = []  # hidden states that leave that forward, and the length of their whole sequence
+        self.states: list[tuple[Tensor, int]] = []  # hidden states in it, and the length of their whole sequence
 
     def enter(self, name: str) -> None:
         """Called where the forward of the module around both ends begins, or of one around that. Not in backward, where a checkpoint
