@@ -90,6 +90,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
             **{f"<|visual token {i:06}|>": 10 + i for i in range(BOOK)},
         },
     },
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "gemma4": {"vision_config": {}},
     "gemma4_unified": {"vision_config": {}},
     "glm46v": GLM,
@@ -122,6 +123,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "minicpmv4_6": PLACES,
     "minicpmv4_7": PLACES,
     "ministral": {"head_dim": 128},
+    "moonshine_streaming": {"num_key_value_heads": 8},
     "nemotron": {"num_key_value_heads": 8},
     "molmo2": {"adapter_config": {"text_hidden_size": 4096}},
     "nemotron_h_omni": PLACES | {"audio_token_id": 9},
@@ -189,13 +191,20 @@ def find(name: str) -> FoundModel:
         config.architectures = [name]
     for field, value in UNDRAWN.items():
         if hasattr(config, field):
-            setattr(config, field, value)
+            setattr(config, field, _as(getattr(config, field), value))
     vision, text = getattr(config, "vision_config", None), text_config(config)
     if getattr(
         vision, "out_hidden_size", None
     ):  # some defaults hand on features that the default text model cannot take
         vision.out_hidden_size = text.hidden_size
     return find_any(config)
+
+
+def _as(before: Any, value: Any) -> Any:
+    """A value in the form of the one before: of each stage, or a whole number."""
+    if isinstance(before, (list, tuple)):
+        return type(before)(value for _ in before)
+    return int(value) if type(before) is int else value
 
 
 @lru_cache(maxsize=1)

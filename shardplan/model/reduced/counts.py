@@ -71,6 +71,7 @@ def small_head_dims(
     values: Iterable[int],
     parts: Iterable[tuple[int, float]] = (),
     suits: Callable[[Mapping[int, int]], bool] = lambda small: True,
+    least: int = 8,
 ) -> dict[int, int]:
     """Small head dims, all by the same factor, so that sums (no-rope and rope parts) are kept.
 
@@ -78,6 +79,7 @@ def small_head_dims(
         values: the head dims.
         parts: (head dim, fraction of it that is rotary): this many dims, rounded down, must stay even.
         suits: a condition on the result, if some result fulfils it.
+        least: what the smallest becomes at least.
     """
     values = sorted({v for v in values if v > 0})
     if not values:
@@ -85,6 +87,8 @@ def small_head_dims(
     parts = [(dim, fraction) for dim, fraction in parts if 0 < fraction < 1]
     even: list[dict[int, int]] = []
     for smallest in (8, 10, 12, 14, 16, 18, 20, 24, 32, 40, 48, 64, 80, 96, 128):
+        if smallest < least:
+            continue
         if smallest >= values[0]:
             break
         scaled = [v * smallest / values[0] for v in values]

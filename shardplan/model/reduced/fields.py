@@ -14,10 +14,12 @@ Role = Literal[
     "layers",
     "first_layers",
     "last_layers",
+    "sparse_layers",
     "layer_indices",
     "heads",
     "head_dim",
     "width",
+    "share",
     "factor",
     "hidden",
     "vocabulary",
@@ -57,7 +59,8 @@ NAMES: dict[Role, str] = {
     "first_layers": r"first_k_dense_replace|num_dense_layers|moe_layer_start_index|n_dense_layers"
     r"|max_window_layers|n_hash_layers|num_hash_layers",
     "last_layers": r"num_kv_shared_layers",
-    "layers": r"num_hidden_layers|n_layers?|num_layers|layers|(encoder|decoder)_layers|num_(encoder|decoder)_layers"
+    "sparse_layers": r"num_sparse_(encoder|decoder)_layers",
+    "layers": r"((encoder|decoder)_)?num_hidden_layers|n_layers?|num_layers|layers|(num_)?(encoder|decoder)_layers"
     r"|num_blocks|num_layers_per_stack|depth|num_global_layers",
     "mamba_heads": r"mamba_n_heads|mamba_num_heads|n_mamba_heads",
     "mamba_head_dim": r"mamba_d_head|mamba_head_dim|mamba_headdim",
@@ -67,10 +70,12 @@ NAMES: dict[Role, str] = {
     "head_dim": r"(.*_)?(head_dim|head_size|kv_channels|attention_channels)|qk_head_dim|d_head|d_kv|dim_head"
     r"|rotary_dim|query_pre_attn_scalar",
     "hidden": r"hidden_size|d_model|n_embd|emb_dim|embedding_dim",
+    "image": r"image_size|image_embedding_size",
     "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size)"
-    r"|(.*_)?(embed_dim|proj_dim|mid_dim|lowrank|mlp_dim)|(projector|vision)_(input|output)_dim|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
+    r"|(.*_)?(embed_dim|hidden_dim|proj_dim|mid_dim|lowrank|mlp_dim)|(projector|vision)_(input|output)_dim|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
     r"|dim_ff|lru_width|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank"
-    r"|adapter_(in|out)_dim|adapter_input_size|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
+    r"|intra_bottleneck_size|true_hidden_size|adapter_(in|out)_dim|adapter_input_size|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
+    "share": r"coordinate_size|shape_size",
     "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",
     "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"
     r"|context_length|max_sequence_length|model_max_length",
@@ -86,7 +91,6 @@ NAMES: dict[Role, str] = {
     "groups": r"n_group|num_expert_group",
     "top_groups": r"topk_group",
     "state": r"(mamba_d_|ssm_)?state(_size)?|mamba_d_state|time_step_rank|mamba_dt_rank",
-    "image": r"image_size",
     "patch": r"patch_size",
     "image_tokens": r"mm_tokens_per_image",
     "queries": r"num_query_tokens|latent_query_num",

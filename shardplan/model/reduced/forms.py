@@ -54,10 +54,11 @@ def first_running(model: nn.Module, candidates: Sequence[Make]) -> Make:
     error is the one that is said."""
     if len(candidates) == 1:
         return candidates[0]
-    return next((one for one in candidates if _runs(model, one(0))), candidates[0])
+    return next((one for one in candidates if runs(model, one(0))), candidates[0])
 
 
-def _runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+def runs(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
+    """Whether a model runs with some inputs, to finite results."""
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     given = {n: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in inputs.items()}
     try:

@@ -15,6 +15,7 @@ from .fields import role
 Signature = tuple[tuple[Any, ...], ...]
 Listings = list[tuple[str, tuple[str, ...]]]
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
+PART = re.compile(r"[._]\d+(?=\.|$)")  # also of a dictionary: `expert_0`
 SERIAL = 4  # an integer with more values than this over the layers counts them; it is no difference in kind
 
 
@@ -101,7 +102,7 @@ def skeleton(tree: ModuleTree, names: Iterable[str], layers: Iterable[int]) -> l
     return [
         frozenset(
             (
-                NUMBER.sub(".*", name),
+                PART.sub(".*", name),
                 class_name,
                 tuple((p, len(shape)) for p, shape in parameters),
             )

@@ -18,6 +18,7 @@ LINKS = re.compile(
     r"(.*_)?(hidden_size(_global)?|projection_size|dim|channels|hidden_dim)"
 )
 OWN = ("hidden_size", "d_model", "embed_dim", "head_dim", "n_embd")
+HALF = "num_pos_feats"  # sines, of which there are as many cosines
 SMALLEST = 64  # smaller numbers are equal by chance
 
 
@@ -44,7 +45,7 @@ def link(config: PreTrainedConfig, data: dict[str, Any], text: PreTrainedConfig)
     models.sort(key=lambda p: p.config is not text)  # the text model's where several are equal
     for part in found:
         for name, value in vars(part.config).items():
-            if name in part.data and LINKS.fullmatch(name) and role(name) in (None, "width"):
+            if name in part.data and (LINKS.fullmatch(name) or name == HALF) and role(name) in (None, "width"):
                 follows = _following(part, name, models)
                 part.data[name] = _each(value, part.data[name], follows)
 
@@ -68,6 +69,8 @@ def _following(part: _Part, name: str, models: list[_Part]) -> Callable[[Any, An
                 return new
         for model in order:
             hidden, new = hidden_size(model.config), _small_hidden(model)
+            if name == HALF and new is not None and hidden == 2 * value:
+                return new // 2
             for many, few in _joined(model):
                 if new is not None and hidden is not None and many > 1 and value == many * hidden:
                     return few * new

@@ -23,6 +23,7 @@ from .images import Fitting
 from .pictures import BATCH
 
 IGNORED = -100  # the label that the losses of transformers and torch ignore
+CHARACTERS = 128  # ids of a model without a vocabulary, which hashes them
 CHOICES = 2  # texts of a row, of which one is the answer
 
 Padding = Literal["left", "right"]
@@ -69,7 +70,7 @@ def text_inputs(
     text = text_config(config)
     generator = torch.Generator().manual_seed(seed)
     special = set(special_tokens(config))
-    rows = int(getattr(text, "unpadded_vocab_size", None) or text.vocab_size)
+    rows = int(getattr(text, "unpadded_vocab_size", None) or getattr(text, "vocab_size", None) or CHARACTERS)
     allowed = torch.tensor([i for i in range(rows) if i not in special])
     shape = (BATCH, CHOICES, seq_len) if labels == "choice" else (BATCH, seq_len)
     wanted = prod(shape)

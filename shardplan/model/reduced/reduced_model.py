@@ -18,6 +18,7 @@ from shardplan.model.model_findings import reason, refuse
 
 from .code_numbers import completed
 from .feeding import feeding
+from .forms import runs
 from .model_inputs import Padding, sequence_length
 from .named_reduced import named_by_user
 from .own_copies import checked, inputs_of, module_maker, not_callable
@@ -25,6 +26,7 @@ from .precision import cast, without_half
 from .reduced_codes import NOT_RUNNING
 from .reduced_transformers import live, maker, original_of, reduced_config_of
 from .routed_experts import reaching
+from .scale import HEAD_DIMS
 from .weights import without_noise
 
 
@@ -158,19 +160,58 @@ def make_reduced_model(
         return _of_named(named, name, tp, seed, dtype, inputs, options)
     found = live(module, config, cls, name) if own_code else None
     config = completed(config, module)
-    reduced_config, kept, adapted = reduced_config_of(
-        config, cls, tree, adapters, name, found, tp=tp, ep=ep, tied=tied, heads_times=heads_times, least=layers
-    )
-    build = maker(cls, reduced_config, adapted, seed, {"dtype": dtype, **options})
-    if tied is not None and bool(tree_of(build()).tied) != tied:
-        raise ValueError(f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie")
-    fed = feeding(build(), reduced_config, seq_len, name, inputs)
 
-    def make(weights: int) -> Callable[[], nn.Module]:
-        return maker(cls, reduced_config, adapted, weights, {"dtype": dtype, **options})
+    def of_heads(head_dim: int) -> tuple[ReducedModel, bool]:
+        """The reduced model, and whether it runs."""
+        reduced_config, kept, adapted = reduced_config_of(
+            config,
+            cls,
+            tree,
+            adapters,
+            name,
+            found,
+            tp=tp,
+            ep=ep,
+            tied=tied,
+            heads_times=heads_times,
+            head_dim=head_dim,
+            least=layers,
+        )
 
-    build = reaching(make, seed, fed.feed(fed.kinds[0], 0, None), reduced_config)
-    return ReducedModel(name, tp, seq_len, reduced_config, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+        def make(weights: int) -> Callable[[], nn.Module]:
+            return maker(cls, reduced_config, adapted, weights, {"dtype": dtype, **options})
+
+        model = make(seed)()
+        if tied is not None and bool(tree_of(model).tied) != tied:
+            raise ValueError(
+                f"{name} cannot be built with tied={tied}: {cls.__name__} has no embedding and head to tie"
+            )
+        fed = feeding(model, reduced_config, seq_len, name, inputs)
+        given = fed.feed(fed.kinds[0], 0, None)
+        build = reaching(make, seed, given, reduced_config)
+        made = ReducedModel(name, tp, seq_len, reduced_config, fed.kinds, kept.layers, build, fed.feed, fed.unseen)
+        return made, runs(model, given)
+
+    return _first_running(of_heads)
+
+
+def _first_running(of_heads: Callable[[int], tuple[ReducedModel, bool]]) -> ReducedModel:
+    """The reduced model of the first head dim with which it can be made and runs; where it runs with none, the first that can be
+    made, and where there is none, the first refusal."""
+    found, refused = None, None
+    for head_dim in HEAD_DIMS:
+        try:
+            made, running = of_heads(head_dim)
+        except PlanError as error:
+            refused = refused or error
+            continue
+        found = found or made
+        if running:
+            return made
+    if found is None:
+        assert refused is not None, "each head dim is made or refused"
+        raise refused
+    return found
 
 
 def _own_attention(config: PreTrainedConfig | None) -> str | None:

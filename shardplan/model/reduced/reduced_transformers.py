@@ -27,6 +27,7 @@ from .model_inputs import labels_of, sequence_length
 from .own_copies import LARGEST, not_carried
 from .reduced_adapters import Adapters, adapt, adapters_of
 from .reduced_codes import NO_REDUCED_MODEL
+from .scale import HEAD_DIMS
 from .shrink import reduced_config
 from .weights import randomise
 
@@ -90,6 +91,7 @@ def reduced_config_of(
     ep: int = 1,
     tied: bool | None,
     heads_times: int = 1,
+    head_dim: int = HEAD_DIMS[0],
     least: int = 1,
 ) -> tuple[PreTrainedConfig, Kept, Adapting]:
     """The reduced configuration, the layers that it keeps (the fewest whose modules match the original's), and the function
@@ -103,7 +105,14 @@ def reduced_config_of(
     for kept in candidates(tree, count, vars(text), others, least):
         try:
             reduced = reduced_config(
-                config, tp=tp, ep=ep, seq_len=sequence_length(tp), kept=kept, tied=tied, heads_times=heads_times
+                config,
+                tp=tp,
+                ep=ep,
+                seq_len=sequence_length(tp),
+                kept=kept,
+                tied=tied,
+                heads_times=heads_times,
+                head_dim=head_dim,
             )
             if labels_of(cls) == "class" and text_config(reduced).pad_token_id is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding

@@ -19,6 +19,8 @@ from .pictures import parts
 from .state_spaces import ranks_of_a_group, small_state_heads
 
 READ = "vision_feature_layer"
+# What head dims are at least, in the order in which it is tried: code may divide the hidden size by more than the heads.
+HEAD_DIMS = (8, 12, 16)
 VOCABULARY = 64  # rows of the small embedding, and at least 16 per rank
 
 
@@ -37,6 +39,7 @@ class Scale:
         positions: the most positions, or None to leave them.
         state_heads: heads of state space layers, and their groups: original -> small.
         group_ranks: how many ranks share a group of these heads.
+        head_dim: what head dims are at least.
     """
 
     tp: int
@@ -53,6 +56,7 @@ class Scale:
     ep: int = 1
     state_heads: Mapping[int, int] = field(default_factory=dict)
     group_ranks: int = 1
+    head_dim: int = HEAD_DIMS[0]
 
 
 def scale_of(
@@ -63,11 +67,13 @@ def scale_of(
     kept: Kept,
     limits: tuple[float, float] = WIDTHS_OF_HIDDEN,
     heads_times: int = 1,
+    head_dim: int = HEAD_DIMS[0],
 ) -> Scale:
     """Chooses the small values for the model that `config` describes; token ids are those of the `whole`.
 
     Args:
         heads_times: how many times as many heads as usual.
+        head_dim: what head dims are at least.
     """
     by_role: dict[Role, set[int]] = {}
     for name, value in _numbers(config):
@@ -96,7 +102,7 @@ def scale_of(
             return True
         return main_heads * main_dim != hidden or same_relation(heads[main_heads] * small[main_dim], hidden, tp)
 
-    head_dims = small_head_dims(dims, [(main_dim, part) for part in _rotary_parts(config)], keeps_product)
+    head_dims = small_head_dims(dims, [(main_dim, part) for part in _rotary_parts(config)], keeps_product, head_dim)
     small_hidden = _small_hidden(hidden, main_heads, main_dim, heads, head_dims, tp)
     widths = small_widths(by_role.get("width", ()), (hidden, small_hidden), tp, limits) if hidden else {}
     vocabulary = _small_vocabulary(by_role.get("vocabulary", set()), tp)
@@ -114,6 +120,7 @@ def scale_of(
         None if _scales_positions(config) else max(128, 2 * seq_len),
         state_heads=state_heads,
         group_ranks=ranks_of_a_group(by_role.get("mamba_groups", ()), tp),
+        head_dim=head_dim,
     )
 
 
@@ -176,7 +183,8 @@ def _per_layer(config: PreTrainedConfig) -> dict[str, dict[str, Any]]:
 
 def tower_scale(config: PreTrainedConfig, whole: PreTrainedConfig, outer: Scale) -> Scale:
     """The small values for a model beside the text model."""
-    scale = scale_of(config, config, outer.tp, outer.seq_len, tower_layers(config, whole), WIDTHS_OF_TOWER)
+    kept = tower_layers(config, whole)
+    scale = scale_of(config, config, outer.tp, outer.seq_len, kept, WIDTHS_OF_TOWER, head_dim=outer.head_dim)
     return replace(scale, tokens=outer.tokens)
 
 
@@ -200,7 +208,7 @@ def tower_layers(config: PreTrainedConfig, whole: PreTrainedConfig) -> Kept:
 
 def hidden_size(config: PreTrainedConfig) -> int | None:
     """The width of the model's stream; `hidden_size` is a tower's result where it has an `embed_dim` beside it."""
-    hidden = config_value(config, "hidden_size", config_value(config, "d_model"))
+    hidden = config_value(config, "hidden_size", config_value(config, "d_model", config_value(config, "hidden_dim")))
     inside = vars(config).get("embed_dim")
     if is_size(hidden) and is_size(inside) and "hidden_size" in vars(config):
         return inside

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from .counts import like
 from .fields import Role, role
 from .layers import Kept
 from .linked_widths import link
-from .scale import Scale, hidden_size, is_size, scale_of, tower_scale
+from .scale import HEAD_DIMS, Scale, hidden_size, is_size, scale_of, tower_scale
 from .state_spaces import state_space_widths
 from .vision_fields import images, read_layers
 
@@ -39,6 +40,7 @@ def reduced_config(
     kept: Kept,
     tied: bool | None = None,
     heads_times: int = 1,
+    head_dim: int = HEAD_DIMS[0],
 ) -> PreTrainedConfig:
     """A configuration of the same class with small numbers.
 
@@ -50,12 +52,13 @@ def reduced_config(
         kept: the layers of the text model to keep.
         tied: whether embedding and head share their weight; None: as the original.
         heads_times: how many times as many heads as usual.
+        head_dim: what head dims are at least.
 
     Raises:
         Exception: whatever the configuration's class raises on a combination that it refuses.
     """
     text = text_config(config)
-    scale = replace(scale_of(text, config, tp, seq_len, kept, heads_times=heads_times), ep=ep)
+    scale = replace(scale_of(text, config, tp, seq_len, kept, heads_times=heads_times, head_dim=head_dim), ep=ep)
     data = _shrunk(config, scale, text)
     if tied is not None:
         data["tie_word_embeddings"] = tied
@@ -103,9 +106,22 @@ def _shrunk(config: PreTrainedConfig, scale: Scale, text: PreTrainedConfig) -> d
             }
         else:
             data[name] = _field(data[name], scale, name)
+    for name in _computed(config):
+        del data[name]
     state_space_widths(data, config, scale.widths, scale.hidden, scale.tp)
-    images(data, config)
+    images(data, config, alone=config is text)
     return data
+
+
+def _computed(config: PreTrainedConfig) -> set[str]:
+    """Numbers without a role that the class computes from its fields: no argument has their name, and they are there without one. Of
+    the small fields it computes others."""
+    arguments = inspect.signature(type(config).__init__).parameters
+    found = {n for n, v in vars(config).items() if n not in arguments and type(v) is int and role(n) in (None, "image")}
+    try:
+        return found & vars(type(config)()).keys() if found else found
+    except Exception:  # of a class without defaults
+        return set()
 
 
 def _is_model(config: PreTrainedConfig, scale: Scale) -> bool:
@@ -194,6 +210,16 @@ def _layer_indices(value: Any, scale: Scale, name: str) -> Any:
     return scale.kept.indices(value) if isinstance(value, (list, tuple)) else value
 
 
+def _sparse_layers(value: Any, scale: Scale, name: str) -> Any:
+    """At least one; which layers they are follows from how many there are of all."""
+    return max(1, value * len(scale.kept.layers) // scale.kept.count) if is_size(value) else value
+
+
+def _share(value: Any, scale: Scale, name: str) -> Any:
+    """The widths of parts that are joined to the hidden size: the same share of it."""
+    return value if scale.hidden is None else max(1, value * scale.widths[scale.hidden] // scale.hidden)
+
+
 def _first_layers(value: Any, scale: Scale, name: str) -> Any:
     return scale.kept.before(value) if isinstance(value, int) else value
 
@@ -229,10 +255,12 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "first_layers": _first_layers,
     "last_layers": _last_layers,
     "layers": _layers,
+    "sparse_layers": _sparse_layers,
     "heads": _mapped("heads"),
     "head_dim": _mapped("head_dims"),
     "hidden": _mapped("widths"),
     "width": _mapped("widths"),
+    "share": _share,
     "vocabulary": _mapped("vocabulary"),
     "positions": _positions,
     "window": _capped(lambda scale: scale.seq_len // 2 - 1),

@@ -12,14 +12,22 @@ from .pictures import parts
 from .scale import READ, is_size, tower_layers
 
 PATCH = 4  # pixels
-SIDE = 4  # patches
+SIDE, ODD_SIDE = 4, 3  # patches
+WINDOW = 2  # patches, in which attention looks around
 BLOCKS = 2  # of each stage: with shifted windows and without
 HEAD_DIM = 8
 
 
-def images(data: dict[str, Any], config: PreTrainedConfig) -> None:
+def images(data: dict[str, Any], config: PreTrainedConfig, alone: bool) -> None:
     """An image becomes 4 x 4 patches (or as few as it had), pooled to 2 x 2 tokens where tokens were
-    pooled."""
+    pooled.
+
+    Args:
+        data: the fields made small; changed.
+        config: the original.
+        alone: it is no part of another. An odd side becomes 3 x 3 patches then, as the number of all positions, those that are no
+            patch among them, is to have its relation to tp: all odd squares are one more than a multiple of eight.
+    """
     sides: dict[int, int] = {}
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PreTrainedConfig))):
         image, patch = _side(getattr(part, "image_size", None)), _side(getattr(part, "patch_size", None))
@@ -27,9 +35,10 @@ def images(data: dict[str, Any], config: PreTrainedConfig) -> None:
             sides[id(part)] = image // patch
     patch = _side(data.get("patch_size"))
     if id(config) in sides:
-        for name, side in (("patch_size", PATCH), ("image_size", PATCH * min(SIDE, sides[id(config)]))):
+        most = ODD_SIDE if alone and sides[id(config)] % 2 else SIDE
+        for name, side in (("patch_size", PATCH), ("image_size", PATCH * min(most, sides[id(config)]))):
             data[name] = [side, side] if isinstance(data[name], (list, tuple)) else side
-    elif patch and isinstance(data["patch_size"], int):
+    elif patch and isinstance(data["patch_size"], int) and not any(name.endswith("_stride") for name in data):
         data["patch_size"] = PATCH
     window = getattr(config, "window_size", None)
     if patch and isinstance(window, int) and window > patch and window % patch == 0:  # in pixels
@@ -90,7 +99,15 @@ def _stages(data: dict[str, Any], config: PreTrainedConfig) -> None:
         return
     data["depths"] = [min(depth, BLOCKS) for depth in depths]
     lists = {n: v for n, v in vars(config).items() if isinstance(v, (list, tuple)) and len(v) == len(depths)}
-    heads = next((v for n, v in lists.items() if role(n) == "heads" and all(is_size(one) for one in v)), None)
+    of_heads = [n for n, v in lists.items() if role(n) == "heads" and all(is_size(one) for one in v)]
+    heads = lists[of_heads[0]] if of_heads else None
+    data.update({name: list(lists[name]) for name in of_heads})
+    side, window = _side(getattr(config, "image_size", None)), getattr(config, "window_size", None)
+    patch, halvings = _side(getattr(config, "patch_size", None)), 2 ** (len(depths) - 1)
+    if side and patch and is_size(window) and side // patch % (window * halvings) == 0:  # windows in each stage
+        small = WINDOW * halvings * PATCH
+        data["window_size"] = WINDOW
+        data["image_size"] = [small, small] if isinstance(config.image_size, (list, tuple)) else small
     for name, value in vars(config).items():
         widths = value if name in lists else [value]
         if role(name) not in ("width", "hidden") and name != "hidden_sizes":

@@ -1,0 +1,100 @@
+"""Numbers of a configuration that code ties to each other are tied in the reduced one too, so that its model runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, CanineConfig, PreTrainedConfig
+
+from shardplan.model.reduced import make_reduced_model
+from shardplan.model.reduced.layers import Kept
+from shardplan.model.reduced.model_inputs import CHARACTERS, text_inputs
+from shardplan.model.reduced.outcome import results_of
+from shardplan.model.reduced.shrink import reduced_config
+from tests.model_settings import find
+
+
+def small(model_type: str, kept: Kept, **options: Any) -> PreTrainedConfig:
+    """The reduced configuration of a type's defaults."""
+    return reduced_config(AutoConfig.for_model(model_type), tp=2, seq_len=16, kept=kept, **options)
+
+
+def test_numbers_that_the_class_computes_are_computed_again():
+    config = small("bros", Kept(12, (0, 1)), head_dim=16)
+    assert 4 * config.dim_bbox * config.dim_bbox_sinusoid_emb_1d == config.hidden_size == 64
+
+
+def test_widths_that_are_joined_keep_their_share():
+    config = small("layoutlmv3", Kept(12, (0, 1)), head_dim=12)
+    assert 4 * config.coordinate_size + 2 * config.shape_size == config.hidden_size == 48
+
+
+def test_a_bottleneck_is_narrower():
+    config = small("mobilebert", Kept(24, (0, 1)))
+    assert config.true_hidden_size == config.intra_bottleneck_size < config.hidden_size
+
+
+def test_both_sides_have_as_many_layers():
+    config = small("moonshine", Kept(6, (0, 1)))
+    assert config.encoder_num_hidden_layers == config.decoder_num_hidden_layers == 2
+
+
+def test_sparse_layers_stay_where_they_are():
+    config = small("switch_transformers", Kept(12, (0, 1, 2)))
+    steps = (config.encoder_sparse_step, config.decoder_sparse_step)
+    assert steps == (3, 3)  # the second of each three is sparse; of the original's, the second of each four
+
+
+@pytest.mark.parametrize("kind", ["pvt", "swin"])
+def test_the_heads_of_each_stage_divide_its_width(kind):
+    config = small(kind, Kept(4, (0, 1, 2, 3)))
+    heads = config.num_heads if kind == "swin" else config.num_attention_heads
+    widths = [config.embed_dim * 2**i for i in range(4)] if kind == "swin" else config.hidden_sizes
+    assert all(width % count == 0 for width, count in zip(widths, heads, strict=True))
+
+
+def test_windows_fit_each_stage():
+    config = small("swin", Kept(4, (0, 1, 2, 3)))
+    assert config.image_size == config.patch_size * config.window_size * 2**3
+
+
+def test_half_of_another_parts_width():
+    config = small("sam", Kept(1, (0,)))
+    assert 2 * config.vision_config.num_pos_feats == config.prompt_encoder_config.hidden_size == 32
+    assert config.prompt_encoder_config.image_embedding_size == 4
+
+
+def test_a_tower_whose_width_is_its_hidden_dim():
+    assert small("granite_speech", Kept(32, (0, 1))).encoder_config.hidden_dim < 128
+
+
+@pytest.mark.parametrize(("kind", "side"), [("clip_vision_model", 3), ("vit", 4)])
+def test_a_picture_alone_has_an_odd_side_where_it_had_one(kind, side):
+    """With the class's position tp divides the positions of the one and not those of the other, as of the large ones: 50 and 197."""
+    config = small(kind, Kept(12, (0, 1)))
+    assert config.image_size == side * config.patch_size
+
+
+def test_patches_with_strides_of_their_own_keep_their_size():
+    kind = "audio-spectrogram-transformer"
+    assert small(kind, Kept(12, (0, 1))).patch_size == AutoConfig.for_model(kind).patch_size
+
+
+def test_a_model_without_a_vocabulary_reads_characters():
+    assert text_inputs(CanineConfig(), None, 16, 0, None)["input_ids"].max() < CHARACTERS
+
+
+HEADS = "LiltModel"  # its head dim is tried until six places of a box fill the hidden size
+DICTIONARY = "SwitchTransformersModel"  # its experts are in a dictionary, and fewer
+SLOW = ("BrosModel", "CanineModel", "GraniteSpeechModel", "LayoutLMv3Model", "MobileBertModel", "MoonshineModel")
+SLOW += ("PvtModel", "SamModel", "SwinModel")
+
+
+@pytest.mark.parametrize(
+    "name", [HEADS, DICTIONARY, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in SLOW)]
+)
+def test_the_reduced_model_runs(name):
+    reduced = make_reduced_model(find(name), tp=2)
+    with torch.no_grad():
+        results = results_of(reduced.build()(**reduced.inputs()))
+    assert results and all(bool(result.isfinite().all()) for result in results.values())
