@@ -184,6 +184,12 @@ FORMS = {  # class -> its small configuration, and the shapes that its inputs ha
         {"pixel_values": (2, 4, 3, 16, 16)},
     ),
     "PatchTSTModel": (transformers.PatchTSTConfig(num_hidden_layers=2, d_model=64), {"past_values": (2, 32, 1)}),
+    "VJEPA2Model": (transformers.VJEPA2Config(frames_per_clip=4), {"pixel_values_videos": (2, 4, 3, 16, 16)}),
+    "ImageGPTForImageClassification": (
+        transformers.ImageGPTConfig(n_embd=64, n_layer=2, n_head=4, n_positions=64),
+        {"input_ids": (2, 16), "labels": (2,)},
+    ),
+    "MimiModel": (transformers.MimiConfig(upsampling_ratios=[4, 2]), {"input_values": (2, 1, 128)}),
     "ViltModel": (transformers.ViltConfig(**SMALL), {"input_ids": (2, 16), "pixel_values": (2, 3, 16, 16)}),
 }
 

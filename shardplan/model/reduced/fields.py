@@ -74,7 +74,8 @@ NAMES: dict[Role, str] = {
     "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size)"
     r"|(.*_)?(embed_dim|hidden_dim|proj_dim|mid_dim|lowrank|mlp_dim)|(projector|vision)_(input|output)_dim|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
     r"|dim_ff|lru_width|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank"
-    r"|intra_bottleneck_size|true_hidden_size|adapter_(in|out)_dim|adapter_input_size|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim",
+    r"|intra_bottleneck_size|true_hidden_size|adapter_(in|out)_dim|adapter_input_size|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim"
+    r"|num_filters",
     "share": r"coordinate_size|shape_size",
     "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",
     "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"

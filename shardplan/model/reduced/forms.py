@@ -27,6 +27,7 @@ KINDS = {
     "input_values": "audio",
     "audio_mel": "audio",
     "pixel_values": "picture",
+    "pixel_values_videos": "video",
     "flattened_patches": "picture",
     "hidden_states": "picture",
     "past_values": "series",
@@ -37,6 +38,7 @@ TOWER = {
     "image_grid_thw": ("grid_thw", "grid_thws", "image_grid_thw"),
     "image_position_ids": ("pixel_position_ids", "image_position_ids"),
     "image_grid_hw": ("grid_hw", "image_grid_hw"),
+    "image_merge_sizes": ("merge_sizes", "image_merge_sizes"),
     "pixel_values": ("pixel_values", "hidden_states"),
 }
 GRIDS = TOWER["image_grid_thw"]
@@ -76,7 +78,7 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
         seq_len: how many positions the model has from it, where the configuration lets this be chosen.
     """
     accepted = inspect.signature(model.forward).parameters
-    if KINDS[main] == "picture":
+    if KINDS[main] in ("picture", "video"):
         return list(_pictures(config, main, accepted))
     if main == "input_values":
         return list(_waves(config, seq_len, accepted))
@@ -130,7 +132,7 @@ def _numbers(config: PreTrainedConfig, *names: str) -> list[int]:
 def _spectrograms(
     model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int, accepted: Mapping[str, Any]
 ) -> Iterator[Form]:
-    """[BATCH, bins, frames], as long as the encoder's table of positions after its convolutions, where there is one;
+    """[BATCH, bins, frames], as long as the encoder's table of positions after its convolutions, where there is one, or as a window;
     [BATCH, frames, bins]; either with a mask of its frames."""
     bins, positions = config_value(config, "num_mel_bins"), config_value(config, "max_source_positions")
     frames = 2 * positions if isinstance(positions, int) else SAMPLES * seq_len
@@ -144,6 +146,7 @@ def _spectrograms(
     for one in widths:
         shapes += [(BATCH, length, one) for length in (SUBSAMPLED * seq_len, seq_len)]
         shapes += [(BATCH, one, length) for length in (frames, SUBSAMPLED * seq_len)]
+        shapes += [(BATCH, one, 2 * half) for half in _numbers(config, "n_window")]
         shapes += [(BATCH, 1, length, one) for length in _numbers(config, "spec_size", "max_length")]
     masks = [n for n in accepted if n.endswith(MASK) and not n.startswith(("decoder", "head", "cross"))]
     for masked in ([], masks[:1]) if masks else ([],):
@@ -198,7 +201,7 @@ def _pictures(config: PreTrainedConfig, main: str, accepted: Mapping[str, Any]) 
                 return dict(zip(names, make(pictures_of(config, seed)), strict=True))
 
             yield made
-    if main != "pixel_values":
+    if not main.startswith("pixel_values"):
         return
     for frames in (*_numbers(config, "num_frames", "frames_per_clip"), FRAMES):
 
@@ -206,7 +209,7 @@ def _pictures(config: PreTrainedConfig, main: str, accepted: Mapping[str, Any]) 
             return {main: pictures_of(config, seed).squares(frames)}
 
         yield film
-    for times in LARGER:
+    for times in LARGER if main == "pixel_values" else ():
 
         def larger(seed: int, times: int = times) -> Arrays:
             one = pictures_of(config, seed)

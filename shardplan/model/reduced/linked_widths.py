@@ -15,7 +15,7 @@ from .scale import hidden_size, is_size
 # What may be another part's width: of projections, not of an MLP's own middle.
 LINKS = re.compile(
     r"(?!.*(intermediate|ffn|mlp|d_ff|inner|position|num_))"
-    r"(.*_)?(hidden_size(_global)?|projection_size|dim|channels|hidden_dim)"
+    r"(.*_)?(hidden_size(_global)?|projection_size|dim|channels|hidden_dim|upsample_groups)"
 )
 OWN = ("hidden_size", "d_model", "embed_dim", "head_dim", "n_embd")
 HALF = "num_pos_feats"  # sines, of which there are as many cosines

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CTC_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
@@ -29,12 +30,15 @@ CHOICES = 2  # texts of a row, of which one is the answer
 Padding = Literal["left", "right"]
 Labels = Literal["next", "class", "classes", "choice", "span", "spoken"]
 SPAN = ("start_positions", "end_positions")
-# The tables of transformers that have the classes with other labels than the next tokens.
-FORMS: dict[Labels, dict[str, Any]] = {
-    "class": MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    "classes": MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-    "choice": MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES,
-    "spoken": MODEL_FOR_CTC_MAPPING_NAMES,
+# The classes of transformers with other labels than the next tokens.
+FORMS: dict[Labels, tuple[Any, ...]] = {
+    "class": (
+        *MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values(),
+        *MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES.values(),
+    ),
+    "classes": (*MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values(),),
+    "choice": (*MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values(),),
+    "spoken": (*MODEL_FOR_CTC_MAPPING_NAMES.values(),),
 }
 
 
@@ -47,7 +51,7 @@ def labels_of(cls: type[nn.Module]) -> Labels | None:
     """The labels of the class's loss: the next tokens, a class per row, a class per token, which text of a row it is, the first and
     the last token of an answer, the tokens that were spoken; None for a class without a loss."""
     for form, classes in FORMS.items():
-        if cls.__name__ in classes.values():
+        if cls.__name__ in classes:
             return form
     taken = inspect.signature(cls.forward).parameters
     if "labels" in taken:

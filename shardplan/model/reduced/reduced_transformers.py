@@ -114,7 +114,7 @@ def reduced_config_of(
                 heads_times=heads_times,
                 head_dim=head_dim,
             )
-            if labels_of(cls) == "class" and text_config(reduced).pad_token_id is None:
+            if labels_of(cls) == "class" and getattr(text_config(reduced), "pad_token_id", 0) is None:
                 text_config(reduced).pad_token_id = 0  # such heads look for the last token that is no padding
             adapted = _adapting(adapters, live, lists, kept)
             plain = _construct(cls, reduced, "meta", 0)
