@@ -139,6 +139,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "axial_pos_embds": False,
     },  # the widths of its two tables add up to the hidden size
     "step3p7": {"text_config": {"sliding_window": 512}},
+    **dict.fromkeys(("wav2vec2-bert", "wav2vec2-conformer"), {"vocab_size": 32}),
     "xmod": {"default_language": "en_XX", "is_decoder": True},
 }
 

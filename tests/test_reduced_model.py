@@ -207,6 +207,14 @@ def test_forms_of_inputs(name):
     assert any(p.grad is not None and p.grad.abs().max() > 1e-6 for p in model.parameters())
 
 
+def test_no_dropout_of_a_class_without_a_field_for_it():
+    """The heads for token classification have one of 0.1: the checks refused them, as a random number that no plan manages."""
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=4, architectures=["LlamaForTokenClassification"])
+    found = found_from_config(config)
+    assert found.tree.modules["dropout"].numbers["p"] == 0.1
+    assert make_reduced_model(found, tp=2).build().dropout.p == 0.0
+
+
 def test_pictures_without_tokens():
     """A model that drops a picture's positions from its logits runs with a picture alone."""
     reduced_model = make_reduced_model(found_from_config(transformers.GitConfig()), tp=2)

@@ -29,7 +29,7 @@ from .reduced_adapters import Adapters, adapt, adapters_of
 from .reduced_codes import NO_REDUCED_MODEL
 from .scale import HEAD_DIMS
 from .shrink import reduced_config
-from .weights import randomise
+from .weights import randomise, without_noise
 
 Adapting = Callable[[nn.Module], nn.Module]  # what puts a model's adapters into a reduced model
 
@@ -42,6 +42,7 @@ def maker(
     @cache
     def first() -> nn.Module:
         made = adapted(_construct(cls, config, "cpu", seed, **options)).train()
+        without_noise(made)  # also what a class has without a field of its configuration
         randomise(made, seed)
         return made
 
