@@ -43,6 +43,7 @@ SIGLIP = {
 }
 HALF = ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [8, 12, 12]}
 GLM = {"text_config": {"rope_parameters": HALF}}
+HUNYUAN = {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 16, 16, 16]}}
 COMPASS = {"rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE}}
 # Ids that a processor's tokenizer has, where a configuration leaves them out.
 PLACES = {"image_token_id": 7, "video_token_id": 8}
@@ -97,6 +98,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "glm4v": GLM,
     "glm4v_moe": {"text_config": {"head_dim": 128}},
     "glm4v_moe_text": {"head_dim": 128},
+    "glm4v_text": {"rope_parameters": HALF},
+    "glm_image": GLM,
+    "glm_image_text": {"rope_parameters": HALF},
     "glmga": GLM,
     "granite4_vision": {
         "deepstack_layer_map": [[-2, 0]],
@@ -106,7 +110,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
-    "hunyuan_vl": {"text_config": {"head_dim": 128, "rope_parameters": ROPE | {"mrope_section": [16, 16, 16, 16]}}},
+    "hunyuan_vl": {"text_config": HUNYUAN},
+    "hunyuan_vl_text": HUNYUAN,
     "instructblip": {"image_token_index": 7},
     "instructblipvideo": {"video_token_index": 7},
     "janus": {

@@ -189,7 +189,14 @@ FORMS = {  # class -> its small configuration, and the shapes that its inputs ha
         transformers.ImageGPTConfig(n_embd=64, n_layer=2, n_head=4, n_positions=64),
         {"input_ids": (2, 16), "labels": (2,)},
     ),
-    "MimiModel": (transformers.MimiConfig(upsampling_ratios=[4, 2]), {"input_values": (2, 1, 128)}),
+    "Blip2QFormerModel": (
+        transformers.Blip2QFormerConfig(**SMALL, encoder_hidden_size=32),
+        {"query_embeds": (2, 16, 32), "encoder_hidden_states": (2, 16, 16)},
+    ),
+    "PocketTTSAudioTokenizerDecoderModel": (
+        transformers.PocketTTSAudioTokenizerDecoderConfig(),
+        {"latents": (2, 32, 16)},
+    ),
     "ViltModel": (transformers.ViltConfig(**SMALL), {"input_ids": (2, 16), "pixel_values": (2, 3, 16, 16)}),
 }
 

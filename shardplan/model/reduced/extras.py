@@ -20,7 +20,7 @@ from .pictures import BATCH
 from .scale import hidden_size
 
 Extra = Callable[[Tensor, int], dict[str, Any]]  # (input_ids [batch, (choices,) sequence], seed) -> arguments
-BESIDE = ("pixel_values", "input_features", "input_values")
+BESIDE = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 FEATURES = ("visual_feats", "visual_pos")
 WIDTHS = ("cross_attention_hidden_size", "encoder_hidden_size", "d_model", "hidden_size")
 

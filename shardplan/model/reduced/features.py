@@ -47,7 +47,10 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
     if main is None and not ("input_ids" in accepted and decodes):
         return None
     labels = labels_of(type(model))
-    arrays: list[Form] = [lambda seed: {}] if main is None else forms_of(model, config, main, seq_len)
+    read = [main, *mains] if named not in mains else [main]  # where the class does not say which, any of them
+    arrays: list[Form] = [lambda seed: {}]
+    if main is not None:
+        arrays = [form for one in dict.fromkeys(filter(None, read)) for form in forms_of(model, config, one, seq_len)]
 
     def made_in(form: Form, codes: int) -> Callable[[int], dict[str, Any]]:
         def make(seed: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ NAMES: dict[Role, str] = {
     "last_layers": r"num_kv_shared_layers",
     "sparse_layers": r"num_sparse_(encoder|decoder)_layers",
     "layers": r"((encoder|decoder)_)?num_hidden_layers|n_layers?|num_layers|layers|(num_)?(encoder|decoder)_layers"
-    r"|num_blocks|num_layers_per_stack|depth|num_global_layers",
+    r"|num_blocks|num_layers_per_stack|depth|num_global_layers|num_self_attends_per_block",
     "mamba_heads": r"mamba_n_heads|mamba_num_heads|n_mamba_heads",
     "mamba_head_dim": r"mamba_d_head|mamba_head_dim|mamba_headdim",
     "mamba_groups": r"(mamba_)?n_?groups",
@@ -75,7 +75,7 @@ NAMES: dict[Role, str] = {
     r"|(.*_)?(embed_dim|hidden_dim|proj_dim|mid_dim|lowrank|mlp_dim)|(projector|vision)_(input|output)_dim|intermediate_size_mlp|n_inner|d_inner|dff|d_ff"
     r"|dim_ff|lru_width|feed_forward_size|mamba_d_ssm|projection_dim|gated_norm_rank|adapter_rank"
     r"|intra_bottleneck_size|true_hidden_size|adapter_(in|out)_dim|adapter_input_size|laurel_rank|hidden_size_per_layer_input|per_layer_input_dim"
-    r"|num_filters",
+    r"|num_filters|d_latents",
     "share": r"coordinate_size|shape_size",
     "vocabulary": r"(.*_)?(vocab_size|vocab|vocab_size_base|n_words|n_token|vocab_size_per_layer_input)",
     "positions": r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_(target|source)_positions"

@@ -32,6 +32,7 @@ KINDS = {
     "hidden_states": "picture",
     "past_values": "series",
     "query_embeds": "queries",
+    "latents": "latents",
 }
 # What towers call the arguments that whole models call otherwise.
 TOWER = {
@@ -86,8 +87,7 @@ def forms_of(model: nn.Module, config: PreTrainedConfig, main: str, seq_len: int
         return list(_spectrograms(model, config, main, seq_len, accepted))
     if main == "past_values":
         return list(_series(config, accepted))
-    width = hidden_size(config) or 1
-    return [lambda seed: {main: _drawn(seed, BATCH, seq_len, width)}]
+    return list(_states(config, main, seq_len, accepted))
 
 
 def code_books(config: PreTrainedConfig) -> Iterator[int]:
@@ -216,6 +216,20 @@ def _pictures(config: PreTrainedConfig, main: str, accepted: Mapping[str, Any]) 
             return {main: one.pixels(BATCH, one.channels, times * one.height, times * one.width)}
 
         yield larger
+
+
+def _states(config: PreTrainedConfig, main: str, seq_len: int, accepted: Mapping[str, Any]) -> Iterator[Form]:
+    """[BATCH, positions, width] or [BATCH, width, positions]; with what another model's encoder gives."""
+    width = hidden_size(config) or 1
+    yield lambda seed: {main: _drawn(seed, BATCH, seq_len, width)}
+    yield lambda seed: {main: _drawn(seed, BATCH, width, seq_len)}
+    other = "encoder_hidden_states"
+    for read in _numbers(config, "encoder_hidden_size") if other in accepted else ():
+
+        def made(seed: int, read: int = read) -> Arrays:
+            return {main: _drawn(seed, BATCH, seq_len, width), other: _drawn(seed + 1, BATCH, seq_len, read)}
+
+        yield made
 
 
 def _series(config: PreTrainedConfig, accepted: Mapping[str, Any]) -> Iterator[Form]:
