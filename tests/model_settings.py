@@ -195,9 +195,10 @@ def find(name: str) -> FoundModel:
     config = AutoConfig.for_model(model_type, **SETTINGS.get(model_type, {}))
     if name in IMAGE_TEXT or name in CLASSES:
         config.architectures = [name]
-    for field, value in UNDRAWN.items():
-        if hasattr(config, field):
-            setattr(config, field, _as(getattr(config, field), value))
+    for part in (config, *(one for one in vars(config).values() if isinstance(one, PreTrainedConfig))):
+        for field, value in UNDRAWN.items():
+            if hasattr(part, field):
+                setattr(part, field, _as(getattr(part, field), value))
     vision, text = getattr(config, "vision_config", None), text_config(config)
     if getattr(
         vision, "out_hidden_size", None
