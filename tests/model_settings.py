@@ -188,7 +188,9 @@ CLASSES = {
 
 
 def find(name: str) -> FoundModel:
-    """The model of a type, or of a class that is no causal language model, from its default configuration or the nearest that can be built."""
+    """The model of a type, or of a class that is no causal language model, from its default configuration or the nearest that can be built.
+    Behind an @ may stand the side of its pictures in pixels, where it is not the default: `ViTModel@240`."""
+    name, _, side = name.partition("@")
     if name not in {*SETTINGS, *IMAGE_TEXT, *IMAGE_TEXT.values(), *CLASSES}:
         return find_model(name)
     model_type = IMAGE_TEXT.get(name) or CLASSES.get(name, name)
@@ -199,6 +201,8 @@ def find(name: str) -> FoundModel:
         for field, value in UNDRAWN.items():
             if hasattr(part, field):
                 setattr(part, field, _as(getattr(part, field), value))
+    if side:
+        config.image_size = _as(config.image_size, int(side))
     vision, text = getattr(config, "vision_config", None), text_config(config)
     if getattr(
         vision, "out_hidden_size", None

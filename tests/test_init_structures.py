@@ -186,3 +186,25 @@ def test_an_embedding_of_biases_that_other_blocks_read_is_named() -> None:
     assert {d.code for d in made.diagnostics} == {"SP532"}
     assert "q @ k.mT + bias" in made.diagnostics[0].notes[0] and made.diagnostics[0].help is not None
     assert made.document["tensor_parallel"]["blocks.*.mlp.up"] == "colwise"
+
+
+class Stages(nn.Module):
+    """Lists of blocks in a list, as pyramids have them: the lists are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(own.MLP() for _ in range(2)) for _ in range(2))
+        self.out = nn.Linear(own.WIDTH, own.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for stage in self.stages:
+            for block in stage:  # type: ignore[union-attr]
+                x = x + block(x)
+        return self.out(x)
+
+
+def test_a_list_that_is_not_called_is_no_block() -> None:
+    with pytest.raises(shardplan.PlanError) as refused:
+        shardplan.init_plan(Stages(), inputs=lambda seed: own.features("x", seed), sequence_parallel=True)
+    (found,) = refused.value.diagnostics
+    assert found.code == "SP531" and "there is no list of blocks that run one after the other" in found.notes[0]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 
 import shardplan
+from shardplan.compiler.layout.layout_check import revised
 from shardplan.compiler.layout.repairs import OURS, Repair
 from shardplan.core.plan import Rule
 from shardplan.core.report import Report
@@ -192,3 +193,14 @@ def test_a_proposal_that_gives_up_a_split_says_so(before: str | None, after: str
     old, new = (Rule("", style, OURS) if style else None for style in (before, after))
     help = Repair("h.*.a", ("h.0.a",), old, new, "tensor_parallel").help
     assert help.partition("; ")[2] == (cost or "")
+
+
+def test_a_change_that_a_later_one_takes_back_is_none() -> None:
+    """Of a rule that was added for one finding and removed for the next nothing is left to propose."""
+    rule = Rule("", "colwise", OURS)
+    added = Repair("h.*.a", ("h.0.a",), None, rule, "tensor_parallel")
+    removed = Repair("h.*.a", ("h.0.a",), rule, None, "tensor_parallel")
+    assert revised([added], removed) == (0, None)
+    other = Repair("h.*.a", ("h.0.a",), rule, Rule("", "rowwise", OURS), "tensor_parallel")
+    found = revised([added], other)
+    assert found is not None and found[1] is not None and found[1].help == "add `h.*.a: rowwise`"

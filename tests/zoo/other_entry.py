@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -118,7 +118,31 @@ def other_entry(
     plan, why = derived_of(name)
     if plan is None:
         return OtherEntry(name, inputs=inputs, reason=why or "nothing can be split")
-    return entry(plan, DERIVED, why)
+    one = entry(plan, DERIVED, why)
+    return one if plan.has_overlay else _with_wider_picture(one, found, sizes)
+
+
+def _with_wider_picture(one: OtherEntry, found: FoundModel, sizes: Sequence[int]) -> OtherEntry:
+    """As it is, with what is proven of sequence parallelism for a picture one patch wider, where there is an overlay then: the position
+    of the class is beside the patches, and tp may divide the number of both for every other side alone."""
+    side, patch = (_side(getattr(found.config, field, None)) for field in ("image_size", "patch_size"))
+    if side is None or patch is None:
+        return one
+    name = f"{one.name}@{side + patch}"
+    plan, _ = derived_of(name)
+    if plan is None or not plan.has_overlay:
+        return one
+    verdicts = judged(find_once(name).tree, plan, {tp: subject(name, tp) for tp in sizes})
+    proven = {f"{word}{tp}": text for (word, tp), (text, _) in verdicts.items() if word == "sp"}
+    said = f"{one.no_overlay}; SP is of pictures of {side + patch} pixels a side, in place of {side}"
+    return replace(one, verdicts={**one.verdicts, **proven}, no_overlay=said)
+
+
+def _side(value: Any) -> int | None:
+    """Of a square, in pixels."""
+    if isinstance(value, (list, tuple)) and len({*value}) == 1:
+        value = value[0]
+    return value if type(value) is int else None
 
 
 def _split(found: FoundModel, plan: PlanFile) -> tuple[float, dict[str, float]]:

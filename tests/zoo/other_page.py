@@ -27,6 +27,7 @@ rank are the unsharded model's. A class counts as right only where something ins
 - "inputs": the kinds of input that the reduced model was run with.
 - "TP", "SP": without and with sequence parallelism, at these sizes. "none": no overlay was found, the reason is in the last column. A
   derived overlay is for each list of blocks for which one was found: CLIP's pictures have an odd number of positions, so its text alone is split.
+  Where a lone vision model reads an odd number, the class's position among them, SP is of pictures one patch wider; the last column says so.
 - "split": the share of the parameters inside the layers of the default configuration that is split.
 
 {done} of {all} classes were run.

@@ -39,9 +39,8 @@ def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
 
 
 def lists_of_blocks(board: Board, flow: Flow, draft: Draft) -> tuple[str, ...]:
-    """The lists that run and whose blocks have split parts, outermost ones, in the order of the model: an encoder's and a decoder's."""
-    ran = {event.module for event in flow.run.events if event.kind == "op"}
-    ran |= {name for module in ran for name in ancestors(module)}
+    """The lists whose elements are called and have split parts, outermost ones, in the order of the model: an encoder's and a decoder's."""
+    ran = {event.module for event in flow.run.events if event.kind == "enter"}
     split = {name for name in board.tree.modules if name in ran and element(name) and _split_below(board, draft, name)}
     found = dict.fromkeys(parent(name) for name in board.tree.modules if name in split)
     return tuple(name for name in found if not any(element(one) for one in (name, *ancestors(name))))

@@ -219,10 +219,10 @@ def _explain(
         found = diagnostic(plan, group, repair, _blamed(plan, group[0], repair))
         if repair is None and help:
             found = replace(found, help=advice(plan, group[0]))
-        revised = _revised(changes, repair)
-        if revised is not None:
-            at, again = revised
-            changes[at], primary[at] = again, replace(primary[at], help=again.help)
+        taken = revised(changes, repair)
+        if taken is not None:
+            at, again = taken
+            changes[at], primary[at] = again, replace(primary[at], help=again.help if again is not None else None)
             secondary.append(found)
         elif key in reported or (group[0].follows and primary):
             secondary.append(found)
@@ -240,12 +240,12 @@ def _explain(
     return *merged(primary, changes), secondary
 
 
-def _revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair] | None:
-    """Which earlier change a later one of the same rule replaces, and both as one."""
+def revised(changes: Sequence[Repair | None], repair: Repair | None) -> tuple[int, Repair | None] | None:
+    """Which earlier change a later one of the same rule replaces, and both as one; None where the later one takes it back."""
     if repair is None:
         return None
     same = ((i, one) for i, one in enumerate(changes) if one is not None and one.names == repair.names)
-    return next(((i, replace(repair, old=one.old)) for i, one in same), None)
+    return next(((i, replace(repair, old=one.old) if repair.new != one.old else None) for i, one in same), None)
 
 
 def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple[list[Diagnostic], list[Repair | None]]:
