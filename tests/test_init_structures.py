@@ -208,3 +208,34 @@ def test_a_list_that_is_not_called_is_no_block() -> None:
         shardplan.init_plan(Stages(), inputs=lambda seed: own.features("x", seed), sequence_parallel=True)
     (found,) = refused.value.diagnostics
     assert found.code == "SP531" and "there is no list of blocks that run one after the other" in found.notes[0]
+
+
+class Sublayer(nn.Module):
+    """A norm, a part and the residual around both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.part = nn.LayerNorm(own.WIDTH), own.MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.part(self.norm(x))
+
+
+class InLists(nn.Module):
+    """A block that has its sublayers in a list, as T5's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ModuleList(Sublayer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.layer:
+            x = one(x)
+        return x
+
+
+def test_sublayers_in_a_list_read_slices_of_the_sequence() -> None:
+    build = partial(own.Tokens, InLists)
+    made = shardplan.init_plan(build(), inputs=own.ids, sequence_parallel=True)
+    assert made.document["sequence_parallel"]["blocks.*.layer.*.norm"] == "sequence_parallel"
+    assert shardplan.verify(build(), made.document, tp=2, inputs=own.ids, sequence_parallel=True).ok

@@ -314,7 +314,9 @@ def lone_blocks(board: Board, draft: Draft) -> tuple[str, ...]:
     for name in board.tree.modules:
         around_it = part(name)
         rule = draft.tensor_parallel.get(board.tree.pattern(name))
-        if around_it not in (None, name) and rule is not None and R in STYLES[rule["style"]].input_sources:
+        if around_it in (None, name) or board.tree.modules[around_it].kind == "list":  # it is not called
+            continue
+        if rule is not None and R in STYLES[rule["style"]].input_sources:
             around = {draft.tensor_parallel.get(board.tree.pattern(a), {}).get("style") for a in ancestors(name)}
             if BLOCK_INPUT not in around:
                 found[board.tree.pattern(around_it)] = None

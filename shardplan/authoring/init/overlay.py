@@ -192,10 +192,24 @@ class Overlay:
         """The parts of each kind of block."""
         rules: dict[str, Options] = {}
         for name in self.order_of_blocks:
-            for child in (c for c in self.tree.children[name] if c in self.order):
+            for child in self._parts(name):
                 for pattern, options in self._part(child).items():
                     rules.setdefault(pattern, options)
         return rules
+
+    def _parts(self, name: str) -> Iterator[str]:
+        """The parts of a block that ran; of one in a list that is not called, as T5 has its sublayers, the parts of that: around them is a
+        residual of its own."""
+        for child in (c for c in self.tree.children[name] if c in self.order):
+            if self.tree.modules[child].kind != "list" or child in self.called:
+                yield child
+                continue
+            for inner in (c for c in self.tree.children[child] if c in self.order):
+                yield from self._parts(inner) if self.tree.children[inner] else (inner,)
+
+    @cached_property
+    def called(self) -> frozenset[str]:
+        return frozenset(event.module for event in self.flow.run.events if event.kind == "leave")
 
     @cached_property
     def together(self) -> Mapping[str, Rules]:
@@ -329,8 +343,7 @@ class Overlay:
         """Where the sequence is gathered behind the blocks: by what is behind them, or as what a module around them returns."""
         if self.exit:
             yield self.exit
-        called = {event.module for event in self.flow.run.events if event.kind == "leave"}
-        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in called][:MOST_AROUND]
+        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][:MOST_AROUND]
         for name in around:
             yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
         if not self.exit and not around:
