@@ -343,7 +343,9 @@ class Overlay:
         """Where the sequence is gathered behind the blocks: by what is behind them, or as what a module around them returns."""
         if self.exit:
             yield self.exit
-        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][:MOST_AROUND]
+        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
+            :MOST_AROUND
+        ]
         for name in around:
             yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
         if not self.exit and not around:
