@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
+from shardplan import validate
 from shardplan.proof.compare import compare
 from shardplan.runtime.parallel import reading, style
 from shardplan.styles import stored_parameters as stored
@@ -333,3 +334,27 @@ def test_a_plan_that_leaves_a_module_out_replicates_it():
     """Modules that no rule names are whole, run on what arrives, and are right where the plan is."""
     plan = plan_like("llama", {"model.layers.*.mlp": "none", "model.layers.*.mlp.*": "none"})
     assert_equal(case("llama", plan=plan).rows())
+
+
+class ByItsOtherName(nn.Module):
+    """Its own code reads a parameter by the second of its names, as heads read a table that is tied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(16, 8, bias=False), nn.Linear(16, 8, bias=False)
+        self.last.weight = self.first.weight
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.first(x)).relu()) @ self.last.weight
+
+
+def test_a_tied_parameter_is_read_by_any_of_its_names() -> None:
+    rules = {"up": "colwise", "down": "rowwise"}
+
+    def rows(seed: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))}
+
+    report = validate(ByItsOtherName(), {"version": "1", "tensor_parallel": rules}, tp=2, inputs=rows)
+    assert report.ok and report.proven, report

@@ -8,16 +8,21 @@ from shardplan.core.tree import ModuleTree, full_name, parent
 from shardplan.model.reduced.trace import Trace
 
 
-def find_cross_module_reads(run: Trace) -> Mapping[str, tuple[str, ...]]:
-    """Each module that ran -> the parameters of modules below it that its own code reads, by full name."""
+def find_cross_module_reads(run: Trace, tied: Iterable[tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+    """Each module that ran -> the parameters of modules below it that its own code reads, by full name.
+
+    Args:
+        tied: as `ModuleTree` has it. A run knows a tied parameter by one of its names, and the code may read it by any other.
+    """
+    names_of = {name: group for group in tied for name in group}
     found: dict[str, dict[str, None]] = {event.module: {} for event in run.events}
     for event in run.events:
         if event.kind != "op":
             continue
         for number in event.inputs:
-            name = run.parameters.get(number)
-            if name is not None and below(parent(name), event.module):
-                found[event.module][name] = None
+            if (known := run.parameters.get(number)) is not None:
+                names = (n for n in names_of.get(known, (known,)) if below(parent(n), event.module))
+                found[event.module].update(dict.fromkeys(names))
     return {module: tuple(names) for module, names in found.items()}
 
 

@@ -59,7 +59,7 @@ class Workbench:
         with watched(fresh) as watch:
             self.reference = record(fresh, inputs, self.atoms)
         self.random = acting_sites(model, inputs) if watch.drew else ()
-        self.cross_module_reads = find_cross_module_reads(self.reference)
+        self.cross_module_reads = find_cross_module_reads(self.reference, tree.tied)
         self.same_arguments = same_arguments(model, self.reference)
         self.token_wise: dict[tuple[Place, int, int], str] = {}
 
