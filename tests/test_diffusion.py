@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from processes import on_ranks
+from scripts import run_script
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -147,16 +145,10 @@ def test_code_that_draws_beside_whole_values_draws_common_numbers(split: bool) -
 
 
 @pytest.mark.slow
-def test_the_example_trains_as_on_one_rank(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+def test_the_example_trains_on_ranks_as_on_one(tmp_path: Path) -> None:
     found = []
-    for ranks, *mesh in (("1",), ("4", "--tp", "2")):
-        words = [ranks, "examples/diffusion.py", "--steps", "3", *mesh, "--losses", str(tmp_path / "losses")]
-        result = subprocess.run(
-            [*command, *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-        )
-        assert result.returncode == 0, result.stderr
+    for ranks, *mesh in ((1,), (4, "--tp", "2")):
+        run_script(ranks, "examples/diffusion.py", "--steps", "3", *mesh, "--losses", str(tmp_path / "losses"))
         found.append([json.loads(line)["loss"] for line in (tmp_path / "losses").read_text("utf-8").splitlines()])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[0][2] < found[0][0]

@@ -2,15 +2,13 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from processes import on_ranks
+from scripts import run_script
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "train.py"
@@ -59,15 +57,8 @@ def test_processes_that_do_not_fit_are_told():
     assert on_ranks(4, mesh_error, 3) == ["4 processes are not a multiple of tp 3 x dp_replicate 1"] * 4
 
 
-def torchrun(ranks: int, *words: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = ("--text", "demo/text.txt", "--batch", "4", "--seq-len", "64", *words)
-    result = subprocess.run(
-        [*command, str(SCRIPT), *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run(ranks: int, *words: str) -> str:
+    return run_script(ranks, SCRIPT, "--text", "demo/text.txt", "--batch", "4", "--seq-len", "64", *words)
 
 
 def losses(file: Path) -> list[float]:
@@ -79,10 +70,10 @@ def test_a_checkpoint_is_resumed_on_another_mesh(tmp_path):
     """Four steps on dp 2 x tp 2, or two of them and two on dp 1 x tp 2: the same losses."""
     whole, second = tmp_path / "whole", tmp_path / "second"
     folder = str(tmp_path / "checkpoint")
-    printed = torchrun(4, "--tp", "2", "--sequence-parallel", "--steps", "4", "--losses", str(whole))
+    printed = run(4, "--tp", "2", "--sequence-parallel", "--steps", "4", "--losses", str(whole))
     assert "tensor parallel, activation checkpointing, data parallel" in printed
     weights = str(tmp_path / "weights")
-    torchrun(4, "--tp", "2", "--sequence-parallel", "--steps", "2", "--checkpoint", folder, "--export", weights)
-    torchrun(2, "--tp", "2", "--steps", "4", "--weights", weights, "--resume", folder, "--losses", str(second))
+    run(4, "--tp", "2", "--sequence-parallel", "--steps", "2", "--checkpoint", folder, "--export", weights)
+    run(2, "--tp", "2", "--steps", "4", "--weights", weights, "--resume", folder, "--losses", str(second))
     assert losses(second) == pytest.approx(losses(whole)[2:], rel=1e-5)
     assert losses(whole)[3] < losses(whole)[0]

@@ -1,26 +1,14 @@
-"""examples/train_pipeline.py, on four processes that torchrun starts."""
+"""examples/train_pipeline.py, on four processes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
-ROOT = Path(__file__).parent.parent
 
-
-def torchrun(*words: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    given = ("--text", "demo/text.txt", "--seq-len", "32", *words)
-    script = str(ROOT / "examples" / "train_pipeline.py")
-    result = subprocess.run(
-        [*command, script, *given], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+def run(*words: str) -> str:
+    return run_script(4, "examples/train_pipeline.py", "--text", "demo/text.txt", "--seq-len", "32", *words)
 
 
 def losses(file: Path) -> list[float]:
@@ -31,7 +19,7 @@ def losses(file: Path) -> list[float]:
 def test_training_goes_on_on_another_mesh(tmp_path):
     """Two steps on pp 2 x tp 2, and two more on pp 2 x dp 2."""
     first, second, state = tmp_path / "first", tmp_path / "second", str(tmp_path / "state")
-    shown = torchrun(
+    shown = run(
         *("--tp", "2", "--sequence-parallel", "--steps", "2", "--batch", "8"),
         "--losses",
         str(first),
@@ -39,7 +27,7 @@ def test_training_goes_on_on_another_mesh(tmp_path):
         state,
     )
     assert "pipeline on pp 2 x tp 2: 2 stages of" in shown
-    torchrun(
+    run(
         *("--steps", "4", "--batch", "4", "--schedule", "gpipe", "--losses", str(second)),
         *("--resume", state, "--export", str(tmp_path / "weights")),
     )

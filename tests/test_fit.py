@@ -216,7 +216,7 @@ def test_its_script_trains(fitted, tmp_path):
     assert run_on_two(line.split()[1:]) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_each_choice_has_a_script_that_trains(fitted, tmp_path):
     """Each begins and ends its process groups: the next one begins in the same processes."""
     rows = rows_of(fitted, tmp_path)

@@ -203,7 +203,7 @@ DEFAULT_FAILS = frozenset(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_causal_model_type_has_a_tree():
     failed = {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

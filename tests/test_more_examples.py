@@ -8,18 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripts import run_script
 
 ROOT = Path(__file__).parent.parent
-
-
-def torchrun(ranks: int, script: str, *words: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [*command, f"examples/{script}", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.slow
@@ -27,7 +18,7 @@ def test_experts_on_several_ranks_train_as_on_one(tmp_path):
     words = ("--text", "demo/text.txt", "--batch", "4", "--seq-len", "64", "--steps", "3")
     found = []
     for ranks, *mesh in ((1,), (4, "--tp", "2", "--ep", "2")):
-        torchrun(ranks, "moe.py", *words, *mesh, "--losses", str(tmp_path / "losses"))
+        run_script(ranks, "examples/moe.py", *words, *mesh, "--losses", str(tmp_path / "losses"))
         found.append([json.loads(line)["loss"] for line in (tmp_path / "losses").read_text().splitlines()])
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[0][2] < found[0][0]
@@ -35,7 +26,7 @@ def test_experts_on_several_ranks_train_as_on_one(tmp_path):
 
 @pytest.mark.slow
 def test_the_engine_has_the_weights_of_the_model():
-    printed = torchrun(4, "rl_refit.py", "--tp", "2", "--steps", "3", "--batch", "4", "--new-tokens", "8")
+    printed = run_script(4, "examples/rl_refit.py", "--tp", "2", "--steps", "3", "--batch", "4", "--new-tokens", "8")
     differences = [float(number) for number in re.findall(r"engine against model (\S+)", printed)]
     assert len(differences) == 3 and max(differences) < 1e-5
 

@@ -70,8 +70,8 @@ def on_this_rank(name: str, folder: str, *words: str) -> list[float]:
     [
         pytest.param("trainer", ("--tp", "2", "--sequence-parallel"), marks=pytest.mark.slow),
         ("accelerate_loop", ("--tp", "2", "--sequence-parallel")),
-        pytest.param("trainer", ("--tp", "1"), marks=pytest.mark.slow),
-        pytest.param("accelerate_loop", ("--tp", "4"), marks=pytest.mark.slow),
+        pytest.param("trainer", ("--tp", "1"), marks=pytest.mark.exhaustive),
+        pytest.param("accelerate_loop", ("--tp", "4"), marks=pytest.mark.exhaustive),
     ],
     ids=lambda value: value if isinstance(value, str) else "".join(value),
 )
@@ -152,7 +152,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return named
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # four runs of four processes
 def test_a_run_that_is_killed_ends_like_one_that_was_not(tmp_path):
     config = json.loads((ROOT / "examples/tiny-qwen3.json").read_text())
     config |= {"num_hidden_layers": 2, "attention_dropout": 0.2}
