@@ -318,6 +318,17 @@ class NanoGPT(nn.Module):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class Clamped(NanoGPT.Attention):
+    """The same with queries, keys and values clamped together, so that they share many numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        B, T, _ = x.size()
+        q, k, v = self.c_attn(x).clamp(-1, 1).chunk(3, dim=-1)
+        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, -1))
+
+
 class Titan(nn.Module):
     """torchtitan's Llama: own RMSNorm, complex rotary embeddings from a buffer, grouped keys and values, layers in a dict."""
 

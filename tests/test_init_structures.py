@@ -145,6 +145,15 @@ def test_models_of_other_names_are_split_through(name: str) -> None:
     assert shardplan.verify(build(), made.document, tp=2, inputs=inputs).ok
 
 
+def test_parts_of_a_matrix_are_told_apart_where_they_share_numbers() -> None:
+    """Two of several thousand random numbers are often equal too: the plan must not depend on which."""
+    build = tokens(own.Clamped)
+    made = shardplan.init_plan(build(), inputs=own.ids)
+    assert meets(made.document["tensor_parallel"]["blocks.*.attention.c_attn"], PACKED)
+    assert not made.diagnostics
+    assert shardplan.verify(build(), made.document, tp=2, inputs=own.ids).ok
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["titan", "nano_gpt"])
 def test_on_processes_with_a_slice_of_the_sequence(name: str) -> None:

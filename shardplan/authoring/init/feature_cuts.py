@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .flow import Flow, Product
 
+UNKNOWN = -1  # for a feature
+
 
 def cut(flow: Flow, made: Product) -> tuple[int, ...]:
     """The lengths of the parts that a result is cut into along its features, its last dim; empty where it is not cut.
@@ -64,20 +66,25 @@ def _carried(whole: Tensor, features: Tensor, value: Tensor) -> Tensor | None:
 
 
 def _found(whole: Tensor, features: Tensor, part: Tensor) -> Tensor | None:
-    """The feature of each number of a part of a value; None where it has others."""
-    ordered, order = whole.flatten().sort()
-    at = torch.searchsorted(ordered, part.flatten()).clamp(max=ordered.numel() - 1)
-    if not torch.equal(ordered[at], part.flatten()):
+    """The feature of each number of a part of a value, UNKNOWN where several features hold that number; None where it has
+    others."""
+    numbers, group = whole.flatten().unique(return_inverse=True)
+    at = torch.searchsorted(numbers, part.flatten()).clamp(max=numbers.numel() - 1)
+    if not torch.equal(numbers[at], part.flatten()):
         return None
-    return features.flatten()[order[at]].view(part.shape)
+    least, most = (
+        features.new_zeros(numbers.numel()).scatter_reduce(0, group, features.flatten(), how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    return torch.where(least == most, least, UNKNOWN)[at].view(part.shape)
 
 
 def _place(features: Tensor | None, width: int) -> tuple[int, int] | None:
     """The first of the features that a part consists of, and that after the last; None where it has all of them, or they do
     not stand side by side."""
-    if features is None:
+    found = None if features is None else features[features != UNKNOWN].unique()
+    if found is None or not found.numel():
         return None
-    found = features.unique()
     first, last = int(found[0]), int(found[-1])
     together = last - first + 1 == found.numel() < width
     return (first, last + 1) if together else None

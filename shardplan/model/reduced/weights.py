@@ -17,12 +17,12 @@ NOISE = 0.1  # added to what the model initialises in a structured way: norm wei
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Sets every parameter of a model, in place; the result depends on the seed and the parameters' names
-    alone.
+    """Sets every parameter of a model, in place.
 
     Matrices of linear layers, embeddings and expert stacks are normal with standard deviation 1/sqrt(features
-    in), so that attention and routing are not uniform. Everything else keeps its own initial value plus a
-    little noise: a weight of exactly one or a bias of zero would hide wrong gradients behind symmetric ones.
+    in), so that attention and routing are not uniform; they depend on the seed and the parameters' names alone.
+    Everything else keeps its own initial value plus a little noise: a weight of exactly one or a bias of zero
+    would hide wrong gradients behind symmetric ones.
     """
     done: set[int] = set()
     for owner_name, owner in model.named_modules():
