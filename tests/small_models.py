@@ -113,6 +113,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "block_types": ["recurrent", "attention"],
     },
     "lfm2": {**_COMMON, "layer_types": ["conv", "full_attention"], "block_multiple_of": 16, "full_attn_idxs": [1]},
+    # Its cache rounds the widths of keys and values to 64: on each of two ranks they are 64 and 128.
+    "xlstm": {"hidden_size": 256, "num_heads": 4, "num_hidden_layers": 2, "chunk_size": 8, **_TOKENS},
     "mixtral": {**_COMMON, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {
         "n_embd": 64,
