@@ -72,7 +72,7 @@ hybrid, Zamba 2).
 WHY = """
 ## What stands in the way
 
-Types of whose layers less than 99 % are split, those without sequence parallelism, and those that run more collectives than the minimum, each with
+Types without a plan, those of whose layers less than 99 % are split, those without sequence parallelism, and those that run more collectives than the minimum, each with
 the line of transformers {version} that stands in the way (tests/data/reasons.json, which tests/test_zoo.py compares with the code). A row with as many
 collectives as the minimum or fewer, but more of one operation, is not among them: a sum that an embedding's norm needs whole is an all-reduce where the
 minimum has a reduce-scatter.
@@ -90,9 +90,9 @@ def reasons(file: Path = REASONS) -> dict[str, list[tuple[str, str, int, str, st
 
 
 def lacks(e: Entry) -> set[str]:
-    """What a type has less of than others, or, of communication, more; that it runs and no built-in plan is for it."""
+    """What a type has less of than others, or, of communication, more; that no built-in plan is proven for it."""
     if not e.verdicts:
-        return {"plan"} if e.reason.startswith("no built-in plan") else set()
+        return {"plan"}
     short = {
         "split": e.split < LEAST_SPLIT,
         "sequence": not e.has("sp"),
