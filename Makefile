@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo docs first-run browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants bench bench-gpu generated clean
+.PHONY: demo docs first-run browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants drawn bench bench-gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -62,6 +62,9 @@ zoo: $(VENV)/.installed  ## the built-in plan of every model type, proven; most 
 
 variants: $(VENV)/.installed  ## `auto` with published checkpoints and with each switch of each model type; two hours
 	$(BIN)/python -m tests.variants
+
+drawn: $(VENV)/.installed  ## configurations drawn by SEED, which nobody chose, judged with other weights and inputs than the proof's; ten minutes
+	$(BIN)/python -m tests.variants.drawn --seed $(SEED) --count $(or $(COUNT),200) --tp $(or $(TP),2)
 
 bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle machine; most of an hour
 	$(BIN)/python -m benchmarks

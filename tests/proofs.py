@@ -29,6 +29,7 @@ from shardplan.core.report import Comparison
 from shardplan.model import find_any, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.proof.compare import NEGLIGIBLE, compare, magnitude
+from shardplan.proof.exact import in_precision_of
 from shardplan.proof.rank import whole
 from shardplan.proof.steps import cast
 from shardplan.proof.threads import on_threads
@@ -90,10 +91,11 @@ class Results:
 
 
 def unsharded(model: nn.Module, inputs: dict[str, Any], call: Call = step) -> Results:
-    """Run a call and the backward of its "loss"."""
-    values = call(model, inputs)
-    if values.get("loss") is not None and values["loss"].requires_grad:
-        values["loss"].backward()
+    """Run a call and the backward of its "loss"; in float64 all of it, as the proof does."""
+    with in_precision_of(model):
+        values = call(model, inputs)
+        if values.get("loss") is not None and values["loss"].requires_grad:
+            values["loss"].backward()
     grads = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
     return Results({name: value.detach() for name, value in values.items()}, grads)
 
@@ -163,11 +165,17 @@ def collect(model: nn.Module, values: Mapping[str, Tensor]) -> Results:
 
 
 def sharded(
-    build: Callable[[], nn.Module], inputs: dict[str, Any], plan: Any, tp: int, call: Call = step, **options: Any
+    build: Callable[[], nn.Module],
+    inputs: dict[str, Any],
+    plan: Any,
+    tp: int,
+    call: Call = step,
+    compiled: Callable[..., Program] = program_of,
+    **options: Any,
 ) -> Results:
     """`unsharded` on ranks that are threads; each rank's results, whole."""
     models = [build() for _ in range(tp)]
-    program = program_of(models[0], plan, tp, **options)
+    program = compiled(models[0], plan, tp, **options)
     packed = packed_parameters(program)
 
     def of_rank(rank: int) -> Results:
@@ -179,7 +187,8 @@ def sharded(
             {name: whole(value, packed.get(name), tp) for name, value in found.gradients.items()},
         )
 
-    found = on_threads(tp, of_rank)
+    with in_precision_of(models[0]):  # the default dtype is no thread's own
+        found = on_threads(tp, of_rank)
     return Results(_by_name([one.values for one in found]), _by_name([one.gradients for one in found]))
 
 
@@ -215,6 +224,7 @@ class Case:
         call: what is done with the model; the entry "loss" of its result is run backward.
         options: further arguments of `program_of`.
         prepare: is done to a fresh model before anything else (freezing, ...).
+        compiled: makes the program, of (model, plan, tp, options).
     """
 
     build: Callable[[], nn.Module]
@@ -224,6 +234,7 @@ class Case:
     call: Call = step
     options: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[nn.Module], Any] = lambda model: None
+    compiled: Callable[..., Program] = program_of
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         model = self.build().to(dtype)
@@ -233,7 +244,8 @@ class Case:
     def rows_in(self, dtype: torch.dtype) -> tuple[Comparison, ...]:
         inputs = cast(self.inputs, dtype)
         reference = unsharded(self.model(dtype), copy.deepcopy(inputs), self.call)
-        result = sharded(functools.partial(self.model, dtype), inputs, self.plan, self.tp, self.call, **self.options)
+        build = functools.partial(self.model, dtype)
+        result = sharded(build, inputs, self.plan, self.tp, self.call, self.compiled, **self.options)
         return compare_results(reference, result)
 
     def rows(self) -> tuple[Comparison, ...]:

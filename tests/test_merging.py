@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import AotEagerAndRecordGraphs
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig
 
+from shardplan import compile_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import Workbench, check_layout
-from shardplan.compiler.layout.names_in_model import incoming_of, shared_reads_of
+from shardplan.compiler.layout.names_in_model import Alike, incoming_of, shared_reads_of
 from shardplan.compiler.layout.unsummed import acting, dropping
 from shardplan.compiler.lower import lower
 from shardplan.compiler.lower.expected_collectives import expected_collectives
@@ -497,5 +499,21 @@ def test_facts_of_the_small_copy_hold_for_all_layers() -> None:
     plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
     report = check_layout(plan, model.bench)
     first = {name: one for name, one in report.shared_reads.items() if ".0." in name}
-    assert first and shared_reads_of(model.tree, first) == report.shared_reads
-    assert incoming_of(model.tree, report.incoming) == report.incoming
+    alike = Alike(model.tree, model.tree)
+    assert first and shared_reads_of(alike, first) == report.shared_reads
+    assert incoming_of(alike, report.incoming) == report.incoming
+
+
+def test_facts_of_one_kind_of_layer_are_not_those_of_another() -> None:
+    """Inkling 2's layers of sliding attention hand queries, keys and values on as three tensors, its others as one: only the first kind
+    moves each at its own matrix."""
+    layers = ["hybrid_sliding", "sliding_attention", *["hybrid_sliding"] * 4]
+    config = AutoConfig.for_model("inkling2_text", layer_types=layers, num_hidden_layers=len(layers))
+    program = compile_plan(config, {"tp": 2}, "auto")
+    moved = {
+        index: [bool(program.modules[f"model.layers.{index}.self_attn.{name}_proj"].enter) for name in "qkv"]
+        for index in range(len(layers))
+    }
+    assert moved == {
+        index: [False, kind == "sliding_attention", kind == "sliding_attention"] for index, kind in enumerate(layers)
+    }

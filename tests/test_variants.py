@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import random
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -13,9 +14,11 @@ import pytest
 from sampling import sampled
 from transformers import AutoConfig
 
+from tests.variants.drawn import draw, judged, problems
+from tests.variants.drawn import drawn as random_configurations
 from tests.variants.outcome import Outcome, outcome
 from tests.variants.published import DATA, checkpoints, combinations, gaps
-from tests.variants.trials import planned, published, sample, unlisted
+from tests.variants.trials import Trial, planned, published, sample, unlisted
 
 SEED, COUNT = 5, 40  # of the sample
 drawn = cache(sample)
@@ -86,3 +89,50 @@ def test_a_new_gap_is_told_from_a_listed_one_and_from_a_closed_one(monkeypatch: 
     assert unlisted([replace(old, name="new", about="SP201")]) == ["llama new: SP201"]
     assert unlisted([replace(old, verdict="proven")]) == ["llama old: listed as a gap, and it is none"]
     assert unlisted([replace(old, name="new", verdict="wrong")]) == ["llama new: accepted without a proof"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", sampled(range(12), 3))
+def test_a_drawn_configuration_is_right_or_refused(index: int) -> None:
+    """A sample of `make drawn`: judged with other weights and inputs than the proof's."""
+    trial = list(random_configurations(SEED, 12))[index]
+    assert problems([judged(trial, 2)]) == []
+
+
+def test_a_seed_gives_the_same_configurations() -> None:
+    for name in ("bamba", "llama"):
+        assert draw(name, random.Random(1)) == draw(name, random.Random(1)) != draw(name, random.Random(2))
+
+
+def test_the_plan_that_is_applied_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the program of the proof: what the two have of the layers may differ, and did."""
+    trial = Trial(
+        "inkling2_text", "sliding", {"layer_types": ["hybrid_sliding", "sliding_attention"], "num_hidden_layers": 2}, ()
+    )
+    assert judged(trial, 2).verdict == "proven"
+    monkeypatch.setattr("shardplan.compiler.layout.model.incoming_of", lambda alike, incoming: {})
+    assert judged(trial, 2).verdict == "wrong"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        ("google/gemma-3-27b-it (text)", 8),  # its scores are scaled by a number that is no head dim
+        *(
+            pytest.param(name, 16, marks=pytest.mark.exhaustive)
+            for name in (
+                "google/gemma-3-27b-it (text)",
+                "meta-llama/Meta-Llama-3.1-405B",
+                "ai21labs/AI21-Jamba-1.5-Mini",
+                "nvidia/Nemotron-H-8B-Base-8K",
+                "openai/gpt-oss-20b",
+                "LiquidAI/LFM2.5-VL-1.6B (text)",
+            )
+        ),
+    ],
+)
+def test_a_checkpoint_is_proven_at_more_ranks(name: str, tp: int) -> None:
+    one = next(one for one in checkpoints() if one.name == name)
+    found = outcome(one.model_type, one.name, one.fields, one.fields, tp=tp)
+    assert found.verdict == "proven" and len(found.variants) == 2, found

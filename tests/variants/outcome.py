@@ -23,7 +23,7 @@ NOT_BUILT = {code.code for code in (*MODEL_CODES, *REDUCED_CODES)}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `auto` does with one configuration, at tp 2.
+    """What `auto` does with one configuration.
 
     Args:
         model_type: of transformers.
@@ -49,12 +49,13 @@ class Outcome:
         return f"{self.model_type} {self.name}"
 
 
-def outcome(model_type: str, name: str, settings: Mapping[str, Any], switches: Collection[str]) -> Outcome:
+def outcome(model_type: str, name: str, settings: Mapping[str, Any], switches: Collection[str], tp: int = 2) -> Outcome:
     """Try a configuration.
 
     Args:
         settings: of the configuration, all of them.
         switches: the fields that a refusal has to name one of.
+        tp: the number of ranks.
     """
     torch.set_num_threads(1)
     try:
@@ -63,7 +64,7 @@ def outcome(model_type: str, name: str, settings: Mapping[str, Any], switches: C
         return Outcome(model_type, name, "not built", about=_short(error))
     words = {*switches} | {alias for alias, field in config.attribute_map.items() if field in switches}
     try:
-        report = shardplan.validate(config, "auto", tp=2, derive=False)
+        report = shardplan.validate(config, "auto", tp=tp, derive=False)
     except PlanError as error:
         return _refused(model_type, name, error.diagnostics, words)
     if not report.ok:

@@ -70,10 +70,15 @@ def tried(model_type: str) -> list[Outcome]:
     return found
 
 
+def is_listed(one: Outcome) -> bool:
+    """Whether a gap is in the list: by its name, by one change of several, or as all configurations of its type ("TYPE *")."""
+    return any(f"{one.model_type} {name}" in gaps() for name in (one.name, *one.name.split(", "), "*"))
+
+
 def unlisted(found: Sequence[Outcome]) -> list[str]:
     """What is wrong: a gap that is not listed, a listed one that is none any more, a configuration that is accepted unproven."""
     listed = gaps()
-    new = [f"{one.key}: {one.about}" for one in found if one.verdict == "gap" and one.key not in listed]
+    new = [f"{one.key}: {one.about}" for one in found if one.verdict == "gap" and not is_listed(one)]
     closed = [
         f"{one.key}: listed as a gap, and it is none" for one in found if one.key in listed and one.verdict != "gap"
     ]

@@ -26,7 +26,7 @@ from .draws import Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
-from .names_in_model import incoming_of, modules_of, same_arguments_of, shared_reads_of
+from .names_in_model import Alike, incoming_of, modules_of, same_arguments_of, shared_reads_of
 from .run import Workbench
 from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
@@ -224,13 +224,14 @@ class ModelLayouts:
             return LayoutReport(self._untyped((_not_small(self.found.name, structure, allow_unproven),)))
         report = self.layouts_of(plan, resolved, help=help)
         draws, undrawn = self._draws(report, of_model)
+        alike = Alike(self.found.tree, self.tree)
         return replace(
             report,
             draws=draws,
-            incoming=incoming_of(self.found.tree, report.incoming),
+            incoming=incoming_of(alike, report.incoming),
             cross_module_reads=cross_module_reads_of(self.found.tree, report.cross_module_reads),
-            shared_reads=shared_reads_of(self.found.tree, report.shared_reads),
-            same_arguments=same_arguments_of(self.found.tree, report.same_arguments),
+            shared_reads=shared_reads_of(alike, report.shared_reads),
+            same_arguments=same_arguments_of(alike, report.same_arguments),
             summed=report.summed - {one.rule.location for one, name in report.through if acting(self.found.tree, name)},
             diagnostics=(
                 *map(self._about_the_model, report.diagnostics),

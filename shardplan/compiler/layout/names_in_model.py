@@ -3,17 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from shardplan.core.layout import Layout
-from shardplan.core.tree import ModuleTree, block, element
+from shardplan.core.tree import ModuleTree, block, element, starred
+
+Key = tuple[str, frozenset[tuple[str, str]]]
+T = TypeVar("T")
 
 
-def incoming_of(tree: ModuleTree, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
-    """The incoming layouts of a model's modules, from those of its reduced model's, where all layers agree."""
-    known: dict[str, set[Layout]] = {}
-    for name, layout in incoming.items():
-        known.setdefault(tree.pattern(name), set()).add(layout)
-    return {name: next(iter(found)) for name in tree.modules if len(found := known.get(tree.pattern(name), set())) == 1}
+class Alike:
+    """Which modules of a reduced model those of the model are like: those of one pattern, in blocks of one kind. `self_attn.k_proj` may
+    read one tensor with `q_proj` in one kind of block, and a tensor of its own in another.
+
+    Args:
+        tree: of the model.
+        reduced_tree: of the reduced model.
+    """
+
+    def __init__(self, tree: ModuleTree, reduced_tree: ModuleTree):
+        self.tree = tree
+        self._kinds = {id(one): _kinds(one) for one in (tree, reduced_tree)}
+        self._reduced = reduced_tree
+
+    def everywhere(self, facts: Mapping[str, T]) -> Mapping[str, tuple[T, ...]]:
+        """Each module of the model -> what is known of those that it is like, by their names in the reduced model; each fact once. Of
+        a kind of block of which nothing is known, what is known of all kinds."""
+        known: dict[Key, dict[T, None]] = {}
+        of_all: dict[str, dict[T, None]] = {}
+        for name, fact in facts.items():
+            key = self._key(self._reduced, name)
+            known.setdefault(key, {})[fact] = None
+            of_all.setdefault(key[0], {})[fact] = None
+        kinds = {kind for _, kind in known}
+        found: dict[str, tuple[T, ...]] = {}
+        for name in self.tree.modules:
+            pattern, kind = self._key(self.tree, name)
+            if here := known.get((pattern, kind)) if kind in kinds else of_all.get(pattern):
+                found[name] = tuple(here)
+        return found
+
+    def _key(self, tree: ModuleTree, name: str) -> Key:
+        return self.tree.pattern(name), self._kinds[id(tree)].get(block(name), frozenset())
+
+
+def _kinds(tree: ModuleTree) -> Mapping[str, frozenset[tuple[str, str]]]:
+    """Each block -> what it is made of: the places in it, those in lists under one name, each with its class."""
+    found: dict[str, set[tuple[str, str]]] = {}
+    for name, module in tree.modules.items():
+        home = block(name)
+        if element(home):
+            found.setdefault(home, set()).add((starred(name[len(home) :]), module.class_name))
+    return {name: frozenset(made) for name, made in found.items()}
+
+
+def incoming_of(alike: Alike, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
+    """The incoming layouts of a model's modules, from those of its reduced model's, where all that are alike agree."""
+    return {name: found[0] for name, found in alike.everywhere(incoming).items() if len(found) == 1}
 
 
 def modules_of(
@@ -38,23 +84,18 @@ def modules_of(
     return tuple(result)
 
 
-def shared_reads_of(tree: ModuleTree, reads: Mapping[str, str]) -> Mapping[str, str]:
-    """The shared reads of a model's modules, from those of its reduced model's, where all layers agree."""
-    known: dict[str, set[str]] = {}
-    for name, first in reads.items():
-        known.setdefault(tree.pattern(name), set()).add(first.removeprefix(_home(name)))
-    found = ((name, known.get(tree.pattern(name), set())) for name in tree.modules)
-    return {name: _home(name) + next(iter(firsts)) for name, firsts in found if len(firsts) == 1}
+def shared_reads_of(alike: Alike, reads: Mapping[str, str]) -> Mapping[str, str]:
+    """The shared reads of a model's modules, from those of its reduced model's, where all that are alike agree."""
+    relative = {name: first.removeprefix(_home(name)) for name, first in reads.items()}
+    return {name: _home(name) + found[0] for name, found in alike.everywhere(relative).items() if len(found) == 1}
 
 
 def same_arguments_of(
-    tree: ModuleTree, same: Mapping[str, Mapping[str, frozenset[str]]]
+    alike: Alike, same: Mapping[str, Mapping[str, frozenset[str]]]
 ) -> Mapping[str, Mapping[str, frozenset[str]]]:
-    """The arguments of a model's modules that are one tensor, from those of its reduced model's: of the first layer of each kind."""
-    known: dict[str, Mapping[str, frozenset[str]]] = {}
-    for name, found in same.items():
-        known.setdefault(tree.pattern(name), found)
-    return {name: known[tree.pattern(name)] for name in tree.modules if tree.pattern(name) in known}
+    """The arguments of a model's modules that are one tensor, from those of its reduced model's: of the first that is alike."""
+    names = {name: name for name in same}
+    return {name: same[found[0]] for name, found in alike.everywhere(names).items()}
 
 
 def _home(name: str) -> str:

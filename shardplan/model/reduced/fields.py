@@ -18,6 +18,7 @@ Role = Literal[
     "layer_indices",
     "heads",
     "head_dim",
+    "scalar",
     "width",
     "share",
     "factor",
@@ -68,7 +69,8 @@ NAMES: dict[Role, str] = {
     "heads": r"(.*_)?(attention_heads|key_value_heads|query_groups|kv_n_heads|kv_heads|n_heads?|num_heads)"
     r"|(.*_)?(key_heads|value_heads|num_query_heads|global_heads)|num_attention_heads_per_layer",
     "head_dim": r"(.*_)?(head_dim|head_size|kv_channels|attention_channels)|qk_head_dim|d_head|d_kv|dim_head"
-    r"|rotary_dim|query_pre_attn_scalar",
+    r"|rotary_dim",
+    "scalar": r"query_pre_attn_scalar",
     "hidden": r"hidden_size|d_model|n_embd|emb_dim|embedding_dim",
     "image": r"image_size|image_embedding_size",
     "width": r"(.*_)?(intermediate_size|ffn_dim|ffn_hidden_size|hidden_size|lora_rank|embedding_size)"

@@ -258,6 +258,7 @@ SHRINK: dict[Role, Callable[[Any, Scale, str], Any]] = {
     "sparse_layers": _sparse_layers,
     "heads": _mapped("heads"),
     "head_dim": _mapped("head_dims"),
+    "scalar": _mapped("head_dims"),  # of the scores: mostly a head dim, and no dim of its own where it is none
     "hidden": _mapped("widths"),
     "width": _mapped("widths"),
     "share": _share,
