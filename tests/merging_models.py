@@ -198,3 +198,38 @@ def checked(
     plan = bound(model, rules, tp)
     report = check_layout(plan, Workbench(model, inputs_of(build), plan.tree))
     return report.onto(plan), report
+
+
+class TwoReaders(nn.Module):
+    """Two matrices of one tensor, or of one each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.o = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
+        return self.o(self.q(x) * self.k(x if other is None else other))
+
+
+class Separating(nn.Module):
+    """Blocks of one class, of which some hand two tensors to the matrices."""
+
+    def __init__(self, separate: bool):
+        super().__init__()
+        self.separate = separate
+        self.norm, self.norm2, self.attn = nn.LayerNorm(16), nn.LayerNorm(16), TwoReaders()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.norm(x), self.norm2(x)
+        return x + (self.attn(first, second) if self.separate else self.attn(first + second))
+
+
+class Separated(nn.Module):
+    def __init__(self, *separate: bool):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Separating, separate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x

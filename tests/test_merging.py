@@ -18,9 +18,9 @@ from shardplan import compile_plan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.check import check
 from shardplan.compiler.layout import Workbench, check_layout
-from shardplan.compiler.layout.names_in_model import Alike, incoming_of, shared_reads_of
+from shardplan.compiler.layout.names_in_model import Alike, disagreeing, incoming_of, shared_reads_of
 from shardplan.compiler.layout.unsummed import acting, dropping
-from shardplan.compiler.lower import lower
+from shardplan.compiler.lower import Program, lower
 from shardplan.compiler.lower.expected_collectives import expected_collectives
 from shardplan.core.layout import I, R, V
 from shardplan.core.mesh import MeshSizes
@@ -40,6 +40,7 @@ from tests.merging_models import (
     SUMMED,
     Flat,
     Joint,
+    Separated,
     Stack,
     bound,
     checked,
@@ -47,7 +48,8 @@ from tests.merging_models import (
     inputs_of,
     made,
 )
-from tests.proofs import assert_equal, collect, compare_results, differing, fake_mesh, ranked, unsharded
+from tests.model_settings import find
+from tests.proofs import Case, assert_equal, collect, compare_results, differing, fake_mesh, ranked, unsharded
 from tests.simulation import simulated_mesh
 from tests.soundness.judge import _numbers, subject
 from tests.zoo.entry import collectives
@@ -498,10 +500,13 @@ def test_facts_of_the_small_copy_hold_for_all_layers() -> None:
     parsed = from_hf_tp_plan(*hf_tp_plan(model.bench.model))
     plan = bind(parsed.plan, model.tree, MeshSizes(tp=2))[0]
     report = check_layout(plan, model.bench)
-    first = {name: one for name, one in report.shared_reads.items() if ".0." in name}
-    alike = Alike(model.tree, model.tree)
-    assert first and shared_reads_of(alike, first) == report.shared_reads
-    assert incoming_of(alike, report.incoming) == report.incoming
+    alike = Alike(find("llama").tree, model.tree)
+    reads, incoming = shared_reads_of(alike, report.shared_reads), incoming_of(alike, report.incoming)
+    for found, seen in ((reads, report.shared_reads), (incoming, report.incoming)):
+        first = {name: one for name, one in seen.items() if ".0." in name}
+        assert first and found == found | {name: one for name, one in seen.items() if ".layers." not in name}
+        layers = [{n.replace(f".{i}.", ".0."): found[n] for n in found if f".{i}." in n} for i in range(32)]
+        assert all(one.keys() == first.keys() for one in layers)
 
 
 def test_facts_of_one_kind_of_layer_are_not_those_of_another() -> None:
@@ -517,3 +522,39 @@ def test_facts_of_one_kind_of_layer_are_not_those_of_another() -> None:
     assert moved == {
         index: [False, kind == "sliding_attention", kind == "sliding_attention"] for index, kind in enumerate(layers)
     }
+
+
+SEPARATED = {
+    "version": "1",
+    "tensor_parallel": {
+        "blocks.*.attn": "input_with_grad_allreduce",
+        "blocks.*.attn.{q,k}": "colwise",
+        "blocks.*.attn.o": "rowwise",
+    },
+}
+
+
+def test_blocks_of_one_class_are_each_moved_as_they_were_proven() -> None:
+    """The reduced model of a module of one's own has all of its blocks."""
+
+    def inputs(seed: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))}
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return Separated(False, True, False)
+
+    def compiled(model: nn.Module, plan: Any, tp: int) -> Program:
+        return compile_plan(model, {"tp": tp}, plan, inputs=inputs)
+
+    program = compiled(build(), SEPARATED, 2)
+    moved = [[bool(program.modules[f"blocks.{i}.attn.{name}"].enter) for name in "qk"] for i in range(3)]
+    assert moved == [[False, False], [False, True], [False, False]]
+    assert_equal(Case(build, inputs(1), SEPARATED, 2, call, compiled=compiled).rows())
+
+
+def test_blocks_of_one_class_that_differ_leave_those_that_are_not_there_undetermined() -> None:
+    alike = Alike(tree_of(Separated(False, True, False)), tree_of(Separated(False, True)))
+    incoming = {"blocks.0.attn.k": R, "blocks.1.attn.k": I, "blocks.0.attn.q": R, "blocks.1.attn.q": R}
+    assert incoming_of(alike, incoming) == {f"blocks.{i}.attn.q": R for i in range(3)}
+    assert disagreeing(alike, incoming) == tuple(f"blocks.{i}.attn.k" for i in range(3))

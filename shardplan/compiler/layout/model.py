@@ -12,7 +12,7 @@ from shardplan.core.diagnostics import Diagnostic, PlanError, Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import NO_OVERLAYS, Overlays, PlanFile, ResolvedPlan
-from shardplan.core.tree import ModuleInfo, ModuleTree
+from shardplan.core.tree import ModuleInfo, ModuleTree, named
 from shardplan.model import FoundModel, tree_of
 from shardplan.model.reduced import ReducedModel, make_reduced_model
 from shardplan.model.reduced.reduced_codes import NOT_CARRIED, NOT_REDUCED, NOT_RUNNING
@@ -26,7 +26,7 @@ from .draws import Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
-from .names_in_model import Alike, incoming_of, modules_of, same_arguments_of, shared_reads_of
+from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
 from .run import Workbench
 from .split_lengths import misfit, split_lengths
 from .token_by_token import token_findings
@@ -225,6 +225,7 @@ class ModelLayouts:
         report = self.layouts_of(plan, resolved, help=help)
         draws, undrawn = self._draws(report, of_model)
         alike = Alike(self.found.tree, self.tree)
+        unlike = disagreeing(alike, report.incoming)
         return replace(
             report,
             draws=draws,
@@ -237,6 +238,7 @@ class ModelLayouts:
                 *map(self._about_the_model, report.diagnostics),
                 *dropping(self.found.tree, report.through),
                 *undrawn,
+                *((_undetermined(unlike, allow_unproven),) if unlike else ()),
                 *((_unseen(self.found.name, self.reduced_model.unseen),) if self.reduced_model.unseen else ()),
             ),
             secondary=tuple(map(self._about_the_model, report.secondary)),
@@ -363,6 +365,17 @@ def _unseen(name: str, why: str) -> Diagnostic:
         message=f"{name} accepts images, but its reduced model cannot be given any: this plan is proven for text alone",
         notes=(why,),
     )
+
+
+def _undetermined(names: tuple[str, ...], allowed: bool) -> Diagnostic:
+    found = Diagnostic(
+        code=UNTYPED.code,
+        severity=Severity.ERROR,
+        message=f"layers of the same classes read values of different layouts in {named(names)}: which of them a layer reads that the "
+        "reduced model does not have cannot be determined",
+        modules=names,
+    )
+    return unproven(found, allowed)
 
 
 def _not_small(name: str, findings: list[Diagnostic], allowed: bool) -> Diagnostic:

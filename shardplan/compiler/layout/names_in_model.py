@@ -13,8 +13,9 @@ T = TypeVar("T")
 
 
 class Alike:
-    """Which modules of a reduced model those of the model are like: those of one pattern, in blocks of one kind. `self_attn.k_proj` may
-    read one tensor with `q_proj` in one kind of block, and a tensor of its own in another.
+    """Which modules of a reduced model those of the model are like. Where it has all of the model's, they are the same; else they are
+    those of one pattern, in blocks of one kind: `self_attn.k_proj` may read one tensor with `q_proj` in one kind of block, and a tensor
+    of its own in another.
 
     Args:
         tree: of the model.
@@ -25,10 +26,13 @@ class Alike:
         self.tree = tree
         self._kinds = {id(one): _kinds(one) for one in (tree, reduced_tree)}
         self._reduced = reduced_tree
+        self._same = tree.modules.keys() == reduced_tree.modules.keys()
 
     def everywhere(self, facts: Mapping[str, T]) -> Mapping[str, tuple[T, ...]]:
         """Each module of the model -> what is known of those that it is like, by their names in the reduced model; each fact once. Of
         a kind of block of which nothing is known, what is known of all kinds."""
+        if self._same:
+            return {name: (fact,) for name, fact in facts.items() if name in self.tree.modules}
         known: dict[Key, dict[T, None]] = {}
         of_all: dict[str, dict[T, None]] = {}
         for name, fact in facts.items():
@@ -60,6 +64,11 @@ def _kinds(tree: ModuleTree) -> Mapping[str, frozenset[tuple[str, str]]]:
 def incoming_of(alike: Alike, incoming: Mapping[str, Layout]) -> Mapping[str, Layout]:
     """The incoming layouts of a model's modules, from those of its reduced model's, where all that are alike agree."""
     return {name: found[0] for name, found in alike.everywhere(incoming).items() if len(found) == 1}
+
+
+def disagreeing(alike: Alike, incoming: Mapping[str, Layout]) -> tuple[str, ...]:
+    """The model's modules whose incoming layout is not known: those of the reduced model that they are like have different ones."""
+    return tuple(name for name, found in alike.everywhere(incoming).items() if len(found) > 1)
 
 
 def modules_of(
