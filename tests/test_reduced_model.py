@@ -371,6 +371,19 @@ def test_other_heads(architecture):
     assert reduced_model.build()(**reduced_model.inputs(padding="right"))[0].isfinite().all()
 
 
+@pytest.mark.parametrize("config", [transformers.BartConfig, transformers.T5Config])
+def test_heads_of_the_end_token(config):
+    """They raise where it is not in all rows the same number of times."""
+    config = config(
+        architectures=[config.__name__.replace("Config", "ForSequenceClassification")], decoder_start_token_id=0
+    )
+    reduced_model = make_reduced_model(found_from_config(config), tp=2)
+    inputs = reduced_model.inputs()
+    assert (inputs["input_ids"] == reduced_model.config.eos_token_id).sum(1).tolist() == [1, 1]
+    assert inputs["labels"].shape == (2,)
+    assert "loss" in reduced_model.build()(**inputs)
+
+
 def test_from_a_module():
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))

@@ -56,7 +56,7 @@ def features_of(model: nn.Module, config: PreTrainedConfig, seq_len: int) -> Fea
         def make(seed: int) -> dict[str, Any]:
             generator = torch.Generator().manual_seed(seed + 1)
             text = (
-                text_inputs(config, "next" if labels == "next" and decodes else None, seq_len, seed, None)
+                text_inputs(config, labels if labels in ("next", "class") else None, seq_len, seed, None)
                 if decodes
                 else {}
             )

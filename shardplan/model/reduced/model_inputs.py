@@ -7,7 +7,7 @@ from math import prod
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CTC_MAPPING_NAMES,
@@ -83,6 +83,8 @@ def text_inputs(
     pad = getattr(text, "pad_token_id", None)
     if isinstance(pad, int) and 0 <= pad < rows:
         ids[0, ..., 1] = pad  # the row that `padding_idx` keeps from learning is looked up too
+    if labels == "class":
+        _end_once(ids, getattr(text, "eos_token_id", None), pad, allowed)
     result: dict[str, Any] = {"input_ids": ids}
     classes = config.num_labels
     if labels == "class":
@@ -108,6 +110,14 @@ def text_inputs(
         if labels == "next" and padding == "left":
             result["labels"][1, quarter] = IGNORED  # predicted from a position that sees nothing
     return result
+
+
+def _end_once(ids: Tensor, end: Any, pad: Any, allowed: Tensor) -> None:
+    """Let each row have the end token once, in the middle, where nothing is padded: BART's and T5's heads read its state, and raise
+    where rows have it a different number of times, or none has it. A model that pads with it has no such place."""
+    if type(end) is int and end != pad and (allowed == end).any():
+        ids[ids == end] = next(token for token in allowed.tolist() if token not in (end, pad))
+        ids[..., ids.shape[-1] // 2] = end
 
 
 def code_inputs(
