@@ -31,10 +31,14 @@ quick: $(VENV)/.installed  ## the tests that need no torch (tests/conftest.py li
 test: $(VENV)/.installed  ## what every change must pass
 	$(PYTEST) -m "not slow and not exhaustive"
 
-test-all: $(VENV)/.installed  ## the slow rest: real processes, whole matrices
+# timm and torchvision without what they ask for; tests/timm_models.py says why they are not in the environment.
+build/timm: | $(VENV)/.installed
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --constraint constraints.txt --target $@ timm torchvision
+
+test-all: $(VENV)/.installed build/timm  ## the slow rest: real processes, whole matrices
 	$(PYTEST) -m "slow and not exhaustive"
 
-exhaustive: $(VENV)/.installed  ## what test-all has a sample of
+exhaustive: $(VENV)/.installed build/timm  ## what test-all has a sample of
 	$(PYTEST) -m exhaustive
 
 ep: $(VENV)/.installed  ## expert parallelism: every plan that distributes experts, and on real processes

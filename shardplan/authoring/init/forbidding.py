@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from shardplan.compiler.layout.finding import Finding
 from shardplan.compiler.layout.layout_diagnostics import diagnostic
+from shardplan.model.reduced.fields import role
 
 from .draft import FIXABLE, Board, Draft
 
@@ -35,7 +36,19 @@ def forbidden(board: Board, draft: Draft) -> Forbidden:
         return Forbidden(board.reason(draft))
     said = diagnostic(resolved, hard[:1], None, None)
     where = next((note for note in said.notes if "`" in note), "")
-    return Forbidden(f"{said.message} ({where})" if where else said.message, _change(hard[0]))
+    change = _uneven(board, hard[0].module) or _change(hard[0])
+    return Forbidden(f"{said.message} ({where})" if where else said.message, change)
+
+
+def _uneven(board: Board, module: str) -> str | None:
+    """The tp to take, where a module counts heads that it does not divide."""
+    numbers = board.tree.modules[module].numbers
+    counted = next((n for n, size in numbers.items() if role(n) == "heads" and size % board.tp), None)
+    if counted is None:
+        return None
+    return (
+        f"choose a tp that divides {counted}, which is {numbers[counted]} in {module}: a rank computes with whole heads"
+    )
 
 
 def _change(found: Finding) -> str | None:

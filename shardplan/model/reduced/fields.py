@@ -51,7 +51,7 @@ Role = Literal[
 # A pattern matches a whole name. The first role that matches wins.
 NAMES: dict[Role, str] = {
     "dropout": r".*(dropout|dropout_p|drop_rate|pdrop|layerdrop|drop_path|drop_path_rate|dropout_prob)"
-    r"|.*(dropout_rate|jitter_noise|jitter_eps)",
+    r"|.*(dropout_rate|jitter_noise|jitter_eps|drop_prob)",
     "token": r".*_(token|tokens)_(id|index|ids)|lang_id"
     r"|(pad|bos|eos|unk|mask|lang|sep|image|image_patch|boi|eoi|audio|video)_(id|index)",
     "layer_indices": r"mlp_only_layers|moe_layers|no_rope_layer_ids|full_attn_idxs|hybrid_layer_ids"

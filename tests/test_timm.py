@@ -1,0 +1,72 @@
+"""timm's ViT and Swin, unmodified: `init` splits their heads, and what it finds is proven."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import timm_models as timm
+
+import shardplan
+
+pytestmark = pytest.mark.slow
+MLP = {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+QKV = {"style": "packed_colwise", "packed": 3}
+
+
+def on_processes(name: str, document: Any, *, sequence_parallel: bool = False) -> bool:
+    """Whether a plan is proven on two processes; they build the model themselves, as its package lies beside the environment."""
+    inputs = f"tests.timm_models:{name.rpartition('_')[2]}_pictures"
+    model = f"tests.timm_models:{name}"
+    return shardplan.verify(
+        model, document, tp=2, inputs=inputs, sequence_parallel=sequence_parallel, processes=True
+    ).ok
+
+
+def rules(document: Any, blocks: str, section: str = "tensor_parallel") -> dict[str, Any]:
+    return {name.removeprefix(f"{blocks}."): rule for name, rule in document[section].items()}
+
+
+@pytest.mark.exhaustive
+def test_vit_is_split_by_heads() -> None:
+    document = shardplan.init_plan(timm.vit(), inputs=timm.vit_pictures).document
+    found = rules(document, "blocks.*")
+    assert found == {
+        "attn": {"style": "input_with_grad_allreduce", "divide": ["num_heads", "attn_dim"]},
+        "attn.qkv": QKV,
+        "attn.proj": "rowwise",
+        "mlp": "input_with_grad_allreduce",
+        **MLP,
+    }
+    for tp in (2, 4):
+        assert shardplan.verify(timm.vit(), document, tp=tp, inputs=timm.vit_pictures).ok
+
+
+def test_vit_without_a_class_token_is_split_by_tokens_too() -> None:
+    document = shardplan.init_plan(timm.pooled_vit(), inputs=timm.vit_pictures, sequence_parallel=True).document
+    found = rules(document, "blocks.*", "sequence_parallel")
+    assert found["attn.proj"] == found["mlp.fc2"] == "rowwise_seq"
+    for sequence_parallel in (False, True):
+        assert on_processes("pooled_vit", document, sequence_parallel=sequence_parallel)
+
+
+def test_swin_is_split_by_heads_in_every_stage() -> None:
+    document = shardplan.init_plan(timm.swin(), inputs=timm.swin_pictures).document
+    assert rules(document, "layers.*.blocks.*") == {
+        "attn": {"style": "local_params", "divide": ["num_heads"]},
+        "attn.relative_position_bias_table": "rowwise",
+        "attn.qkv": QKV,
+        "attn.proj": "rowwise",
+        **MLP,
+    }
+    assert on_processes("swin", document)
+
+
+def test_heads_that_tp_does_not_divide_are_named() -> None:
+    """The published Swin begins with three."""
+    model = timm.swin(embed_dim=48, num_heads=(3, 6, 12))
+    (said,) = shardplan.init_plan(model, inputs=timm.swin_pictures).diagnostics
+    assert said.code == "SP534"
+    assert said.help == (
+        "choose a tp that divides num_heads, which is 3 in layers.0.blocks.0.attn: a rank computes with whole heads"
+    )
