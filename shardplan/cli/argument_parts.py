@@ -56,24 +56,6 @@ def setting(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def mesh(text: str) -> tuple[tuple[str, int], ...]:
-    """`dp_shard=64,tp=8` as pairs of canonical axes and sizes. Raises ArgumentTypeError."""
-    from shardplan.core.mesh import canonical_axis
-
-    pairs: list[tuple[str, int]] = []
-    for part in text.split(","):
-        name, equals, number = part.partition("=")
-        axis = canonical_axis(name.strip())
-        if not equals or axis is None:
-            raise argparse.ArgumentTypeError(
-                f"{part!r} is not of the form AXIS=N with the axis dp_replicate, dp_shard, tp or ep"
-            )
-        if axis in dict(pairs):
-            raise argparse.ArgumentTypeError(f"{text!r} gives {axis} two sizes")
-        pairs.append((axis, size(number.strip())))
-    return tuple(pairs)
-
-
 def shares(text: str) -> tuple[float, float]:
     """ "0.35,0.5" -> two numbers from 0 to 1."""
     try:
@@ -83,9 +65,10 @@ def shares(text: str) -> tuple[float, float]:
     return low, high
 
 
-def list_of_sizes(text: str) -> tuple[int, ...]:
-    """`1,8` as sizes, each once. Raises ArgumentTypeError."""
-    return tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
+def sizes(text: str) -> int | tuple[int, ...]:
+    """`8` as a size, `1,8` as sizes, each once. Raises ArgumentTypeError."""
+    several = tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
+    return several if len(several) > 1 else several[0]
 
 
 def debug(parser: Parser, *, default: object) -> None:
@@ -105,29 +88,8 @@ def model_and_plan(parser: Parser, *, default: str | None = None) -> None:
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=text)
 
 
-def tensor_parallel_size(parser: Parser, *, help: str) -> None:
-    parser.add_argument("--tp", type=size, metavar="N", help=help)
-    parser.add_argument(
-        "--sequence-parallel",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="check only the plan with, or without, its sequence_parallel section; without the option, both",
-    )
-
-
-def data_parallel_size(parser: Parser) -> None:
-    text = "ranks that parameters and batches are split over (FSDP)"
-    parser.add_argument("--dp-shard", type=size, default=1, metavar="N", help=text)
-
-
-def expert_size(parser: Parser) -> None:
-    text = "ranks that experts are distributed over; they are among those of dp_shard, cp and tp"
-    parser.add_argument("--ep", type=size, default=1, metavar="N", help=text)
-
-
-def pipeline_size(parser: Parser) -> None:
-    text = "pipeline stages that the blocks are cut into, as the plan's section pipeline_parallel says"
-    parser.add_argument("--pp", type=size, default=1, metavar="N", help=text)
+def sequence_parallel(parser: Parser, *, help: str) -> None:
+    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=help)
 
 
 def configuration(parser: Parser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
+from shardplan.core.mesh import Axis
 from shardplan.core.schedules import SCHEDULES
 from shardplan.core.suggest import closest
 
@@ -14,22 +15,21 @@ from .argument_parts import (
     Versions,
     allow_unproven,
     configuration,
-    data_parallel_size,
     debug,
-    expert_size,
     findings_output,
-    list_of_sizes,
-    mesh,
     model_and_plan,
     model_options,
-    pipeline_size,
+    sequence_parallel,
     several,
     shares,
     size,
-    tensor_parallel_size,
+    sizes,
 )
+from .mesh_arguments import AXIS_HELP, mesh_options
 from .review_arguments import diff_arguments, lock_arguments, report_arguments
 
+BOTH = "check only the plan with, or without, its sequence_parallel section; without the option, both"
+ONE = "with, or without (the default), the plan's sequence_parallel section"
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 
 
@@ -61,6 +61,24 @@ def build_parser() -> Parser:
     return parser
 
 
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The arguments of a command line. Raises SystemExit after a message: the nearest option to one that a command does not
+    have, the form of a word that is left over."""
+    from .unknown_words import unexpected_words, unknown_option
+
+    parser = build_parser()
+    (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    at = next((at for at, word in enumerate(words) if not word.startswith("-")), len(words))
+    name, given = "".join(words[at : at + 1]), words[at + 1 :]
+    command = commands.choices.get(name)
+    if command is not None and (wrong := unknown_option(name, command, given)) is not None:
+        command.error(wrong)
+    args, left = parser.parse_known_args(words)
+    if left:
+        (command or parser).error(unexpected_words(name, command or parser, left))
+    return args
+
+
 def misspelt(words: Sequence[str]) -> str | None:
     """The command that the first word probably means, where it is none."""
     word = next((word for word in words if not word.startswith("-")), "")
@@ -69,12 +87,8 @@ def misspelt(words: Sequence[str]) -> str | None:
 
 def _validate(parser: Parser) -> None:
     model_and_plan(parser)
-    tensor_parallel_size(parser, help="tensor-parallel ranks; without it every size is checked")
-    data_parallel_size(parser)
-    parser.add_argument("--dp-replicate", type=size, default=1, metavar="N", help="ranks that hold copies (HSDP, DDP)")
-    parser.add_argument("--cp", type=size, default=1, metavar="N", help="ranks that share a sequence's context")
-    expert_size(parser)
-    pipeline_size(parser)
+    mesh_options(parser, help={Axis.TP: "tensor-parallel ranks; without it every size is checked"})
+    sequence_parallel(parser, help=BOTH)
     parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
     model_options(parser)
     parser.add_argument(
@@ -97,9 +111,8 @@ def _init(parser: Parser) -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan to FILE instead of standard output")
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
     parser.add_argument("--name", metavar="NAME", help="the plan's name; without it the model's type")
-    parser.add_argument(
-        "--tp", type=several, default=2, metavar="N", help="the size for which rules are tried and proven (2)"
-    )
+    text = "the size for which rules are tried and proven (2)"
+    mesh_options(parser, (Axis.TP,), help={Axis.TP: text}, types={Axis.TP: several})
     parser.add_argument("--sequence-parallel", action="store_true", help="also write a sequence_parallel section")
     parser.add_argument("--expert-parallel", action="store_true", help="also write an expert_parallel section")
     model_options(parser)
@@ -129,17 +142,16 @@ def _convert(parser: Parser) -> None:
     parser.add_argument(
         "--name", metavar="NAME", help="the plan's name; without it the model's type or the file's name"
     )
-    parser.add_argument("--tp", type=size, metavar="N", help="the tp size to validate the plan at")
+    mesh_options(parser, (Axis.TP,), help={Axis.TP: "the tp size to validate the plan at"})
     model_options(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON; the plan goes to FILE alone")
 
 
 def _verify(parser: Parser) -> None:
     model_and_plan(parser)
-    tensor_parallel_size(parser, help="tensor-parallel ranks; may be left out with --pp")
-    data_parallel_size(parser)
-    expert_size(parser)
-    pipeline_size(parser)
+    text = "tensor-parallel ranks; may be left out with --pp"
+    mesh_options(parser, help={Axis.TP: text})
+    sequence_parallel(parser, help=BOTH)
     parser.add_argument(
         "--processes", action="store_true", help="use real gloo processes instead of a simulation in one process"
     )
@@ -155,17 +167,11 @@ def _verify(parser: Parser) -> None:
 
 def _estimate(parser: Parser) -> None:
     model_and_plan(parser)
-    parser.add_argument(
-        "--mesh", type=mesh, metavar="AXIS=N,...", help="sizes of pp, dp_replicate, dp_shard, tp and ep"
-    )
-    text = "instead of --mesh: every mesh for N devices, those that fit first"
+    tried = (Axis.PP, Axis.CP, Axis.EP)
+    text = "; with --sweep several sizes to try, as 1,8 (1)"
+    mesh_options(parser, help={axis: AXIS_HELP[axis] + text for axis in tried}, types=dict.fromkeys(tried, sizes))
+    text = "instead of a mesh: every mesh for N devices, those that fit first"
     parser.add_argument("--sweep", type=size, metavar="N", help=text)
-    text = "with --sweep: over how many ranks experts are distributed, several sizes to try (1)"
-    parser.add_argument("--ep", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
-    text = "with --sweep: over how many ranks pipeline stages are laid, several sizes to try (1)"
-    parser.add_argument("--pp", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
-    text = "with --sweep: over how many ranks a sequence is distributed, several sizes to try (1)"
-    parser.add_argument("--cp", type=list_of_sizes, default=(1,), metavar="N,...", help=text)
     parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
     text = "sequences in one forward of a data-parallel rank (1)"
     parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
@@ -182,8 +188,7 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=text)
     text = "for the least time of a step: a100, b200, h100, h200, mi300x, or a JSON file that describes one"
     parser.add_argument("--device", metavar="NAME", help=text)
-    text = "with, or without (the default), the plan's sequence_parallel section"
-    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)
+    sequence_parallel(parser, help=ONE)
     text = "the layout of the output head's logits; overrides the plan"
     parser.add_argument("--logits", choices=("plan", "replicated", "sharded"), default="plan", help=text)
     text = "what is recomputed in backward; overrides the plan"
@@ -223,9 +228,8 @@ def _fit(parser: Parser) -> None:
 def _show(parser: Parser) -> None:
     model_and_plan(parser)
     text = "tensor-parallel ranks; without it the smallest size that splits the model"
-    parser.add_argument("--tp", type=size, metavar="N", help=text)
-    text = "with, or without (the default), the plan's sequence_parallel section"
-    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)
+    mesh_options(parser, help={Axis.TP: text})
+    sequence_parallel(parser, help=ONE)
     model_options(parser)
     parser.add_argument("--all", action="store_true", help="one line for every module, repeated layers not folded")
     parser.add_argument("--json", action="store_true", help="print the same as JSON, every module by itself")

@@ -17,6 +17,7 @@ from shardplan.report.errors import sources_of
 
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
+from .mesh_arguments import mesh_of
 from .output import columns, finish, progress
 
 
@@ -52,7 +53,7 @@ def _made(args: argparse.Namespace) -> PlanDiff:
         if {args.old, args.new} & {"auto", "hf"}:
             raise UsageError("the plans auto and hf depend on a model: name one")
         of_model = (
-            args.mesh,
+            mesh_of(args) or None,
             args.seq_len,
             args.device,
             args.sequence_parallel,
@@ -61,7 +62,7 @@ def _made(args: argparse.Namespace) -> PlanDiff:
             args.reduced,
         )
         if any(one not in (None, []) for one in of_model) or args.trust_remote_code:
-            raise UsageError("--mesh, --seq-len and the options of a model are for a MODEL")
+            raise UsageError("a mesh, --seq-len and the options of a model are for a MODEL")
         return api.diff_plans(args.old, args.new)
     if args.device is not None and args.seq_len is None:
         raise UsageError("--device is for an estimate: say --seq-len too")
@@ -74,7 +75,7 @@ def _made(args: argparse.Namespace) -> PlanDiff:
         args.old,
         args.new,
         model_of(args),
-        dict(args.mesh or ()),
+        mesh_of(args),
         step,
         sequence_parallel=args.sequence_parallel,
         device=args.device,

@@ -15,14 +15,21 @@ from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
+from .mesh_arguments import mesh_of
 from .output import columns, finish, progress
 
+TRIED = ("ep", "pp", "cp")  # the axes of a sweep
 CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selective": {"mode": "selective"}}
 
 
 def run(args: argparse.Namespace) -> int:
-    if (args.mesh is None) == (args.sweep is None):
-        raise UsageError("give either --mesh or --sweep")
+    sizes = mesh_of(args)
+    if not sizes and args.sweep is None:
+        raise UsageError("give a mesh (--tp 8, or --mesh dp_shard=8,tp=8) or --sweep N")
+    if args.sweep is not None and not sizes.keys() <= set(TRIED):
+        raise UsageError(f"--sweep tries every size of tp, dp_shard and dp_replicate: it takes {', '.join(TRIED)}")
+    if args.sweep is None and any(isinstance(one, tuple) for one in sizes.values()):
+        raise UsageError("several sizes of an axis are for --sweep N")
     if args.sweep is not None and args.device is None:
         raise UsageError("--sweep compares with a device's memory and speed: name one with --device")
     if args.plot is not None and args.sweep is None:
@@ -71,8 +78,10 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "progress": progress,
     }
     if args.sweep is not None:
-        return api.sweep(model_of(args), args.plan, args.sweep, ep=args.ep, pp=args.pp, cp=args.cp, **options)
-    return api.estimate(model_of(args), args.plan, dict(args.mesh), **options)
+        given = mesh_of(args)
+        ep, pp, cp = (one if isinstance(one := given.get(axis, 1), tuple) else (one,) for axis in TRIED)
+        return api.sweep(model_of(args), args.plan, args.sweep, ep=ep, pp=pp, cp=cp, **options)
+    return api.estimate(model_of(args), args.plan, mesh_of(args), **options)
 
 
 def _plot(made: Sweep, file: str) -> None:

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         with redirect_stdout(sys.stderr):
             made = api.init_plan(
                 model_of(args),
-                tp=args.tp,
+                tp=args.tp or 2,
                 sequence_parallel=args.sequence_parallel,
                 expert_parallel=args.expert_parallel,
                 name=args.name,
@@ -48,5 +48,5 @@ def run(args: argparse.Namespace) -> int:
         write_file(args.output, line + made.text)
         if not line:
             print("`shardplan schema --install` gives editors the plan's schema", file=sys.stderr)
-        print(f"{args.output}: proven at tp={args.tp}", file=sys.stderr)
+        print(f"{args.output}: proven at tp={args.tp or 2}", file=sys.stderr)
     return CLEAN

@@ -17,6 +17,7 @@ from shardplan.report.errors import sources_of
 from shardplan.report.lock_json import check_json, check_text, lock_text, read_lock
 
 from .exits import CLEAN, FINDINGS, UsageError
+from .mesh_arguments import mesh_of
 from .output import finish, progress, write_file
 
 
@@ -42,7 +43,7 @@ def _write(args: argparse.Namespace) -> int:
     asked = LockedQuestion(
         args.model,
         args.plan,
-        {str(axis): size for axis, size in args.mesh or ()},
+        mesh_of(args),
         args.sequence_parallel,
         dict(args.settings),
         args.inputs,

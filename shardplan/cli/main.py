@@ -17,7 +17,7 @@ NOT_IN_CORE = ("torch", "transformers", "safetensors", "tqdm", "numpy")  # which
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code (`shardplan.cli.exits`)."""
-    from .arguments import build_parser, misspelt
+    from .arguments import build_parser, misspelt, parse
 
     words = list(sys.argv[1:] if argv is None else argv)
     if not words:
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("\nshardplan: error: name a command", file=sys.stderr)
         return USAGE
     try:
-        args = build_parser().parse_args(words)
+        args = parse(words)
     except SystemExit as stop:
         if stop.code and (near := misspelt(words)) is not None:
             print(f"did you mean: shardplan {near}", file=sys.stderr)

@@ -14,6 +14,7 @@ from shardplan.report.errors import sources_of
 
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
+from .mesh_arguments import mesh_of
 from .output import finish, progress, write_file
 
 
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             made = api.plan_report(
                 model_of(args),
                 args.plan,
-                dict(args.mesh or ()),
+                mesh_of(args),
                 step,
                 sequence_parallel=args.sequence_parallel,
                 device=args.device,

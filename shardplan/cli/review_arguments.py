@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
-
+from shardplan.core.mesh import Axis
 from shardplan.core.schedules import SCHEDULES
 
-from .argument_parts import MODEL_HELP, PLAN_HELP, Parser, mesh, model_options, size
+from .argument_parts import MODEL_HELP, PLAN_HELP, Parser, model_options, sequence_parallel, size
+from .mesh_arguments import mesh_options
 
+BOTH = "only with, or without, the plan's sequence_parallel section; without the option, both"
 NO_DERIVE = "refuse a model that no built-in plan is for, instead of deriving a plan for `auto`"
 
 
@@ -16,9 +17,9 @@ def diff_arguments(parser: Parser) -> None:
     parser.add_argument("new", metavar="NEW", help="the plan as it is")
     text = f"bind both plans to this model; without it their rules are compared as text. {MODEL_HELP}"
     parser.add_argument("model", nargs="?", metavar="MODEL", help=text)
-    text = "sizes of dp_replicate, dp_shard, tp and ep; without tp the smallest above 1 that both plans allow"
-    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
-    _variants(parser)
+    text = "tensor-parallel ranks; without it the smallest size above 1 that both plans allow"
+    mesh_options(parser, help={Axis.TP: text})
+    sequence_parallel(parser, help=BOTH)
     text = "also estimate memory and communication of a step with this many tokens in a sequence"
     parser.add_argument("--seq-len", type=size, metavar="N", help=text)
     text = "with --seq-len: sequences in one forward of a data-parallel rank (1)"
@@ -41,9 +42,9 @@ def lock_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--check", metavar="LOCK", help=text)
     parser.add_argument("-o", "--output", metavar="LOCK", help="write the lock to this file instead of standard output")
-    text = "sizes of dp_replicate, dp_shard, tp and ep; without tp the smallest above 1 that the plan allows"
-    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
-    _variants(parser)
+    text = "tensor-parallel ranks; without it the smallest size above 1 that the plan allows"
+    mesh_options(parser, help={Axis.TP: text})
+    sequence_parallel(parser, help=BOTH)
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
     model_options(parser)
     parser.add_argument("--json", action="store_true", help="print findings, and what --check finds, as JSON")
@@ -53,9 +54,9 @@ def report_arguments(parser: Parser) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("plan", metavar="PLAN", help=PLAN_HELP)
     parser.add_argument("-o", "--output", metavar="FILE", required=True, help="the HTML file to write")
-    text = "sizes of pp, dp_replicate, dp_shard, cp, tp and ep; without tp the smallest above 1 that the model allows"
-    parser.add_argument("--mesh", type=mesh, metavar="AXIS=N,...", help=text)
-    _variants(parser)
+    text = "tensor-parallel ranks; without it the smallest size above 1 that the model allows"
+    mesh_options(parser, help={Axis.TP: text})
+    sequence_parallel(parser, help=BOTH)
     text = "with memory and communication of a step with this many tokens in a sequence"
     parser.add_argument("--seq-len", type=size, metavar="N", help=text)
     text = "with --seq-len: sequences in one forward of a data-parallel rank (1)"
@@ -69,8 +70,3 @@ def report_arguments(parser: Parser) -> None:
     parser.add_argument("--no-proof", dest="proof", action="store_false", help="leave out the numeric proof")
     parser.add_argument("--no-derive", dest="derive", action="store_false", help=NO_DERIVE)
     model_options(parser)
-
-
-def _variants(parser: Parser) -> None:
-    text = "only with, or without, the plan's sequence_parallel section; without the option, both"
-    parser.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, default=None, help=text)

@@ -9,11 +9,11 @@ from dataclasses import asdict, replace
 
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
-from shardplan.core.mesh import MeshSizes
 from shardplan.report import json_text, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN
+from .mesh_arguments import mesh_of
 from .output import columns, finish, warn
 from .validate_command import report_of
 
@@ -24,12 +24,12 @@ def run(args: argparse.Namespace) -> int:
     if not findings.ok:
         return finish(findings, args)
     warn(findings)
-    tp = args.tp or findings.checked_tp or 1
+    sizes = {"tp": findings.checked_tp or 1} | mesh_of(args)
     try:
         with redirect_stdout(sys.stderr):
             program = api.compile_plan(
                 model_of(args),
-                MeshSizes(tp=tp),
+                sizes,
                 args.plan,
                 sequence_parallel=args.sequence_parallel,
                 allow_unproven=True,  # it is shown, not applied
@@ -45,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     from shardplan.report.program_text import WIDTH, program_text
 
     if args.tp is None:
-        print(f"shown at tp {tp}, the smallest size that splits the model; --tp selects another", file=sys.stderr)
+        print(
+            f"shown at tp {sizes['tp']}, the smallest size that splits the model; --tp selects another", file=sys.stderr
+        )
     width = columns(sys.stdout) or WIDTH
     print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN

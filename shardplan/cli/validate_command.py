@@ -13,6 +13,7 @@ from shardplan.core.report import Report
 
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
+from .mesh_arguments import mesh_of
 from .output import finish, progress, write_file
 
 
@@ -33,7 +34,7 @@ def _fix(args: argparse.Namespace) -> int:
     options = {name: values[name] for name in OPTIONS if name in values}
     try:
         with redirect_stdout(sys.stderr):
-            made = api.fix_plan(model_of(args), args.plan, progress=progress, **options)
+            made = api.fix_plan(model_of(args), args.plan, mesh=mesh_of(args), progress=progress, **options)
     except ValueError as error:
         raise UsageError(str(error)) from None
     finally:
@@ -62,18 +63,12 @@ def report_of(args: argparse.Namespace, *, layouts: bool = True) -> Report:
     progress(f"reading {args.model}")
     try:
         with redirect_stdout(sys.stderr):
-            return api.validate(model_of(args), args.plan, layouts=layouts, progress=progress, **options)
+            return api.validate(model_of(args), args.plan, mesh_of(args), layouts=layouts, progress=progress, **options)
     finally:
         progress("")
 
 
 OPTIONS = (
-    "tp",
-    "dp_shard",
-    "dp_replicate",
-    "cp",
-    "ep",
-    "pp",
     "sequence_parallel",
     "seq_len",
     "strict",
