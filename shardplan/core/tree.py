@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeGuard
@@ -204,6 +204,10 @@ class ModuleTree:
     def _patterns(self) -> dict[str, str]:
         return {}
 
+    def named(self, names: Iterable[str]) -> str:
+        """As `named`, with the words of `pattern`: "blocks.*.{1,3}" for two matrices of each Sequential."""
+        return named(names, self.pattern)
+
     @cached_property
     def _numbered(self) -> frozenset[str]:
         """The lists whose elements are unlike: Sequentials of several classes, and lists in which a star would name different
@@ -304,13 +308,13 @@ def starred(name: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
-def named(names: Iterable[str]) -> str:
+def named(names: Iterable[str], pattern: Callable[[str], str] = starred) -> str:
     """Words for names of repeated layers: itself, where it is one; else the distinct starred ones, those that differ in
     one part written as one: "model.layers.*.mlp.{gate_proj,up_proj} and lm_head"."""
     names = tuple(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]
-    rows = list(dict.fromkeys(tuple(starred(name).split(".")) for name in names))
+    rows = list(dict.fromkeys(tuple(pattern(name).split(".")) for name in names))
     for position in reversed(range(max(map(len, rows)))):
         rows = _fold(rows, position)
     texts = [".".join(row) for row in rows]

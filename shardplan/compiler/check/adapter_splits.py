@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
-from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name, named
+from shardplan.core.tree import ModuleInfo, ParameterInfo, full_name
 from shardplan.styles.adapter_styles import adapter_style
 
 from .facts import Facts
@@ -55,7 +55,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=ADAPTER.code,
             severity=Severity.ERROR,
-            message=f"{what} {named(map(facts.resolved.tree.address, adapted))}",
+            message=f"{what} {facts.resolved.tree.named(map(facts.resolved.tree.address, adapted))}",
             primary=Label(rule.location, f"`{rule.style}` splits the layer") if rule is not None else None,
             help=help,
             modules=adapted,

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.mesh import APPLIED, DATA_PARALLEL
 from shardplan.core.sections import DataParallel, MegatronFSDP
-from shardplan.core.tree import named
 from shardplan.styles.backends import BACKENDS, Backend
 
 from .check_words import join
@@ -186,7 +185,9 @@ def _combined(facts: Facts, section: DataParallel, backend: Backend) -> Iterator
             "switch sequence parallelism off",
         )
     elif partial and not backend.partial_gradients:
-        message = f"the backend {backend.name} would not sum the gradient of {named(partial)} over tp"
+        message = (
+            f"the backend {backend.name} would not sum the gradient of {facts.resolved.tree.named(partial)} over tp"
+        )
         help = "use a mesh without tp"
     else:
         return
@@ -210,7 +211,7 @@ def _classes(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=CLASSES.code,
             severity=Severity.ERROR,
-            message=f"{section.backend} finds units by their class, and {named(others)} has the class of a unit but is not in `units`",
+            message=f"{section.backend} finds units by their class, and {facts.resolved.tree.named(others)} has the class of a unit but is not in `units`",
             primary=field_label(section, "units"),
             help="name all modules of a class in `units`, or none",
             modules=others,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.layout import SEQ, I, Layout, P, R, V
 from shardplan.core.plan import Rule
-from shardplan.core.tree import named, parent
+from shardplan.core.tree import parent
 from shardplan.styles.boundary import Boundary
 
 from .facts import Facts
@@ -95,7 +95,7 @@ def _nested(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=NESTED.code,
             severity=Severity.ERROR,
-            message=f"the block input `{rule.style}` for {named(names)} is inside the block input `{outer_rule.style}`, "
+            message=f"the block input `{rule.style}` for {facts.resolved.tree.named(names)} is inside the block input `{outer_rule.style}`, "
             "which already moves the value",
             primary=Label(rule.location, "moves it again"),
             related=(Label(outer_rule.location, "moves it first"),),
@@ -135,7 +135,7 @@ def _unsplit(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=UNSPLIT.code,
             severity=Severity.ERROR,
-            message=f"`{rule.style}` for {named(names)} gathers the sequence, which no rule splits",
+            message=f"`{rule.style}` for {facts.resolved.tree.named(names)} gathers the sequence, which no rule splits",
             primary=Label(rule.location, "gathers the sequence"),
             help="use `input_with_grad_allreduce` at a block or `colwise` at a matrix, or move the rule to "
             "`sequence_parallel`",

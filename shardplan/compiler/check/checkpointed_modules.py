@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
-from shardplan.core.tree import ancestors, named
+from shardplan.core.tree import ancestors
 
 from .facts import Facts
 from .field_places import field_label
@@ -98,7 +98,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
     yield Diagnostic(
         code=NESTED.code,
         severity=Severity.ERROR,
-        message=f"{named(inner)} is checkpointed, and so is {named(sorted(outer))} around it",
+        message=f"{facts.resolved.tree.named(inner)} is checkpointed, and so is {facts.resolved.tree.named(sorted(outer))} around it",
         primary=field_label(section, "modules"),
         help="name one of the two in `modules`",
         modules=inner,
@@ -113,7 +113,7 @@ def _compiled(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=COMPILED.code,
             severity=Severity.ERROR,
-            message=f"{named(inside)} is checkpointed inside {named(sorted(outer))}, which is compiled",
+            message=f"{facts.resolved.tree.named(inside)} is checkpointed inside {facts.resolved.tree.named(sorted(outer))}, which is compiled",
             primary=field_label(resolved.activation_checkpointing, "modules"),
             help="checkpoint the compiled modules, or compile the checkpointed ones",
             modules=inside,

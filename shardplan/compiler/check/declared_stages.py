@@ -153,7 +153,7 @@ def _blocks(resolved: ResolvedPlan, section: PipelineParallel) -> Iterator[Diagn
         yield Diagnostic(
             code=BLOCKS.code,
             severity=Severity.ERROR,
-            message=f"`layers` of pipeline_parallel must match the elements of one list of modules, but {named(blocks)} are {what}",
+            message=f"`layers` of pipeline_parallel must match the elements of one list of modules, but {tree.named(blocks)} are {what}",
             primary=field_label(section, "layers"),
             help="name the blocks that run one after another",
             modules=blocks,

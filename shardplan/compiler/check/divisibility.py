@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from math import gcd
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.tree import named
 
 from .check_words import join, sizes
 from .facts import Facts
@@ -197,7 +196,7 @@ def _no_size(facts: Facts) -> Diagnostic:
     # What alone stands in the way: without it, the other counts have a common divisor.
     alone = [key for key in groups if gcd(*(count for what, count in groups if (what, count) != key)) != 1]
     if len(alone) == 1 and len(groups) > 1:
-        counted = named(name for requirement in groups[alone[0]] for name in requirement.modules)
+        counted = facts.resolved.tree.named(name for requirement in groups[alone[0]] for name in requirement.modules)
         help = f"leave {counted} and the block around it whole: {alone[0][0]} has no divisor in common with the rest"
     else:
         help = "split less: leave blocks whole until the numbers of the others have a common divisor"

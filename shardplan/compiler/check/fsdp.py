@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.sections import DataParallel
-from shardplan.core.tree import named, parent
+from shardplan.core.tree import parent
 from shardplan.styles.backends import BACKENDS
 
 from .check_words import join
@@ -151,13 +151,13 @@ def _dtypes(facts: Facts) -> Iterator[Diagnostic]:
     rare = {name for dtypes in mixed.values() for name in min(dtypes.values(), key=len)}
     kinds = sorted({dtype for dtypes in mixed.values() for dtype in dtypes})
     inner = [unit for unit in mixed if unit]
-    units = f"the FSDP unit {named(inner)}" if inner else "the root's FSDP unit"
+    units = f"the FSDP unit {facts.resolved.tree.named(inner)}" if inner else "the root's FSDP unit"
     owners = tuple(dict.fromkeys(parent(name) for name in facts.resolved.tree.parameters if name in rare))
     yield _finding(
         facts,
         DTYPES,
         f"{units} has parameters of dtypes {join(kinds, 'and')}, but may have only one",
-        f"convert {named(owners)} to the dtype of the others",
+        f"convert {facts.resolved.tree.named(owners)} to the dtype of the others",
         tuple(name for name in facts.resolved.tree.parameters if name in rare),
     )
 
@@ -184,7 +184,7 @@ def _ignored(facts: Facts) -> Iterator[Diagnostic]:
     left_out = {name: p for name, (_, p) in resolved.tree.parameters.items() if name in resolved.dp_ignored}
     trained = tuple(name for name, p in left_out.items() if p.requires_grad)
     if trained:
-        message = f"{named(trained)} is trained, but its gradient would not be reduced over the data-parallel ranks"
+        message = f"{facts.resolved.tree.named(trained)} is trained, but its gradient would not be reduced over the data-parallel ranks"
         yield _finding(facts, TRAINED, message, "freeze it, or remove it from `ignored`", trained, "ignored")
     compute = section.mixed_precision.param if section.mixed_precision else None
     other = tuple(n for n, p in left_out.items() if compute and p.dtype != compute and _is_float(p.dtype))
@@ -193,7 +193,7 @@ def _ignored(facts: Facts) -> Iterator[Diagnostic]:
         yield _finding(
             facts,
             UNCAST,
-            f"{named(other)} stays {dtypes}, but mixed_precision.param is {compute}",
+            f"{facts.resolved.tree.named(other)} stays {dtypes}, but mixed_precision.param is {compute}",
             f"convert it to {compute} before the plan is applied, or let FSDP2 shard it",
             other,
             "frozen" if section.frozen == "replicated" else "ignored",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Rule
-from shardplan.core.tree import ModuleInfo, full_name, named, parent
+from shardplan.core.tree import ModuleInfo, full_name, parent
 from shardplan.styles import feature_dim
 from shardplan.styles.head_counts import stays_split
 
@@ -86,8 +86,8 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         beside = split.get(owner, {}) | own.get(owner, {})
         for name in _unclaimed(facts, tree.modules[owner]):
             bare.setdefault(_ids(beside), ([], beside))[0].append(name)
-    yield from (_finding(SIBLING, names, beside) for names, beside in whole.values())
-    yield from (_finding(PARAMETER, names, beside) for names, beside in bare.values())
+    yield from (_finding(facts, SIBLING, names, beside) for names, beside in whole.values())
+    yield from (_finding(facts, PARAMETER, names, beside) for names, beside in bare.values())
 
 
 def _is_forgotten(facts: Facts, module: ModuleInfo, siblings: Iterable[str]) -> bool:
@@ -141,8 +141,8 @@ def _unclaimed(facts: Facts, module: ModuleInfo) -> Iterator[str]:
             yield name
 
 
-def _finding(code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
-    what = named(names)
+def _finding(facts: Facts, code: Code, names: list[str], split: dict[str, Rule]) -> Diagnostic:
+    what = facts.resolved.tree.named(names)
     beside = join(list(dict.fromkeys(f"`{name.rpartition('.')[2]}`" for name in split)), "and")
     replicate = "replicate" if " and " in what else f"{what}: replicate"
     return Diagnostic(

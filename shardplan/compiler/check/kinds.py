@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import ModuleKind, named
+from shardplan.core.tree import ModuleKind
 from shardplan.styles import STYLES
 
 from .check_words import join
@@ -120,7 +120,7 @@ def _kind(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> Diagno
     return Diagnostic(
         code=KIND.code,
         severity=Severity.ERROR,
-        message=f"`{style.name}` is for {kinds}, but {named(names)} is {what}",
+        message=f"`{style.name}` is for {kinds}, but {facts.resolved.tree.named(names)} is {what}",
         primary=Label(rule.location, f"names {what}" if WORDS[kind] else f"names a module {what}"),
         help=f"use a style for such a module, such as {join([f'`{name}`' for name in fitting[:4]], 'or')}",
         modules=names,
@@ -131,9 +131,9 @@ def _parameter(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> D
     return Diagnostic(
         code=PARAMETER.code,
         severity=Severity.ERROR,
-        message=f"`{rule.style}` is for modules, but `{rule.pattern}` names a parameter, {named(names)}",
+        message=f"`{rule.style}` is for modules, but `{rule.pattern}` names a parameter, {facts.resolved.tree.named(names)}",
         primary=Label(rule.location, "names a parameter"),
-        help=f"name the module: `{named(map(facts.resolved.tree.owner, names))}: {rule.style}`",
+        help=f"name the module: `{facts.resolved.tree.named(map(facts.resolved.tree.owner, names))}: {rule.style}`",
         modules=names,
     )
 
@@ -144,7 +144,7 @@ def _dimension(facts: Facts, rule: Rule, what: str, names: tuple[str, ...]) -> D
     return Diagnostic(
         code=DIMENSION.code,
         severity=Severity.ERROR,
-        message=f"`{rule.style}` splits {side} features, but {named(names)} of shape "
+        message=f"`{rule.style}` splits {side} features, but {facts.resolved.tree.named(names)} of shape "
         f"{join(list(shapes), 'or')} has none",
         primary=Label(rule.location, f"names a parameter without {side} features"),
         help="remove the rule, or keep the parameter whole with `replicate`",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
-from shardplan.core.tree import named
 
 from .facts import Facts
 
@@ -48,7 +47,7 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=PACKED.code,
             severity=Severity.ERROR,
-            message=f"{named(found)} have weights in packed form ({list(weight.shape)}, {weight.dtype}, for "
+            message=f"{facts.resolved.tree.named(found)} have weights in packed form ({list(weight.shape)}, {weight.dtype}, for "
             f"{sizes['out_features']} x {sizes['in_features']} features), which cannot be split",
             primary=Label(rule.location, "splits it"),
             help="load the model in a floating-point dtype (without `quantization_config`), or dequantise it",

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Severity
 from shardplan.core.plan import ResolvedPlan
-from shardplan.core.tree import named
 from shardplan.styles.backends import BACKENDS
 
 from .facts import Facts
@@ -46,7 +45,7 @@ def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=HOOKED.code,
             severity=Severity.ERROR,
-            message=f"hooks are registered on {named(names)}, but applying the plan replaces these parameters: the hooks "
+            message=f"hooks are registered on {resolved.tree.named(names)}, but applying the plan replaces these parameters: the hooks "
             "would never run",
             help="register them after apply_plan, on the parameters that the model has then",
             modules=names,

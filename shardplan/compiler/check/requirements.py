@@ -16,7 +16,7 @@ from typing import Literal
 from shardplan.core.expressions import count_of
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import Rule
-from shardplan.core.tree import named, parent
+from shardplan.core.tree import parent
 from shardplan.styles.divided_numbers import attribute, group_number
 from shardplan.styles.head_counts import can_share, head_counts, number_or_none
 from shardplan.styles.packed_lengths import packed_parts
@@ -85,7 +85,11 @@ def requirements(facts: StorageFacts) -> Iterator[Requirement]:
             )
             continue
         fewer = heads < most_heads[stored.around.name]
-        what = word or head_words(heads, fewer, numbers) or f"the number of heads of {named(stored.assigned)}"
+        what = (
+            word
+            or head_words(heads, fewer, numbers)
+            or f"the number of heads of {facts.resolved.tree.named(stored.assigned)}"
+        )
         kind: Kind = "key_value_heads" if fewer and what != "num_attention_heads" else "heads"
         shares = piece if from_output and kind == "key_value_heads" else 0
         if shares and stored.rule.groups is None:
@@ -116,7 +120,7 @@ def _declared(facts: StorageFacts, shared: Mapping[tuple[str, int], int]) -> Ite
             if isinstance(count, int):
                 groups.setdefault((id(rule), path, count, "attribute"), (rule, []))[1].append(assignment.name)
     for (_, path, count, kind), (rule, names) in groups.items():
-        what = path if kind == "declared" else f"{path} of {named(names)}"
+        what = path if kind == "declared" else f"{path} of {facts.resolved.tree.named(names)}"
         shares = shared.get((names[0], count), 0) if kind == "attribute" else 0
         yield Requirement(count, what, kind, tuple(names), rule, shares=shares)
 
@@ -146,7 +150,7 @@ def _features(facts: StorageFacts, stored: StoredParameter, size: int) -> str:
         return found
     side = "output" if stored.placement.shard == "out" else "input"
     part = "the length of a part of the" if stored.placement.packed else "the number of"
-    return f"{part} {side} features of {named(stored.assigned)}"
+    return f"{part} {side} features of {facts.resolved.tree.named(stored.assigned)}"
 
 
 def allowed_sizes(facts: StorageFacts, required: Iterable[Requirement], axis: Axis) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, Rule
-from shardplan.core.tree import full_name, named
+from shardplan.core.tree import full_name
 
 from .check_words import join
 from .declared_heads import PLAN
@@ -43,10 +43,10 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
         yield Diagnostic(
             code=KERNEL.code,
             severity=Severity.ERROR,
-            message=f"{class_name} may compute {named(names)} in one kernel in training, with the parameters of {join(children, 'and')}: "
+            message=f"{class_name} may compute {facts.resolved.tree.named(names)} in one kernel in training, with the parameters of {join(children, 'and')}: "
             "what the plan does there would be skipped",
             primary=Label(rule.location, "does not say `fused: false`" if own_rule is not None else "is skipped"),
-            help=f"write `fused: false` in {'this rule' if own_rule is not None else f'a rule for {named(names)}'}",
+            help=f"write `fused: false` in {'this rule' if own_rule is not None else f'a rule for {facts.resolved.tree.named(names)}'}",
             modules=tuple(names),
         )
 

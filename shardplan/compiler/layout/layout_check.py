@@ -13,7 +13,7 @@ from shardplan.core.layout import Layout
 from shardplan.core.module_program import Draws
 from shardplan.core.plan import Assignment, ResolvedPlan
 from shardplan.core.sum_outputs import SummedOutputs
-from shardplan.core.tree import ancestors, full_name, starred
+from shardplan.core.tree import ModuleTree, ancestors, full_name
 from shardplan.model.reduced import ReducedModel
 
 from .drawing_operands import DrawingOperand
@@ -207,7 +207,7 @@ def _explain(
     resolved: ResolvedPlan, bench: Workbench, proof: Proof, search: Search, help: bool
 ) -> tuple[list[Diagnostic], list[Repair | None], list[Diagnostic]]:
     """What was found as diagnostics: one for each mistake, what fixes each, and what follows from them."""
-    groups = grouped(proof.findings)
+    groups = grouped(proof.findings, resolved.tree)
     primary: list[Diagnostic] = []
     secondary: list[Diagnostic] = []
     changes: list[Repair | None] = []
@@ -270,17 +270,17 @@ def merged(diagnostics: list[Diagnostic], repairs: list[Repair | None]) -> tuple
     return kept, changes
 
 
-def grouped(findings: Iterable[Finding]) -> dict[Key, list[Finding]]:
+def grouped(findings: Iterable[Finding], tree: ModuleTree) -> dict[Key, list[Finding]]:
     """Equal findings over layers together, in the order of the run."""
     groups: dict[Key, list[Finding]] = {}
     for finding in findings:
-        groups.setdefault(_key(finding), []).append(finding)
+        groups.setdefault(_key(finding, tree), []).append(finding)
     return groups
 
 
-def _key(f: Finding) -> Key:
+def _key(f: Finding, tree: ModuleTree) -> Key:
     source = f"{f.source.file}:{f.source.line}" if f.source else ""
-    return (f.kind, starred(f.module), starred(f.subject), f.operation, source, f.actual, f.wanted)
+    return (f.kind, tree.pattern(f.module), tree.pattern(f.subject), f.operation, source, f.actual, f.wanted)
 
 
 def _fix(
@@ -295,7 +295,7 @@ def _fix(
 
     def useless(finding: Finding) -> bool:
         """It is still there, or it is a new one, which only what a crash had hidden may be."""
-        found = _key(finding)
+        found = _key(finding, plan.tree)
         return found == key or (not crashed and found not in groups)
 
     first = group[0]
@@ -310,7 +310,7 @@ def _fix(
         proof = search.attempt(changed, bench, useless)
         if proof.stopped:
             continue
-        left = grouped(proof.findings)
+        left = grouped(proof.findings, plan.tree)
         if key not in left and (best is None or _rank(left) < _rank(best[1])) and _better(groups, left):
             best = repair, left
             last = min(last, tried + AFTER)

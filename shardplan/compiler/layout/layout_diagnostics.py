@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from shardplan.core.plan import Assignment, ResolvedPlan
-from shardplan.core.tree import starred
+from shardplan.core.tree import ModuleTree
 from shardplan.styles import STYLES
 
 from . import layout_codes
@@ -38,13 +38,13 @@ def layout_words(layout: str) -> str:
     return f"{words} ({layout})" if len(layout) == 1 and layout != "?" else words
 
 
-def _partial(f: Finding) -> str:
+def _partial(f: Finding, tree: ModuleTree) -> str:
     if f.operands and f.operands[0].parameter:
-        return f"the gradient of {starred(f.subject)} would be a partial sum, but the plan treats it as complete"
-    where = starred(f.module) or "the model"
+        return f"the gradient of {tree.pattern(f.subject)} would be a partial sum, but the plan treats it as complete"
+    where = tree.pattern(f.module) or "the model"
     if f.subject == f.module:
         return f"a gradient inside {where} would be a partial sum, but the plan treats it as complete"
-    value = f"what {starred(f.subject) or 'the model'} passes to {where}"
+    value = f"what {tree.pattern(f.subject) or 'the model'} passes to {where}"
     return f"the gradient of {value} would be a partial sum, but the plan treats it as complete"
 
 
@@ -55,65 +55,65 @@ def _result(name: str) -> str:
     return "result" if name == "0" else f"result[{name}]"
 
 
-def _crash(f: Finding) -> str:
+def _crash(f: Finding, tree: ModuleTree) -> str:
     reason = f.message.split("\n")[0]
-    return f"{starred(f.module) or 'the model'} raises an error when it is split: {reason[:160].rstrip('. ')}"
+    return f"{tree.pattern(f.module) or 'the model'} raises an error when it is split: {reason[:160].rstrip('. ')}"
 
 
-MESSAGES: dict[Kind, tuple[Code, Callable[[Finding], str]]] = {
+MESSAGES: dict[Kind, tuple[Code, Callable[[Finding, ModuleTree], str]]] = {
     "partial": (layout_codes.PARTIAL, _partial),
     "complete": (
         layout_codes.COMPLETE,
-        lambda f: (
-            f"the gradient of {starred(f.subject)} is complete, but the plan declares a partial sum: it would be tp times too large"
+        lambda f, tree: (
+            f"the gradient of {tree.pattern(f.subject)} is complete, but the plan declares a partial sum: it would be tp times too large"
         ),
     ),
     "meeting": (
         layout_codes.MEETING,
-        lambda f: (
-            f"{starred(f.module) or 'the model'} combines a value with a complete gradient and one with a partial gradient"
+        lambda f, tree: (
+            f"{tree.pattern(f.module) or 'the model'} combines a value with a complete gradient and one with a partial gradient"
         ),
     ),
     "arrival": (
         layout_codes.MISFIT,
-        lambda f: (
-            f"the input of {starred(f.subject)} is {layout_words(f.actual)}; its style needs it to be {layout_words(f.wanted)}"
+        lambda f, tree: (
+            f"the input of {tree.pattern(f.subject)} is {layout_words(f.actual)}; its style needs it to be {layout_words(f.wanted)}"
         ),
     ),
     "result": (
         layout_codes.MISFIT,
-        lambda f: (
-            f"the result of {starred(f.subject)} is {layout_words(f.actual)}; its rule needs it to be {layout_words(f.wanted)}"
+        lambda f, tree: (
+            f"the result of {tree.pattern(f.subject)} is {layout_words(f.actual)}; its rule needs it to be {layout_words(f.wanted)}"
         ),
     ),
     "sum": (
         layout_codes.SUM,
-        lambda f: (
-            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} acts on a partial sum, "
+        lambda f, tree: (
+            f"{f.operation or 'reading a value'} in {tree.pattern(f.module) or 'the model'} acts on a partial sum, "
             "and its results do not add up"
         ),
     ),
     "slices": (
         layout_codes.SLICES,
-        lambda f: (
-            f"{f.operation or 'reading a value'} in {starred(f.module) or 'the model'} does not give a slice of the whole result"
+        lambda f, tree: (
+            f"{f.operation or 'reading a value'} in {tree.pattern(f.module) or 'the model'} does not give a slice of the whole result"
         ),
     ),
     "output": (
         layout_codes.OUTPUT,
-        lambda f: (
+        lambda f, tree: (
             f"the model's {_result(f.subject)} would be {layout_words(f.actual)}; "
             f"callers expect it to be {layout_words(f.wanted)}"
         ),
     ),
     "untyped": (
         layout_codes.UNTYPED,
-        lambda f: f"the layout of a value in {starred(f.module) or 'the model'} cannot be determined",
+        lambda f, tree: f"the layout of a value in {tree.pattern(f.module) or 'the model'} cannot be determined",
     ),
     "outside": (
         layout_codes.OUTSIDE,
-        lambda f: (
-            f"the code of {starred(f.module) or 'the model'} reads {starred(f.subject)}, which is a DTensor there"
+        lambda f, tree: (
+            f"the code of {tree.pattern(f.module) or 'the model'} reads {tree.pattern(f.subject)}, which is a DTensor there"
         ),
     ),
     "crash": (layout_codes.CRASH, _crash),
@@ -139,7 +139,7 @@ def diagnostic(
     return Diagnostic(
         code=code.code,
         severity=Severity.ERROR,
-        message=message(first),
+        message=message(first, plan.tree),
         primary=primary,
         notes=tuple(_notes(first)),
         help=repair.help if repair else None,
