@@ -32,8 +32,8 @@ def test_what_is_said_of_a_class_fits() -> None:
 
 
 def test_how_many_are_right() -> None:
-    assert len(RIGHT) >= 180 and sum(map(is_trunk, RIGHT)) >= 90
-    assert sum(TABLE[name].has_sequence for name in RIGHT) >= 150
+    assert len(RIGHT) >= 480 and sum(map(is_trunk, RIGHT)) >= 205
+    assert sum(TABLE[name].has_sequence for name in RIGHT) >= 300
 
 
 @pytest.mark.slow

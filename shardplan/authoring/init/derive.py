@@ -32,6 +32,7 @@ from .solve import Solved, Solver
 AUXILIARY = "output_router_logits"  # the argument of transformers' models with experts
 BESIDE = tuple(code.code for code in half_covered.CODES)
 EMBEDDING: Options = {"style": "embedding_rowwise"}
+ELSEWHERE = "is at another place of its list in the model than in the reduced model, which has fewer layers"
 HEAD: Options = {"style": "colwise_gather_output", "optional": True}
 
 
@@ -162,7 +163,11 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
     solver = Solver(board, flow, tree)
     draft, whole, gathered = Draft({}), list[Whole](), list[Whole]()
     groups = list(grouped(regions(flow), board.tree))
+    named = {tree.pattern(name) for name in (*tree.modules, *tree.parameters)}
     for group in groups:
+        if absent := [matrix for matrix in (*group.columns, *group.rows) if matrix not in named]:
+            whole.append(_whole(group, Forbidden(f"{plain(absent[0])} {ELSEWHERE}")))
+            continue
         progress(f"splitting {', '.join(map(plain, (*group.columns, *group.rows)))}")
         solved = solver.solve(group)
         more = _with_group(board, draft, solved)
