@@ -219,3 +219,68 @@ class Clip(nn.Module):
 
 def image_and_text(seed: int) -> dict[str, Tensor]:
     return {"image": next(iter(pictures(seed).values())), "text": ids(seed)["ids"]}
+
+
+class Latents(nn.Module):
+    """Perceiver as perceiver-pytorch has it, and the distances of conformer's attention: one wrapper around every part, pairs of
+    them in a list of lists, heads put into the dim of the batch, a table of distances that all heads read."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.norm, self.fn = nn.LayerNorm(WIDTH), part
+
+        def forward(self, x: Tensor, **given: Tensor) -> Tensor:
+            return self.fn(self.norm(x), **given)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads, self.scale = HEADS, HEAD**-0.5
+            self.to_q, self.to_kv = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+            self.to_out, self.distances = nn.Linear(WIDTH, WIDTH), nn.Embedding(2 * LENGTH + 1, HEAD)
+
+        def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
+            given = x if context is None else context
+            batch, h = len(x), self.heads
+            q, k, v = self.to_q(x), *self.to_kv(given).chunk(2, dim=-1)
+            q, k, v = (t.reshape(batch, t.shape[1], h, -1).transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+            apart = torch.arange(x.shape[1])[:, None] - torch.arange(given.shape[1]) + LENGTH
+            near = torch.einsum("b i d, i j d -> b i j", q, self.distances(apart))
+            weights = ((torch.einsum("b i d, b j d -> b i j", q, k) + near) * self.scale).softmax(-1)
+            out = torch.einsum("b i j, b j d -> b i d", weights, v).unflatten(0, (batch, h))
+            return self.to_out(out.transpose(1, 2).flatten(2))
+
+    class FeedForward(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(WIDTH, 128), nn.Linear(64, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, gates = self.up(x).chunk(2, dim=-1)
+            return self.down(x * F.gelu(gates))
+
+    def __init__(self) -> None:
+        super().__init__()
+        wrapped, attention, feed_forward = Latents.Wrapped, Latents.Attention, Latents.FeedForward
+        self.embed, self.latents = nn.Embedding(VOCABULARY, WIDTH), nn.Parameter(torch.randn(LENGTH // 2, WIDTH))
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "cross": wrapped(attention()),
+                    "own": nn.ModuleList(
+                        nn.ModuleList([wrapped(attention()), wrapped(feed_forward())]) for _ in range(2)
+                    ),
+                }
+            )
+            for _ in range(DEPTH)
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        context, x = self.embed(ids), self.latents.expand(len(ids), -1, -1)
+        for layer in self.layers:
+            x = layer["cross"](x, context=context) + x
+            for attention, feed_forward in layer["own"]:
+                x = attention(x) + x
+                x = feed_forward(x) + x
+        return x

@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from transformers.modeling_outputs import BaseModelOutput
 
 from shardplan.runtime.apply import without_sequence_parallel
+from shardplan.runtime.parallel.outputs import gather_hidden_states
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.runtime.training import causal_lm_loss, vocabulary_parallel_nll
-from tests.proofs import PLANS, assert_equal, case, on_ranks, ranked, reduced_model, sharded, unsharded
+from tests.proofs import PLANS, assert_equal, case, fake_mesh, on_ranks, ranked, reduced_model, sharded, unsharded
 
 BOTH = pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
 FEW = ("llama", "gemma3_text", "gpt2")
@@ -294,3 +296,13 @@ def total_error(gradients, exact) -> float:
     """Each gradient's mean square error relative to its size, averaged over the parameters, and the root of it."""
     errors = [(gradients[k].float() - g).square().mean() / g.square().mean() for k, g in exact.items()]
     return torch.stack(errors).mean().sqrt().item()
+
+
+def test_hidden_states_of_each_tower_are_gathered() -> None:
+    """As BridgeTower returns them; what no split layer returned is left alone."""
+    split, other = torch.randn(2, 4, 8), torch.randn(2, 4, 8)
+    output = BaseModelOutput(hidden_states=((split, other), (split,)))
+    with fake_mesh(2) as mesh:
+        gather_hidden_states(output, [(split, 8)], 1, mesh["tp"])
+    (first, same), (second,) = output.hidden_states
+    assert first.shape == second.shape == (2, 8, 8) and same is other

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import other_packages as other
 import own_structures as own
 import pytest
 from torch import Tensor, nn
@@ -121,6 +122,16 @@ NAMED: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
         own.Crossing,
         own.ids,
         {"decoder.*.cross.to_kv": "packed_colwise", "encoder.*.attention.kv": "packed_colwise"},
+    ),
+    "latents": (
+        other.Latents,
+        own.ids,
+        {
+            "layers.*.cross.fn": {"divide": ["heads"]},
+            "layers.*.own.*.0.fn.distances": "replicated_with_grad_allreduce",
+            "layers.*.own.*.0.fn.to_kv": "packed_colwise",
+            "layers.*.own.*.1.fn.up": "packed_colwise",
+        },
     ),
     "mixer": (own.Mixer, own.ids, {"model.blocks.*.up": "colwise", "model.blocks.*.down": "rowwise"}),
     "shared_block": (own.SharedBlock, own.ids, {"block.attention.qkv": PACKED, "block.mlp.w3": "rowwise"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import combinations
 from typing import Literal, TypeGuard
 
 # By structure, never by name:
@@ -225,8 +226,10 @@ class ModuleTree:
         leaves = [one for one in elements if not self.children[one]]
         if len(leaves) == len(elements) and not several:
             return len({self._made_of(one) for one in elements}) > 1
-        if not several or (element(elements[0]) and not leaves):
+        if element(elements[0]) and not leaves:
             return False
+        if not several:  # in a list of lists, the same wrapper around different parts
+            return name.rpartition(".")[2].isdecimal() and self._apart(elements)
         return element(name) or self._clash(elements)  # a block that is a list has parts, each of its own kind
 
     def _clash(self, elements: tuple[str, ...]) -> bool:
@@ -240,6 +243,14 @@ class ModuleTree:
                 if self.modules[below].parameters:
                     owners.add(place)
         return any(len(found[place]) > 1 for place in owners)
+
+    def _apart(self, elements: tuple[str, ...]) -> bool:
+        """Whether each of two elements has modules with parameters at places where the other has none."""
+        places = {
+            frozenset(below[len(one) :] for below in self._below(one) if self.modules[below].parameters)
+            for one in elements
+        }
+        return any(one - other and other - one for one, other in combinations(places, 2))
 
     def _below(self, name: str) -> Iterator[str]:
         yield name

@@ -12,6 +12,7 @@ from shardplan.model.reduced.trace import Event, Trace
 MATMULS = frozenset(
     ("linear", "matmul", "mm", "bmm", "baddbmm", "addmm", "einsum", "__matmul__", "__rmatmul__", "conv1d")
 )
+LOOK_UPS = frozenset(("embedding", "Embedding"))
 TURNS = frozenset(("t", "transpose", "swapaxes", "permute", "T.__get__", "mT.__get__", "__get__"))
 
 
@@ -104,7 +105,7 @@ class Flow:
         turns = 0
         while number not in self.run.parameters:
             event = self.producers.get(number)
-            if event is None or event.kind not in ("op", "read"):
+            if event is None or event.kind not in ("op", "read") or event.name in LOOK_UPS:
                 return None
             sources = [i for i in event.inputs if self.run.requires_grad[i]]
             if len(sources) != 1:

@@ -104,20 +104,33 @@ class Solver:
 
     def _best_of(self, group: Group, drafts: Iterable[Draft]) -> Solved:
         """The draft that gets furthest, with what its code needs."""
-        best: tuple[Score, Draft] | None = None
+        scored: list[tuple[Score, Draft]] = []
         first = None
         for draft in drafts:
             first = first or draft
-            score = self._score(draft)
-            if score is not None and (best is None or score > best[0]):
-                best = score, draft
-            if best is not None and best[0].fits:
-                break
+            if (score := self._score(draft)) is not None:
+                scored.append((score, draft))
+                if score.fits:
+                    break
         assert first is not None
-        if best is None:
+        if not scored:
             return Solved(None, forbidden(self.board, first))
-        score, draft = best
-        if not score.fits:
+        furthest = max(score for score, _ in scored)
+        # A way that is not meant may get further by chance, as heads cut in halves have the shapes of half the heads.
+        worth = [draft for score, draft in scored if score == furthest]
+        nearest = None
+        for draft in (*worth, *(() if first in worth else (first,))):
+            solved = self._as_needed(group, draft)
+            if solved.draft is not None:
+                return solved
+            nearest = nearest or solved
+        assert nearest is not None
+        return nearest
+
+    def _as_needed(self, group: Group, draft: Draft) -> Solved:
+        """A draft with the numbers divided that its code needs divided."""
+        score = self._score(draft)
+        if score is not None and not score.fits:
             draft = self._divided(group, draft, score)
         fixed = self.board.fixed(draft) if (self._score(draft) or NOWHERE).fits else None
         return Solved(fixed, forbidden(self.board, draft) if fixed is None else None)
@@ -239,6 +252,7 @@ class Solver:
         module = self.board.tree.modules.get(self._product(column).name)
         if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
             yield {"style": "embedding_colwise"}
+            yield PARTIAL  # [positions, head_dim]: all heads read it
             return
         lengths = cut(self.flow, self._product(column))
         if lengths:

@@ -177,7 +177,7 @@ def _comment(options: Options) -> str:
     style = options.get("style")
     if style is None:
         return SUMMED
-    return "" if style == NONE else STYLES[style].comment
+    return "" if style == NONE or (style == "replicate" and "divide" in options) else STYLES[style].comment
 
 
 def _entry(pattern: str, options: Options) -> Iterator[str]:

@@ -74,8 +74,8 @@ def as_dtensor(x: Tensor, size: int, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
 
 
-def hidden_states_of(output: Any) -> tuple[Tensor | None, ...]:
-    """The `hidden_states` of a transformers ModelOutput; none where the output has none."""
+def hidden_states_of(output: Any) -> tuple[Any, ...]:
+    """The `hidden_states` of a transformers ModelOutput, tensors or tuples of them; none where the output has none."""
     states = getattr(output, "hidden_states", None)
     return states if isinstance(states, tuple) else ()
 
@@ -89,7 +89,9 @@ def gather_hidden_states(output: Any, inner: Sequence[tuple[Tensor, int]], seq_d
         inner: those that the layers returned, with the length of their whole sequence. Others are left alone.
     """
 
-    def whole(state: Tensor | None) -> Tensor | None:
+    def whole(state: Any) -> Any:
+        if isinstance(state, tuple):  # BridgeTower's: of each of its towers
+            return tuple(map(whole, state))
         length = next((length for one, length in inner if one is state), None)
         if state is None or length is None:
             return state
