@@ -149,7 +149,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
                 "divide": ["num_heads", "embed_dim"],
             },
         },
-        True,
+        False,
     ),
     "litgpt": (
         other.Configured,
@@ -194,6 +194,34 @@ def test_a_model_is_split_by_heads(name: str, sequence_parallel: bool) -> None:
             assert shardplan.verify(
                 build(), made.document, tp=tp, inputs=inputs, sequence_parallel=sequence_parallel
             ).ok
+
+
+TIME_FIRST: dict[str, Any] = yaml.safe_load(
+    """
+layers.0: {style: split_seq_input, seq_dim: 0}
+layers.*.self_attn:
+  style: gather_seq_input
+  seq_dim: 0
+  arguments: {key: gather_seq_input, value: gather_seq_input}
+  divide: [num_heads, embed_dim]
+layers.*.self_attn.out_proj: {style: rowwise_seq, seq_dim: 0}
+layers.*.{self_attn,final}_layer_norm: sequence_parallel
+layers.*.fc1: {style: colwise_seq, seq_dim: 0}
+layers.*.fc2: {style: rowwise_seq, seq_dim: 0}
+output_projection: colwise_seq_gather_output
+"""
+)
+
+
+@pytest.mark.exhaustive
+def test_a_sequence_in_dim_0_has_an_overlay_that_is_written_by_hand() -> None:
+    """fairseq's blocks read [time, batch, features], its head a transposed view: `init` names that line, and `seq_dim: 0` is right."""
+    with pytest.raises(shardplan.PlanError) as refused:
+        shardplan.init_plan(other.TimeFirst(), inputs=own.ids, sequence_parallel=True)
+    (found,) = refused.value.diagnostics
+    assert found.code == "SP531" and "`return self.output_projection(x.transpose(0, 1))`" in found.notes[0]
+    plan = {**shardplan.init_plan(other.TimeFirst(), inputs=own.ids).document, "sequence_parallel": TIME_FIRST}
+    assert shardplan.verify(other.TimeFirst(), plan, tp=2, inputs=own.ids, sequence_parallel=True, processes=True).ok
 
 
 SAME = "{key: input_with_grad_allreduce, value: input_with_grad_allreduce}"
