@@ -96,10 +96,8 @@ def test_commands_for_reviewers_are_at_the_sizes_of_the_short_options(tmp_path: 
 
 
 def test_estimate_takes_ep_for_one_mesh_and_lists_for_a_sweep(capsys) -> None:
-    small = ["--set", "hidden_size=64", "--set", "intermediate_size=128", "--set", "vocab_size=96", "--seq-len", "32"]
-    small += ["--set", "num_hidden_layers=2", "--set", "num_local_experts=4"]
-    small += ["--set", "num_attention_heads=4", "--set", "num_key_value_heads=2"]
-    words = ["estimate", "mixtral", "auto", "--dp-shard", "4", "--tp", "1", *small, "--json"]
+    words = ["estimate", "mixtral", "auto", "--dp-shard", "4", "--tp", "1", "--seq-len", "32", "--json", *SMALL]
+    words += ["--set", "num_local_experts=4"]
     held = {}
     for ep in ("1", "4"):
         assert main([*words, "--ep", ep]) == 0
@@ -117,6 +115,5 @@ def test_estimate_takes_ep_for_one_mesh_and_lists_for_a_sweep(capsys) -> None:
 
 def test_show_is_of_the_mesh_that_is_given(capsys) -> None:
     words = ["show", "mixtral", "auto", "--json", "--dp-shard", "2", "--tp", "2", "--ep", "2"]
-    small = ["--set", "hidden_size=64", "--set", "intermediate_size=128", "--set", "vocab_size=96"]
-    assert main([*words, *small, "--set", "num_hidden_layers=1", "--set", "num_attention_heads=4"]) == 0
+    assert main([*words, *SMALL]) == 0
     assert json.loads(capsys.readouterr().out)["mesh"]["ep"] == 2

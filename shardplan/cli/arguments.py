@@ -68,10 +68,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
     parser = build_parser()
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    at = next((at for at, word in enumerate(words) if not word.startswith("-")), len(words))
-    name, given = "".join(words[at : at + 1]), words[at + 1 :]
+    name = _first_word(words)
     command = commands.choices.get(name)
-    if command is not None and (wrong := unknown_option(name, command, given)) is not None:
+    if command is not None and (wrong := unknown_option(name, command, words[words.index(name) + 1 :])) is not None:
         command.error(wrong)
     args, left = parser.parse_known_args(words)
     if left:
@@ -81,8 +80,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def misspelt(words: Sequence[str]) -> str | None:
     """The command that the first word probably means, where it is none."""
-    word = next((word for word in words if not word.startswith("-")), "")
+    word = _first_word(words)
     return closest(word, COMMANDS) if word not in COMMANDS else None
+
+
+def _first_word(words: Sequence[str]) -> str:
+    """The word in the place of the command; empty where there are options alone."""
+    return next((word for word in words if not word.startswith("-")), "")
 
 
 def _validate(parser: Parser) -> None:

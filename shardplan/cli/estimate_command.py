@@ -77,11 +77,11 @@ def _made(args: argparse.Namespace) -> Estimate | Sweep:
         "derive": args.derive,
         "progress": progress,
     }
+    sizes = mesh_of(args)
     if args.sweep is not None:
-        given = mesh_of(args)
-        ep, pp, cp = (one if isinstance(one := given.get(axis, 1), tuple) else (one,) for axis in TRIED)
+        ep, pp, cp = (one if isinstance(one := sizes.get(axis, 1), tuple) else (one,) for axis in TRIED)
         return api.sweep(model_of(args), args.plan, args.sweep, ep=ep, pp=pp, cp=cp, **options)
-    return api.estimate(model_of(args), args.plan, mesh_of(args), **options)
+    return api.estimate(model_of(args), args.plan, sizes, **options)
 
 
 def _plot(made: Sweep, file: str) -> None:

@@ -25,11 +25,12 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.output} exists; --force overwrites it")
     gc.freeze()  # what was imported stays; what the trials leave behind is collected
     gc.enable()
+    tp = args.tp or 2
     try:
         with redirect_stdout(sys.stderr):
             made = api.init_plan(
                 model_of(args),
-                tp=args.tp or 2,
+                tp=tp,
                 sequence_parallel=args.sequence_parallel,
                 expert_parallel=args.expert_parallel,
                 name=args.name,
@@ -48,5 +49,5 @@ def run(args: argparse.Namespace) -> int:
         write_file(args.output, line + made.text)
         if not line:
             print("`shardplan schema --install` gives editors the plan's schema", file=sys.stderr)
-        print(f"{args.output}: proven at tp={args.tp or 2}", file=sys.stderr)
+        print(f"{args.output}: proven at tp={tp}", file=sys.stderr)
     return CLEAN

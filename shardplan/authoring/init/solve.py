@@ -118,14 +118,12 @@ class Solver:
         furthest = max(score for score, _ in scored)
         # A way that is not meant may get further by chance, as heads cut in halves have the shapes of half the heads.
         worth = [draft for score, draft in scored if score == furthest]
-        nearest = None
+        tried: list[Solved] = []
         for draft in (*worth, *(() if first in worth else (first,))):
-            solved = self._as_needed(group, draft)
-            if solved.draft is not None:
-                return solved
-            nearest = nearest or solved
-        assert nearest is not None
-        return nearest
+            tried.append(self._as_needed(group, draft))
+            if tried[-1].draft is not None:
+                return tried[-1]
+        return tried[0]
 
     def _as_needed(self, group: Group, draft: Draft) -> Solved:
         """A draft with the numbers divided that its code needs divided."""

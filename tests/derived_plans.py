@@ -1,0 +1,26 @@
+"""What tests ask of plans that `init` derives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+import shardplan
+
+
+def meets(rule: Any, wanted: Any) -> bool:
+    """Whether a rule is a style, or has the options of a mapping."""
+    if not isinstance(wanted, dict):
+        return bool(rule == wanted)
+    return isinstance(rule, dict) and all(rule.get(option) == value for option, value in wanted.items())
+
+
+def against_overlay(model: nn.Module, inputs: Any) -> str:
+    """The reason for which `init` finds no overlay: the first note of SP531, its only finding."""
+    with pytest.raises(shardplan.PlanError) as refused:
+        shardplan.init_plan(model, inputs=inputs, sequence_parallel=True)
+    (found,) = refused.value.diagnostics
+    assert found.code == "SP531"
+    return found.notes[0]
