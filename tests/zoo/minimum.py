@@ -261,10 +261,11 @@ class Reductions:
         return tuple(name for name in self.whole if self._meets_split(numbers[name]))
 
     def is_behind(self, name: str) -> bool:
-        """Whether a parameter is read behind the first block."""
+        """Whether a parameter is read where the sequence is split: behind the first sum, in front of the blocks too, or the first block."""
         numbers = {name: number for number, name in self.flow.run.parameters.items()}
         events = [event for event in self.flow.run.events if event.kind == "op"]
-        first = next(i for i, event in enumerate(events) if element(block(event.module)))
+        sums = {number for number, _ in self.reduced}
+        first = next(i for i, event in enumerate(events) if element(block(event.module)) or sums.intersection(event.inputs))
         return any(numbers[name] in event.inputs for event in events[first:])
 
     def home(self, name: str) -> str | None:

@@ -162,7 +162,7 @@ def _search(board: Board, tree: ModuleTree, progress: Callable[[str], None], *, 
     flow = Flow(board.benches[0].reference, board.tree)
     solver = Solver(board, flow, tree)
     draft, whole, gathered = Draft({}), list[Whole](), list[Whole]()
-    groups = list(grouped(regions(flow), board.tree))
+    groups = list(grouped(regions(flow), flow))
     named = {tree.pattern(name) for name in (*tree.modules, *tree.parameters)}
     for group in groups:
         if absent := [matrix for matrix in (*group.columns, *group.rows) if matrix not in named]:

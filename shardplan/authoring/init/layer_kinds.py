@@ -60,8 +60,12 @@ def _numbered(names: Iterable[str]) -> str:
 def _has_state(tree: ModuleTree) -> Callable[[str], bool]:
     def has_state(name: str) -> bool:
         below = [module for other, module in tree.modules.items() if other == name or other.startswith(f"{name}.")]
-        own = below[0].parameters
-        return any(module.kind == "depthwise" for module in below) or any(len(p.shape) == 1 for p in own)
+        own = below[0]
+        return (
+            any(module.kind == "depthwise" for module in below)
+            or any(len(p.shape) == 1 for p in own.parameters)
+            or any(own.buffers.values())  # decays by heads
+        )
 
     return has_state
 

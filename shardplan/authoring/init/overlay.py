@@ -12,16 +12,14 @@ from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
 from .draft import BLOCK_INPUT, Board, Draft, Options, Rules, alternative
+from .ends import COMPLETE, GATHERS, Ends
 from .flow import Flow
 from .layer_kinds import plain
 
 FIXABLE = 4  # reasons; with more of them the candidate itself is wrong
 MOST_FIXED = 4  # candidates, those with the fewest reasons
 MOST_WHOLE = 4  # parts of a block
-MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
 GATHERING = ("gather_seq_input", "colwise_seq")
-GATHERS: Options = {"style": "gather_seq_input"}
-COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
 
 
 def with_overlay(board: Board, flow: Flow, draft: Draft) -> Draft | str:
@@ -57,8 +55,8 @@ def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | 
     """As `with_overlay`, for the blocks of one list."""
     overlay = Overlay(board, flow, draft, listing)
     candidates = list(overlay.candidates())
-    if overlay.length % board.tp:
-        return f"{overlay.first} reads {overlay.length} positions, which tp={board.tp} does not divide"
+    if overlay.ends.length % board.tp:
+        return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={board.tp} does not divide"
     counts: dict[int, int] = {}  # candidate -> what is wrong with it
     for number, candidate in enumerate(candidates):
         report = board.report(candidate, overlay=True)
@@ -117,106 +115,51 @@ class Overlay:
 
     def __init__(self, board: Board, flow: Flow, draft: Draft, listing: str):
         self.board, self.flow, self.draft, self.tree = board, flow, draft, board.tree
-        self.listing = listing
+        self.ends = Ends(flow, draft, listing)
 
     def candidates(self) -> Iterator[Draft]:
         """With sections that may be right, the one that communicates least first."""
         seen: list[Rules] = []
         others = self.draft.sequence_parallel or {}
-        for leave, together, table in product(self.exits, (self.together, {}), (self.partial, {})):
-            rules = {**others, **table, **self.entrance, **self.within, **self._shared(together), **leave}
+        for (enter, leave), together in product(self.ends.pairs, (self.together, {})):
+            rules = {**others, **enter, **self.within, **self._shared(together), **leave}
             if rules not in seen:
                 seen.append(rules)
                 both = {**self.draft.together, **together}
                 yield replace(self.draft, sequence_parallel=rules, together=both)
 
     @cached_property
-    def starts(self) -> dict[str, int]:
-        """Each module whose own code ran -> the number of its first operation."""
-        first: dict[str, int] = {}
-        for number, event in enumerate(self.flow.run.events):
-            if event.kind == "op":
-                first.setdefault(event.module, number)
-        return first
-
-    @cached_property
-    def order(self) -> dict[str, int]:
-        """Each module that ran -> the number of its last operation."""
-        last: dict[str, int] = {}
-        for number, event in enumerate(self.flow.run.events):
-            if event.kind == "op":
-                for name in (event.module, *ancestors(event.module)):
-                    last[name] = number
-        return last
-
-    @property
-    def first(self) -> str:
-        """The block that runs first, where there is one."""
-        return self.order_of_blocks[0]
-
-    @cached_property
-    def order_of_blocks(self) -> tuple[str, ...]:
-        """The blocks of the list, in the order of the run."""
-        blocks = [name for name in self.tree.modules if parent(name) == self.listing and name in self.order]
-        return tuple(sorted(blocks, key=lambda name: self.order[name]))
-
-    @property
-    def length(self) -> int:
-        """The positions that the first block reads; 0 where it reads no sequence."""
-        event = next(e for e in self.flow.run.events if e.kind == "enter" and e.module == self.first)
-        values = (self.flow.run.values[number] for number in event.inputs)
-        return next((value.shape[1] for value in values if value.ndim > 2 and value.is_floating_point()), 0)
-
-    @cached_property
-    def partial(self) -> Rules:
-        """Look-ups in front of the blocks that stay partial sums until the first block splits them."""
-        split = {p for p, o in self.draft.tensor_parallel.items() if o["style"] == "embedding_rowwise"}
-        if not split:
-            return {}
-        rules: dict[str, Options] = {}
-        for name in dict.fromkeys(made.name for made in self.flow.products.values()):
-            module = self.tree.modules.get(name)
-            if module is None or module.kind != "embedding" or self.tree.pattern(name) != name:
-                continue
-            style = "embedding_rowwise_seq" if name in split else "embedding_replicated_seq"
-            if self.order[name] < self.order[self.first]:
-                rules[name] = {"style": style}
-        return rules
-
-    @property
-    def entrance(self) -> Rules:
-        return {self.first: {"style": "split_seq_input"}}
-
-    @cached_property
     def within(self) -> Rules:
         """The parts of each kind of block."""
         rules: dict[str, Options] = {}
-        for name in self.order_of_blocks:
+        for name in self.ends.blocks:
             for child in self._parts(name):
                 for pattern, options in self._part(child).items():
                     rules.setdefault(pattern, options)
         return rules
 
     def _parts(self, name: str) -> Iterator[str]:
-        """The parts of a block that ran; of one in a list that is not called, as T5 has its sublayers, the parts of that: around them is a
-        residual of its own."""
-        for child in (c for c in self.tree.children[name] if c in self.order):
-            if self.tree.modules[child].kind != "list" or child in self.called:
+        """The parts of a block that ran; of one in a list that is not called, as T5 has its sublayers, the parts of those that have a
+        residual of their own."""
+        for child in (c for c in self.tree.children[name] if c in self.ends.order):
+            if self.tree.modules[child].kind != "list" or child in self.ends.called:
                 yield child
                 continue
-            for inner in (c for c in self.tree.children[child] if c in self.order):
-                yield from self._parts(inner) if self.tree.children[inner] else (inner,)
+            for inner in (c for c in self.tree.children[child] if c in self.ends.order):
+                yield from self._parts(inner) if self._has_residual(inner) else (inner,)
 
-    @cached_property
-    def called(self) -> frozenset[str]:
-        return frozenset(event.module for event in self.flow.run.events if event.kind == "leave")
+    def _has_residual(self, name: str) -> bool:
+        """Whether a module adds to what it reads."""
+        read = {number for e in self.flow.run.events if e.kind == "enter" and e.module == name for number in e.inputs}
+        own = (e for e in self.flow.run.events if e.kind == "op" and e.module == name and "add" in e.name)
+        return any(read.intersection(event.inputs) for event in own)
 
     @cached_property
     def together(self) -> Mapping[str, Rules]:
         """Norms that several split parts of a block read -> the rules of the norm and of these, of which each gathers the sequence
         itself."""
         found: dict[str, Rules] = {}
-        for name in self.order_of_blocks:
+        for name in self.ends.blocks:
             parts = self.tree.children[name]
             left = {
                 n: e.module for e in self.flow.run.events if e.kind == "leave" and e.module in parts for n in e.outputs
@@ -285,7 +228,9 @@ class Overlay:
             moved = {"output": "reduce_scatter"} if "output" in other else {}
             rules[alternative(pattern)] = {**other, **GATHERS, **moved}
         nested = any(options["style"] == BLOCK_INPUT for options in inside.values())
-        if not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
+        if self._reads_split(child, inside):
+            rules |= {rule: {**o, "style": "colwise_seq"} for rule, o in inside.items() if o["style"] == "colwise"}
+        elif not nested and pattern not in inside and any(reads(options["style"]) for options in inside.values()):
             alike = dict.fromkeys(self.flow.alike(pattern), GATHERS["style"])
             rules[pattern] = {**COMPLETE, "arguments": alike} if alike else COMPLETE
         elif pattern in inside and inside[pattern]["style"] == "replicate":
@@ -318,10 +263,17 @@ class Overlay:
         return {
             pattern: {"style": "sequence_parallel"}
             for pattern, module in found
-            if (block_inputs or not any(reads(options["style"]) for options in inside.values()))
+            if (block_inputs or not any(reads(o["style"]) for o in inside.values()) or self._reads_split(child, inside))
             and not any(pattern == block_input or pattern.startswith(f"{block_input}.") for block_input in block_inputs)
             and all(len(p.shape) == 1 for p in module.parameters)
         }
+
+    def _reads_split(self, child: str, inside: Rules) -> bool:
+        """Whether a part begins with a matrix that ends what another part has split: what it reads is no slice of the sequence."""
+        event = self.flow.entries(self.tree.pattern(child))[:1]
+        read = {number for one in event for number in one.inputs[:1]}
+        made = (p for p in self.flow.products.values() if read.intersection(p.inputs) and p.name.startswith(f"{child}."))
+        return any(inside.get(self.tree.pattern(p.name), {}).get("style") == "rowwise" for p in made)
 
     def _is_module(self, pattern: str) -> bool:
         return any(self.tree.pattern(name) == pattern for name in self.tree.modules)
@@ -337,35 +289,3 @@ class Overlay:
         if all(len(p.shape) == 1 for m in below for p in m.parameters):  # a norm in a wrapper
             return {self.tree.pattern(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}
         return {pattern: {"style": "replicate_seq"}}
-
-    @property
-    def exits(self) -> Iterator[Rules]:
-        """Where the sequence is gathered behind the blocks: by what is behind them, or as what a module around them returns."""
-        if self.exit:
-            yield self.exit
-        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
-            :MOST_AROUND
-        ]
-        for name in around:
-            yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
-        if not self.exit and not around:
-            yield {}
-
-    @cached_property
-    def exit(self) -> Rules:
-        """The first module with parameters behind the blocks, which gathers the sequence: a norm, else the head."""
-        last = self.order[self.order_of_blocks[-1]]
-        behind = [
-            name
-            for name, module in self.tree.modules.items()
-            if module.parameters and self.starts.get(name, -1) > last and self.tree.pattern(name) == name
-        ]
-        if not behind:
-            return {}
-        name = min(behind, key=lambda name: self.starts[name])
-        head = self.draft.tensor_parallel.get(name)
-        if head is not None and head["style"] == "colwise_gather_output":
-            return {name: {**head, "style": "colwise_seq_gather_output"}}
-        if self.tree.modules[name].kind in ("linear", "conv1d"):
-            return {name: {**COMPLETE, "optional": True}}  # classes with another head, or none, lack it
-        return {name: {"style": "sequence_parallel", "output": "gather"}}

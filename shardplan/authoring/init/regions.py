@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardplan.core.tree import ModuleTree, block, element, parent
+from shardplan.core.tree import block, element, parent
 
 from .flow import Flow, Product
 
@@ -51,10 +51,10 @@ class Group:
         return tuple(name for region in self.regions for name in region.latent)
 
 
-def grouped(found: Sequence[Region], tree: ModuleTree) -> Sequence[Group]:
+def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
     """The regions, those around experts together, and those that begin with the same matrices (joint attention)."""
-    modules = {tree.pattern(name) for name in tree.modules}
-    containers = dict.fromkeys(parent(parent(region.row)) for region in found if region.row not in modules)
+    modules = {flow.tree.pattern(name) for name in flow.tree.modules}
+    containers = dict.fromkeys(_container(flow, region) for region in found if region.row not in modules)
     inside = {c: tuple(r for r in found if r.row.startswith(f"{c}.")) for c in containers}
     grouped = [Group(regions, container) for container, regions in inside.items()]
     taken = {region for regions in inside.values() for region in regions}
@@ -63,6 +63,17 @@ def grouped(found: Sequence[Region], tree: ModuleTree) -> Sequence[Group]:
         if region not in taken:
             alike.setdefault(frozenset(region.columns), []).append(region)
     return (*(Group(tuple(regions)) for regions in alike.values()), *grouped)
+
+
+def _container(flow: Flow, region: Region) -> str:
+    """The innermost module around a module of experts that is called, and calls all matrices of the region."""
+    called = {flow.tree.pattern(event.module) for event in flow.run.events if event.kind == "enter"}
+    found = parent(parent(region.row))
+    while found not in called or not all(one.startswith(f"{found}.") for one in region.columns):
+        if not found:
+            return parent(parent(region.row))
+        found = parent(found)
+    return found
 
 
 def regions(flow: Flow) -> Sequence[Region]:

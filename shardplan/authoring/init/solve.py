@@ -13,6 +13,7 @@ from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, block, elemen
 from shardplan.model.forward_code import forward_reads
 from shardplan.styles.head_counts import HEAD_SIZES
 
+from .all_heads import reading_shares
 from .draft import BLOCK_INPUT, FIXABLE, PARTIAL, Board, Draft, Options, Rules
 from .feature_cuts import cut
 from .flow import Flow, Product
@@ -178,7 +179,7 @@ class Solver:
 
     def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
         """Styles of the first matrices that are no matter of each by itself."""
-        if group.latent or group.container is not None:
+        if group.latent:
             return
         yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
 
@@ -299,6 +300,8 @@ class Solver:
                 yield draft.with_rules({pattern: {"style": "colwise_norm"}})
         for divided in self._attributes({**self._modules(group), **wrong}):
             yield from _dividing(draft, divided)
+        for name in wrong:
+            yield from reading_shares(self.flow, draft, name, self.board.tp, self.tree)
         for pattern, owner in self._vectors(group, wrong).items():
             if pattern not in draft.tensor_parallel:
                 ways = [draft.tensor_parallel[column] for column in group.columns if column in draft.tensor_parallel]

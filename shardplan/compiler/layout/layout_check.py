@@ -22,6 +22,7 @@ from .finding import Finding
 from .fused import advice, fused_repairs
 from .layout_diagnostics import diagnostic
 from .mergeable_sums import SeenSum, SharedSum
+from .outside_reads import outside_repairs
 from .reads import SharedRead, agreed
 from .repairs import OURS, Repair, combined, repairs
 from .run import Workbench, prove
@@ -299,7 +300,11 @@ def _fix(
         return found == key or (not crashed and found not in groups)
 
     first = group[0]
-    own = chain(fused_repairs(plan, first), dividing_repairs(plan, first, bench.model))
+    own = chain(
+        fused_repairs(plan, first),
+        dividing_repairs(plan, first, bench.model),
+        outside_repairs(plan, first, bench.reference),
+    )
     for repair in chain(own, repairs(plan, first)):
         if tried >= last or search.over:
             break

@@ -168,8 +168,6 @@ def _alternating(lists: Iterable[tuple[str, ...]]) -> Iterator[str]:
 def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
     """Changes to try: first the likeliest of each suspect, then the rest."""
     lists = [list(_of(plan, name)) for name in suspects(plan, finding)]
-    if finding.kind == "output":
-        lists += [list(_returned(plan, name)) for name in _around(plan, finding)]
     seen: set[tuple[str, str]] = set()
     for width, start in ((3, 0), (12, 3)):
         for changes in lists:
@@ -180,28 +178,8 @@ def repairs(plan: ResolvedPlan, finding: Finding) -> Iterator[Repair]:
                     yield repair
 
 
-def _around(plan: ResolvedPlan, finding: Finding) -> Iterator[str]:
-    """The modules in a block without a rule around those that a value comes from: it may be their result that is read."""
-    for origin in dict.fromkeys(_alternating(operand.origins for operand in finding.operands)):
-        limit = block(origin)
-        for name in ancestors(origin):
-            if name == limit or not name:
-                break
-            if name not in plan.assignments and plan.tree.modules[name].kind == "other":
-                yield name
-
-
-def _returned(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
-    """That a result of a module is read outside of its block."""
-    for style, output in choices("other", overlaid=False):
-        if style is not None and output is None and _reads_outside(style):
-            for position in (0, 1):
-                yield change(
-                    plan, name, None, replace(_rule(style, None, None), read_outside=(position,)), "tensor_parallel"
-                )
-
-
-def _reads_outside(style: Style) -> bool:
+def reads_outside(style: Style) -> bool:
+    """Whether a style of a whole module may say that a result is read outside of its block."""
     return style.read_outside_option and style.shards_parameters is False and style.weight.computed == "R"
 
 
@@ -236,14 +214,14 @@ def _of(plan: ResolvedPlan, name: str) -> Iterator[Repair]:
         section: Section = "sequence_parallel" if _needs_overlay(style, output) else "tensor_parallel"
         if assignment is not None and assignment.section == "sequence_parallel":
             section = "sequence_parallel"
-        yield change(plan, name, old, _rule(style, old, output), section)
+        yield change(plan, name, old, ruled(style, old, output), section)
 
 
 def _needs_overlay(style: Style, output: Output | None) -> bool:
     return style.along_sequence or output in ("gather", "reduce_scatter")
 
 
-def _rule(style: Style, old: Rule | None, output: Output | None) -> Rule:
+def ruled(style: Style, old: Rule | None, output: Output | None) -> Rule:
     """A rule of another style with those options of the old one that it may have too."""
     rule = Rule(pattern="", style=style.name, location=OURS, output=output)
     if old is None:
@@ -278,7 +256,7 @@ def _with_other_options(plan: ResolvedPlan, name: str, old: Rule, section: Secti
     for packed in (2, 3) if style.packed_option else ():
         if packed != old.packed:
             yield change(plan, name, old, replace(old, packed=packed, location=OURS), section)
-    if _reads_outside(style):
+    if reads_outside(style):
         for position in (0, 1) if not old.read_outside else ():
             yield change(plan, name, old, replace(old, read_outside=(position,), location=OURS), section)
 

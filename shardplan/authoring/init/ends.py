@@ -1,0 +1,168 @@
+"""Where the sequence is split in front of the blocks of a list, and gathered behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from shardplan.core.tree import ancestors, full_name, parent
+
+from .draft import PARTIAL, Draft, Options, Rules
+from .flow import Flow
+
+MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
+GATHERS: Options = {"style": "gather_seq_input"}
+COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
+
+
+class Ends:
+    """Reads them off the unsharded run.
+
+    Args:
+        flow: the run.
+        draft: the tensor-parallel rules.
+        listing: the list of the blocks.
+    """
+
+    def __init__(self, flow: Flow, draft: Draft, listing: str):
+        self.flow, self.draft, self.listing, self.tree = flow, draft, listing, flow.tree
+
+    @cached_property
+    def called(self) -> frozenset[str]:
+        """The modules that are called."""
+        return frozenset(event.module for event in self.flow.run.events if event.kind == "leave")
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Each module whose own code ran -> the number of its first operation."""
+        first: dict[str, int] = {}
+        for number, event in enumerate(self.flow.run.events):
+            if event.kind == "op":
+                first.setdefault(event.module, number)
+        return first
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Each module that ran -> the number of its last operation."""
+        last: dict[str, int] = {}
+        for number, event in enumerate(self.flow.run.events):
+            if event.kind == "op":
+                for name in (event.module, *ancestors(event.module)):
+                    last[name] = number
+        return last
+
+    @property
+    def first(self) -> str:
+        """The block that runs first, where there is one."""
+        return self.blocks[0]
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """The blocks of the list, in the order of the run."""
+        blocks = [name for name in self.tree.modules if parent(name) == self.listing and name in self.order]
+        return tuple(sorted(blocks, key=lambda name: self.order[name]))
+
+    @property
+    def length(self) -> int:
+        """The positions that the first block reads; 0 where it reads no sequence."""
+        value = self._stream
+        return 0 if value is None else self.flow.run.values[value].shape[1]
+
+    @property
+    def _stream(self) -> int | None:
+        """The hidden states that the first block reads."""
+        event = next(e for e in self.flow.run.events if e.kind == "enter" and e.module == self.first)
+        values = self.flow.run.values
+        return next((n for n in event.inputs if values[n].ndim > 2 and values[n].is_floating_point()), None)
+
+    @property
+    def pairs(self) -> Iterator[tuple[Rules, Rules]]:
+        """Rules in front and behind that may go together, those that communicate least first."""
+        for leave in self.exits:
+            for enter in self.entrances:
+                yield enter, leave
+        norm = self._last_norm
+        if norm is not None:  # the code between the blocks may need all of the sequence
+            split = self.tree.pattern(self.first)
+            yield {split: {"style": "split_seq_input"}}, {norm: {"style": "sequence_parallel", "output": "gather"}}
+
+    @property
+    def _last_norm(self) -> str | None:
+        """The pattern of the norm that gives what a block returns, and what nothing else in it reads."""
+        event = next(e for e in self.flow.run.events if e.kind == "leave" and e.module == self.first)
+        made = self.flow.producers.get(event.inputs[0]) if event.inputs else None
+        module = None if made is None else self.tree.modules.get(made.module)
+        below = module is not None and module.name.startswith(f"{self.first}.")
+        return self.tree.pattern(module.name) if module is not None and below and module.kind == "norm" else None
+
+    @property
+    def entrances(self) -> Iterator[Rules]:
+        """From sums, which a norm behind them splits, or the first block does; or from whole values."""
+        first: Rules = {self.first: {"style": "split_seq_input"}}
+        if self.partial:
+            norm = self._norm_in_front
+            if norm is not None:
+                own = {full_name(norm, p.name): PARTIAL for p in self.tree.modules[norm].parameters}
+                yield {**self.partial, norm: {"style": "split_seq_input"}, **own}
+            yield {**self.partial, **first}
+        yield first
+
+    @property
+    def _norm_in_front(self) -> str | None:
+        """The norm that gives what the first block reads, with nothing but operations on single values between."""
+        number = self._stream
+        while number is not None and (made := self.flow.producers.get(number)) is not None:
+            module = self.tree.modules.get(made.module)
+            if module is not None and module.kind == "norm":
+                return module.name if self.tree.pattern(module.name) == module.name else None
+            sources = [one for one in made.inputs if self.flow.run.requires_grad[one]]
+            number = sources[0] if len(sources) == 1 and sources[0] not in self.flow.run.parameters else None
+        return None
+
+    @cached_property
+    def partial(self) -> Rules:
+        """Look-ups in front of the blocks that stay partial sums until they are split."""
+        split = {p for p, o in self.draft.tensor_parallel.items() if o["style"] == "embedding_rowwise"}
+        if not split:
+            return {}
+        rules: dict[str, Options] = {}
+        for name in dict.fromkeys(made.name for made in self.flow.products.values()):
+            module = self.tree.modules.get(name)
+            if module is None or module.kind != "embedding" or self.tree.pattern(name) != name:
+                continue
+            style = "embedding_rowwise_seq" if name in split else "embedding_replicated_seq"
+            if self.order[name] < self.order[self.first]:
+                rules[name] = {"style": style}
+        return rules
+
+    @property
+    def exits(self) -> Iterator[Rules]:
+        """By what is behind the blocks, or as what a module around them returns."""
+        if self.exit:
+            yield self.exit
+        around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
+            :MOST_AROUND
+        ]
+        for name in around:
+            yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
+        if not self.exit and not around:
+            yield {}
+
+    @cached_property
+    def exit(self) -> Rules:
+        """The first module with parameters behind the blocks, which gathers the sequence: a norm, else the head."""
+        last = self.order[self.blocks[-1]]
+        behind = [
+            name
+            for name, module in self.tree.modules.items()
+            if module.parameters and self.starts.get(name, -1) > last and self.tree.pattern(name) == name
+        ]
+        if not behind:
+            return {}
+        name = min(behind, key=lambda name: self.starts[name])
+        head = self.draft.tensor_parallel.get(name)
+        if head is not None and head["style"] == "colwise_gather_output":
+            return {name: {**head, "style": "colwise_seq_gather_output"}}
+        if self.tree.modules[name].kind in ("linear", "conv1d"):
+            return {name: {**COMPLETE, "optional": True}}  # classes with another head, or none, lack it
+        return {name: {"style": "sequence_parallel", "output": "gather"}}
