@@ -234,20 +234,44 @@ def test_both_sequences_of_an_encoder_decoder_are_split() -> None:
     assert [one.code for one in report.errors] == ["SP405"]
 
 
+class Ending(nn.Module):
+    """A model of blocks alone."""
+
+    def __init__(self, block: type[nn.Module], *given: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block(*given) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Residual(nn.Module):
+    """A block that ends in a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.norm = Attention(), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(self.norm(x))
+
+
+def hidden(seed: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+
 def test_a_model_that_ends_in_its_blocks_has_no_place_to_gather() -> None:
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Layer(False) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    def inputs(seed: int) -> dict[str, Tensor]:
-        return {"x": torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(seed))}
-
     with pytest.raises(PlanError) as refused:
-        shardplan.init_plan(Blocks(), inputs=inputs, sequence_parallel=True)
+        shardplan.init_plan(Ending(Residual), inputs=hidden, sequence_parallel=True)
     assert [one.code for one in refused.value.diagnostics] == ["SP531"]
+
+
+def test_blocks_that_end_in_a_norm_gather_there() -> None:
+    made = shardplan.init_plan(Ending(Layer, False), inputs=hidden, sequence_parallel=True)
+    rules = made.document["sequence_parallel"]
+    assert rules["layers.*"] == "split_seq_input"
+    assert rules["layers.*.last_norm"] == {"style": "sequence_parallel", "output": "gather"}
+    report = shardplan.validate(Ending(Layer, False), made.document, inputs=hidden, tp=4, sequence_parallel=True)
+    assert report.ok and report.proven, report

@@ -265,7 +265,9 @@ class Reductions:
         numbers = {name: number for number, name in self.flow.run.parameters.items()}
         events = [event for event in self.flow.run.events if event.kind == "op"]
         sums = {number for number, _ in self.reduced}
-        first = next(i for i, event in enumerate(events) if element(block(event.module)) or sums.intersection(event.inputs))
+        first = next(
+            i for i, event in enumerate(events) if element(block(event.module)) or sums.intersection(event.inputs)
+        )
         return any(numbers[name] in event.inputs for event in events[first:])
 
     def home(self, name: str) -> str | None:

@@ -43,11 +43,13 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
 def _arguments(flow: Flow, module: str, heads: int, tree: ModuleTree) -> Options:
     """Its arguments behind the first that have a dim for the heads, or for those of each sequence of the batch, and what says so."""
     called = next((e for e in flow.run.events if e.kind == "enter" and e.module == module), None)
+    if called is None:
+        return {}
+    batch = flow.run.values[called.inputs[0]].shape[0]
     found: dict[str, Any] = {}
-    for name, number in () if called is None else list(zip(called.names, called.inputs, strict=True))[1:]:
+    for name, number in list(zip(called.names, called.inputs, strict=True))[1:]:
         value = flow.run.values[number]
         shape = tuple(value.shape) if value.is_floating_point() or value.dtype == torch.bool else ()
-        batch = flow.run.values[called.inputs[0]].shape[0]
         if heads in shape:
             found[name] = shape.index(heads)
         elif batch * heads in shape and (words := _words(heads, flow.tree, tree)) is not None:

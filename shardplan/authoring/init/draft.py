@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, TypeVar
@@ -81,8 +81,7 @@ class Draft:
             if rules:
                 outside, _, inside = section.rpartition(".")
                 place = document[outside] if outside else document
-                own = listed({p: o["style"] if o.keys() == {"style"} else dict(o) for p, o in rules.items()})
-                place[inside] = {p: found[0] if len(found) == 1 else list(found) for p, found in own.items()}
+                place[inside] = {p: _entry(found) for p, found in listed(rules).items()}
         return document
 
     def plan(self) -> PlanFile | None:
@@ -120,6 +119,13 @@ def listed(rules: Mapping[str, Entry]) -> dict[str, list[Entry]]:
     for pattern, entry in rules.items():
         found.setdefault(pattern.partition(FURTHER)[0], []).append(entry)
     return found
+
+
+def _entry(rules: Sequence[Options]) -> Any:
+    """What a plan has for the rules of one key."""
+    if len(rules) > 1:
+        return [dict(options) for options in rules]
+    return rules[0]["style"] if rules[0].keys() == {"style"} else dict(rules[0])
 
 
 class Board:

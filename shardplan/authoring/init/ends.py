@@ -138,31 +138,43 @@ class Ends:
     @property
     def exits(self) -> Iterator[Rules]:
         """By what is behind the blocks, or as what a module around them returns."""
-        if self.exit:
-            yield self.exit
+        behind = self._behind
+        if behind:
+            yield self._exit(behind)
+            outer = [
+                name for name in ancestors(behind) if name in self.called and not self.listing.startswith(f"{name}.")
+            ]
+            if outer and outer[-1]:
+                yield {**self._by_token(outer[-1]), outer[-1]: {"style": "sequence_parallel", "output": "gather"}}
         around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
             :MOST_AROUND
         ]
         for name in around:
             yield {self.tree.pattern(name): {"style": "gather_seq_output"}}
-        if not self.exit and not around:
+        if not behind and not around:
             yield {}
 
     @cached_property
-    def exit(self) -> Rules:
-        """The first module with parameters behind the blocks, which gathers the sequence: a norm, else the head."""
+    def _behind(self) -> str:
+        """The first module with parameters behind the blocks; empty where there is none."""
         last = self.order[self.blocks[-1]]
         behind = [
             name
             for name, module in self.tree.modules.items()
             if module.parameters and self.starts.get(name, -1) > last and self.tree.pattern(name) == name
         ]
-        if not behind:
-            return {}
-        name = min(behind, key=lambda name: self.starts[name])
+        return min(behind, key=lambda name: self.starts[name], default="")
+
+    def _exit(self, name: str) -> Rules:
+        """How it gathers the sequence: a norm behind itself, the head in front."""
         head = self.draft.tensor_parallel.get(name)
         if head is not None and head["style"] == "colwise_gather_output":
             return {name: {**head, "style": "colwise_seq_gather_output"}}
         if self.tree.modules[name].kind in ("linear", "conv1d"):
             return {name: {**COMPLETE, "optional": True}}  # classes with another head, or none, lack it
         return {name: {"style": "sequence_parallel", "output": "gather"}}
+
+    def _by_token(self, name: str) -> Rules:
+        """The modules below another one that work on a slice of the sequence."""
+        below = (m for other, m in self.tree.modules.items() if other.startswith(f"{name}."))
+        return {self.tree.pattern(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}

@@ -57,6 +57,11 @@ def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | 
     candidates = list(overlay.candidates())
     if overlay.ends.length % board.tp:
         return f"{overlay.ends.first} reads {overlay.ends.length} positions, which tp={board.tp} does not divide"
+    for candidate in Overlay(board, flow, draft, listing, by_token=True).candidates():
+        if candidate not in candidates:
+            report = board.report(candidate, overlay=True)
+            if report is not None and report.ok:
+                return candidate
     counts: dict[int, int] = {}  # candidate -> what is wrong with it
     for number, candidate in enumerate(candidates):
         report = board.report(candidate, overlay=True)
@@ -111,10 +116,12 @@ class Overlay:
         flow: the unsharded run.
         draft: the tensor-parallel rules, and those of the sequence-parallel section for other lists.
         listing: the list of the blocks.
+        by_token: parts of several modules that stay whole compute with a slice of the sequence (small matrices between streams), not
+            with all of it.
     """
 
-    def __init__(self, board: Board, flow: Flow, draft: Draft, listing: str):
-        self.board, self.flow, self.draft, self.tree = board, flow, draft, board.tree
+    def __init__(self, board: Board, flow: Flow, draft: Draft, listing: str, *, by_token: bool = False):
+        self.board, self.flow, self.draft, self.tree, self.by_token = board, flow, draft, board.tree, by_token
         self.ends = Ends(flow, draft, listing)
 
     def candidates(self) -> Iterator[Draft]:
@@ -272,7 +279,9 @@ class Overlay:
         """Whether a part begins with a matrix that ends what another part has split: what it reads is no slice of the sequence."""
         event = self.flow.entries(self.tree.pattern(child))[:1]
         read = {number for one in event for number in one.inputs[:1]}
-        made = (p for p in self.flow.products.values() if read.intersection(p.inputs) and p.name.startswith(f"{child}."))
+        made = (
+            p for p in self.flow.products.values() if read.intersection(p.inputs) and p.name.startswith(f"{child}.")
+        )
         return any(inside.get(self.tree.pattern(p.name), {}).get("style") == "rowwise" for p in made)
 
     def _is_module(self, pattern: str) -> bool:
@@ -286,6 +295,6 @@ class Overlay:
             return {}
         if len(below) == 1 and (module.kind != "other" or all(len(p.shape) == 1 for p in module.parameters)):
             return {pattern: {"style": "sequence_parallel"}}
-        if all(len(p.shape) == 1 for m in below for p in m.parameters):  # a norm in a wrapper
+        if self.by_token or all(len(p.shape) == 1 for m in below for p in m.parameters):  # a norm in a wrapper
             return {self.tree.pattern(m.name): {"style": "sequence_parallel"} for m in below if m.parameters}
         return {pattern: {"style": "replicate_seq"}}

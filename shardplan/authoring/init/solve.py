@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, combinations, islice, product
+from itertools import combinations
 from typing import NamedTuple
 
 from shardplan.compiler.layout.finding import Kind
@@ -14,19 +14,17 @@ from shardplan.model.forward_code import forward_reads
 from shardplan.styles.head_counts import HEAD_SIZES
 
 from .all_heads import reading_shares
-from .draft import BLOCK_INPUT, FIXABLE, PARTIAL, Board, Draft, Options, Rules
-from .feature_cuts import cut
-from .flow import Flow, Product
+from .draft import FIXABLE, Board, Draft
+from .flow import Flow
 from .forbidding import Forbidden, forbidden
-from .parts import output_features, packed
 from .regions import Group
 from .states import States
+from .ways import Ways
 
 MOST_DIVIDED = 5  # attributes in one group
-# Of the parameters of its blocks: a smaller group is not gathered. That costs a step four collectives in each block, which
-# last as long for an indexer or a router's matrices as for wide ones, and saves a rank no more memory than this.
-LEAST_GATHERED = 0.005
-MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
+# Of the parameters of its blocks: a smaller group stays whole. To split it costs a step as many collectives in each block as an MLP,
+# which last as long for an indexer or a router's matrices as for wide ones, and saves a rank no more memory than this.
+LEAST = 0.005
 
 
 class Score(NamedTuple):
@@ -43,13 +41,6 @@ class Score(NamedTuple):
     fewer: int
 
 
-# The style for a matrix that is stored [in, out], by the one for [out, in].
-TURNED = {
-    "colwise": "rowwise",
-    "rowwise": "colwise",
-    "packed_colwise": "packed_rowwise",
-    "packed_rowwise": "packed_colwise",
-}
 NOWHERE = Score(False, (0, False), 0)
 
 
@@ -77,14 +68,22 @@ class Solver:
 
     def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
         self.board, self.flow, self.tree = board, flow, tree
+        self.ways = Ways(board, flow, tree)
 
     def solve(self, group: Group) -> Solved:
         """Rules that split a group, and are right for it alone; where none are found, what forbids the best."""
+        if not self.ways.experts(group) and (share := self._share(group)) < LEAST:
+            return Solved(
+                None,
+                Forbidden(
+                    f"they are {share:.2%} of the parameters of their blocks: to reduce their results costs more"
+                ),
+            )
         state = self._with_state(group)
         solved = state if state.draft is not None else self._split_through(group)
         against = state.forbidden or solved.forbidden
-        if solved.draft is None and not self._experts(group) and self._share(group) >= LEAST_GATHERED:
-            return Solved(self.board.fixed(self._gathered(group)), against)
+        if solved.draft is None and not self.ways.experts(group):
+            return Solved(self.board.fixed(self.ways.gathered(group)), against)
         return solved if solved.draft is not None else Solved(None, against)
 
     def _with_state(self, group: Group) -> Solved:
@@ -97,8 +96,8 @@ class Solver:
 
     def _split_through(self, group: Group) -> Solved:
         """With nothing gathered between the first matrices and the last."""
-        solved = self._best_of(group, self._drafts(group))
-        if solved.draft is None and (narrow := list(self._narrow(group))):
+        solved = self._best_of(group, self.ways.drafts(group))
+        if solved.draft is None and (narrow := list(self.ways.narrow(group))):
             other = self._best_of(group, narrow)
             return other if other.draft is not None else solved
         return solved
@@ -134,17 +133,6 @@ class Solver:
         fixed = self.board.fixed(draft) if (self._score(draft) or NOWHERE).fits else None
         return Solved(fixed, forbidden(self.board, draft) if fixed is None else None)
 
-    def _gathered(self, group: Group) -> Draft:
-        """The matrices split, what is between them computed whole by every rank."""
-        gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
-        split = self._split(group, gathered, names=self._itself)
-        modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
-        around = {
-            pattern for pattern in map(parent, group.rows) if pattern in modules and modules[pattern].training_reads
-        }
-        unfused: Rules = dict.fromkeys(sorted(around), {"style": "replicate", "fused": False})
-        return Draft({**unfused, **split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
-
     def _share(self, group: Group) -> float:
         """How much of the model's own blocks a group is, those in which it stands together."""
         patterns = {*group.columns, *group.rows}
@@ -156,113 +144,6 @@ class Solver:
     def _score(self, draft: Draft) -> Score | None:
         proof = self.board.proof(draft)
         return None if proof is None else _score(proof)
-
-    def _drafts(self, group: Group) -> Iterator[Draft]:
-        """Possible rules of the matrices, the likeliest first."""
-        choices = [list(self._column(group, column)) for column in group.columns]
-        for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
-            if group.container is not None:
-                block_input = {
-                    group.container: {"style": BLOCK_INPUT, **self._others(group.container), "output": "all_reduce"}
-                }
-                yield Draft({**block_input, **self._split(group, styles, names=self._named)})
-            yield Draft({**self._experts(group), **self._split(group, styles, names=self._itself)})
-
-        yield from self._stacked(group)
-
-    def _others(self, container: str) -> Options:
-        """The option that moves the further arguments of a module that have a gradient (keys and values beside queries)."""
-        event = self.flow.entries(container)[0]
-        named = zip(event.names, event.outputs, strict=True)
-        others = [n for n, number in named if self.flow.run.requires_grad[number]][1:]
-        return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
-
-    def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
-        """Styles of the first matrices that are no matter of each by itself."""
-        if group.latent:
-            return
-        yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
-
-    def _narrow(self, group: Group) -> Iterator[Draft]:
-        """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read."""
-        widths = [output_features(self.tree, column) for column in group.columns]
-        if len(set(widths)) > 1 and not group.latent and group.container is None:
-            styles = [next(self._column(group, column)) for column in group.columns]
-            narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
-            yield Draft(self._split(group, narrow, names=self._itself))
-
-    def _stacked(self, group: Group) -> Iterator[Draft]:
-        """Where the matrices are parameters with a dim for the heads: split along that dim."""
-        tree = self.board.tree
-        deep = {tree.pattern(name) for name, (_, parameter) in tree.parameters.items() if len(parameter.shape) > 2}
-        if group.latent or not deep.issuperset((*group.columns, *group.rows)):
-            return
-        ways = ("colwise", "headwise", "rowwise")
-        for first, last in product(ways, ("headwise", "colwise", "rowwise")):
-            split = dict.fromkeys(group.columns, {"style": first}) | dict.fromkeys(group.rows, {"style": last})
-            yield Draft({**self._experts(group), **split})
-
-    def _split(
-        self, group: Group, styles: Sequence[Options | None], names: Callable[[str], tuple[str, ...]]
-    ) -> dict[str, Options]:
-        rules: dict[str, Options] = {}
-        for column, options in zip(group.columns, styles, strict=True):
-            if options is not None:
-                rules.update(dict.fromkeys(names(column), self._as_stored(column, options)))
-        for row in group.rows:
-            rules.update(dict.fromkeys(names(row), self._as_stored(row, {"style": "rowwise"})))
-        return rules
-
-    def _as_stored(self, pattern: str, options: Options) -> Options:
-        """The rule for a matrix that is stored [in, out]."""
-        if not self._product(pattern).turned:
-            return options
-        return {**options, "style": TURNED.get(options["style"], options["style"])}
-
-    def _product(self, pattern: str) -> Product:
-        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
-
-    def _itself(self, pattern: str) -> tuple[str, ...]:
-        return (pattern,)
-
-    def _named(self, pattern: str) -> tuple[str, ...]:
-        """In a container rules name parameters: it moves the values for all."""
-        modules = [
-            module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
-        ]
-        return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
-
-    def _experts(self, group: Group) -> Rules:
-        """The modules that own matrices as parameters move values for themselves alone."""
-        parameters = {
-            self.board.tree.pattern(name): self.board.tree.pattern(owner.name)
-            for name, (owner, _) in self.board.tree.parameters.items()
-        }
-        owners = dict.fromkeys(
-            parameters[pattern] for pattern in (*group.columns, *group.rows) if pattern in parameters
-        )
-        return {owner: {"style": "moe_tp_experts"} for owner in owners}
-
-    def _column(self, group: Group, column: str) -> Iterator[Options | None]:
-        if column in group.latent:
-            yield {"style": "mla_kv_a_proj"}
-            yield None
-            return
-        module = self.board.tree.modules.get(self._product(column).name)
-        if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
-            yield {"style": "embedding_colwise"}
-            yield PARTIAL  # [positions, head_dim]: all heads read it
-            return
-        lengths = cut(self.flow, self._product(column))
-        if lengths:
-            parts_option = packed(lengths, self.board.tree, self.tree, output_features(self.tree, column))
-            if parts_option is not None:
-                yield (
-                    {"style": "packed_colwise"}
-                    if parts_option == 2
-                    else {"style": "packed_colwise", "packed": parts_option}
-                )
-        yield {"style": "colwise"}
 
     def _divided(self, group: Group, draft: Draft, score: Score) -> Draft:
         """With those attributes divided, and those vectors split, that get it further, one by one, or two where it takes
@@ -298,6 +179,9 @@ class Solver:
         ):
             if pattern not in draft.tensor_parallel:
                 yield draft.with_rules({pattern: {"style": "colwise_norm"}})
+        for name in (n for one in wrong for n in self.board.tree.children[one]):
+            if self.board.tree.modules[name].class_name == "Identity":  # an expert that returns its input
+                yield draft.with_rules({self.board.tree.pattern(name): {"style": "moe_identity_expert"}})
         for divided in self._attributes({**self._modules(group), **wrong}):
             yield from _dividing(draft, divided)
         for name in wrong:

@@ -283,8 +283,23 @@ class States:
                     settings[name] = words
         options |= {"divide": divide} if divide else {}
         options |= {"set": settings} if settings else {}
+        buffers = self._buffers(sized)
+        options |= {"split_buffers": buffers} if buffers else {}
         options |= {"fused": False} if self.board.tree.modules[self.home].training_reads else {}
         return {self._pattern(self.home): options}
+
+    def _buffers(self, sized: Sequence[Sized]) -> Options:
+        """Buffers of the module with a place for each head or channel that is split, or for each output feature of a matrix."""
+        widths = {self.flow.run.values[c.outputs[0]].shape[-1]: c.name for c in self.columns if self._below(c.name)}
+        counts = {count for count, _ in _counted(sized)} | {one.part.length for one in sized}
+        found: dict[str, Any] = {}
+        for name, shape in self.board.tree.modules[self.home].buffers.items():
+            for dim, size in enumerate(shape):
+                if size in widths:
+                    found[name] = {"dim": dim, "like": widths[size].removeprefix(f"{self.home}.")}
+                elif size in counts and size % self.board.tp == 0:
+                    found.setdefault(name, dim)
+        return found
 
     def _attributes(self, of: str) -> Mapping[tuple[int, int], tuple[str, ...]]:
         """The attributes that a module's code reads while it runs, by their values in the reduced model and in the model itself."""

@@ -1,0 +1,172 @@
+"""Ways to split the matrices of a group: the styles that their shapes and the code around them allow, the likeliest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice, product
+
+from shardplan.core.tree import ModuleInfo, ModuleTree, is_count, parent
+
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules
+from .feature_cuts import cut
+from .flow import Flow, Product
+from .parts import output_features, packed
+from .regions import Group
+
+MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
+# The style for a matrix that is stored [in, out], by the one for [out, in].
+TURNED = {
+    "colwise": "rowwise",
+    "rowwise": "colwise",
+    "packed_colwise": "packed_rowwise",
+    "packed_rowwise": "packed_colwise",
+}
+
+
+class Ways:
+    """Drafts for groups; which is right is tried elsewhere.
+
+    Args:
+        board: for the reduced model.
+        flow: the unsharded run.
+        tree: the model's own picture.
+    """
+
+    def __init__(self, board: Board, flow: Flow, tree: ModuleTree):
+        self.board, self.flow, self.tree = board, flow, tree
+
+    def drafts(self, group: Group) -> Iterator[Draft]:
+        """Possible rules of the matrices, the likeliest first."""
+        choices = [list(self._column(group, column)) for column in group.columns]
+        for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
+            if group.container is not None:
+                block_input = {
+                    group.container: {"style": BLOCK_INPUT, **self._others(group.container), "output": "all_reduce"}
+                }
+                yield Draft({**block_input, **self._split(group, styles, names=self._named)})
+            yield Draft({**self.experts(group), **self._split(group, styles, names=self._itself)})
+
+        yield from self._stacked(group)
+
+    def gathered(self, group: Group) -> Draft:
+        """The matrices split, what is between them computed whole by every rank."""
+        gathered: list[Options] = [{"style": "colwise_gather_output"}] * len(group.columns)
+        split = self._split(group, gathered, names=self._itself)
+        modules = {self.board.tree.pattern(name): module for name, module in self.board.tree.modules.items()}
+        around = {
+            pattern for pattern in map(parent, group.rows) if pattern in modules and modules[pattern].training_reads
+        }
+        unfused: Rules = dict.fromkeys(sorted(around), {"style": "replicate", "fused": False})
+        return Draft({**unfused, **split, **dict.fromkeys(group.rows, {"style": "rowwise_split_input"})})
+
+    def narrow(self, group: Group) -> Iterator[Draft]:
+        """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read."""
+        widths = [output_features(self.tree, column) for column in group.columns]
+        if len(set(widths)) > 1 and not group.latent and group.container is None:
+            styles = [next(self._column(group, column)) for column in group.columns]
+            narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
+            yield Draft(self._split(group, narrow, names=self._itself))
+
+    def _others(self, container: str) -> Options:
+        """The option that moves the further arguments of a module that have a gradient (keys and values beside queries)."""
+        event = self.flow.entries(container)[0]
+        named = zip(event.names, event.outputs, strict=True)
+        others = [n for n, number in named if self.flow.run.requires_grad[number]][1:]
+        return {"arguments": dict.fromkeys(others, BLOCK_INPUT)} if others else {}
+
+    def _apart(self, group: Group) -> Iterator[Sequence[Options | None]]:
+        """Styles of the first matrices that are no matter of each by itself."""
+        if group.latent:
+            return
+        yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
+
+    def _stacked(self, group: Group) -> Iterator[Draft]:
+        """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold those of experts one below
+        the other: each of these."""
+        tree, matrices = self.board.tree, (*group.columns, *group.rows)
+        shapes = {tree.pattern(name): parameter.shape for name, (_, parameter) in tree.parameters.items()}
+        if group.latent or not all(matrix in shapes for matrix in matrices):
+            return
+        if all(len(shapes[matrix]) > 2 for matrix in matrices):
+            ways = ("colwise", "headwise", "rowwise")
+            for first, last in product(ways, ("headwise", "colwise", "rowwise")):
+                split = dict.fromkeys(group.columns, {"style": first}) | dict.fromkeys(group.rows, {"style": last})
+                yield Draft({**self.experts(group), **split})
+        rows = shapes[matrices[0]][0]
+        for name, count in tree.numbers.items():
+            if not is_count(count) or count == 1 or "expert" not in name or not is_count(self.tree.numbers.get(name)):
+                continue
+            if group.container is None or any(shapes[one][0] != rows or len(shapes[one]) > 2 for one in matrices):
+                continue
+            own = self._module(group.container).numbers
+            divide = [number for number, value in own.items() if is_count(value) and value * count == rows]
+            experts: Options = {"style": "moe_tp_experts", **({"divide": divide} if divide else {})}
+            each: Options = {"style": "packed_colwise", "packed": name}
+            yield Draft({group.container: experts, **dict.fromkeys(matrices, each)})
+
+    def _module(self, pattern: str) -> ModuleInfo:
+        return next(m for name, m in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern)
+
+    def _split(
+        self, group: Group, styles: Sequence[Options | None], names: Callable[[str], tuple[str, ...]]
+    ) -> dict[str, Options]:
+        rules: dict[str, Options] = {}
+        for column, options in zip(group.columns, styles, strict=True):
+            if options is not None:
+                rules.update(dict.fromkeys(names(column), self._as_stored(column, options)))
+        for row in group.rows:
+            rules.update(dict.fromkeys(names(row), self._as_stored(row, {"style": "rowwise"})))
+        return rules
+
+    def _as_stored(self, pattern: str, options: Options) -> Options:
+        """The rule for a matrix that is stored [in, out]."""
+        if not self._product(pattern).turned:
+            return options
+        return {**options, "style": TURNED.get(options["style"], options["style"])}
+
+    def _product(self, pattern: str) -> Product:
+        return next(p for p in self.flow.products.values() if self.board.tree.pattern(p.name) == pattern)
+
+    def _itself(self, pattern: str) -> tuple[str, ...]:
+        return (pattern,)
+
+    def _named(self, pattern: str) -> tuple[str, ...]:
+        """In a container rules name parameters: it moves the values for all."""
+        modules = [
+            module for name, module in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern
+        ]
+        return tuple(f"{pattern}.{parameter.name}" for parameter in modules[0].parameters) if modules else (pattern,)
+
+    def experts(self, group: Group) -> Rules:
+        """The modules that own matrices as parameters move values for themselves alone; for one that is not called, that around it."""
+        parameters = {
+            self.board.tree.pattern(name): owner.name for name, (owner, _) in self.board.tree.parameters.items()
+        }
+        owners: dict[str, None] = {}
+        for pattern in (*group.columns, *group.rows):
+            owner = parameters.get(pattern, "")
+            while owner and not self.flow.entries(self.board.tree.pattern(owner)):
+                owner = parent(owner)
+            owners |= {self.board.tree.pattern(owner): None} if owner else {}
+        return {owner: {"style": "moe_tp_experts"} for owner in owners}
+
+    def _column(self, group: Group, column: str) -> Iterator[Options | None]:
+        if column in group.latent:
+            yield {"style": "mla_kv_a_proj"}
+            yield None
+            return
+        module = self.board.tree.modules.get(self._product(column).name)
+        if module is not None and module.kind == "embedding":  # a table of biases [positions, heads]
+            yield {"style": "embedding_colwise"}
+            yield PARTIAL  # [positions, head_dim]: all heads read it
+            return
+        lengths = cut(self.flow, self._product(column))
+        if lengths:
+            parts_option = packed(lengths, self.board.tree, self.tree, output_features(self.tree, column))
+            if parts_option is not None:
+                yield (
+                    {"style": "packed_colwise"}
+                    if parts_option == 2
+                    else {"style": "packed_colwise", "packed": parts_option}
+                )
+        yield {"style": "colwise"}
