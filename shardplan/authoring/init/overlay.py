@@ -7,11 +7,12 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 
+from shardplan.compiler.layout.finding import Finding
 from shardplan.core.layout import R
-from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
+from shardplan.core.tree import ModuleInfo, ParameterInfo, ancestors, element, full_name, parent, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, Board, Draft, Options, Rules, alternative
+from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, alternative
 from .ends import COMPLETE, GATHERS, Ends
 from .flow import Flow
 from .layer_kinds import plain
@@ -74,15 +75,16 @@ def _with_list(board: Board, flow: Flow, draft: Draft, listing: str) -> Draft | 
         if found is not None:
             return found
     for candidate in candidates:
-        found = with_whole_parts(board, candidate)
+        found = with_whole_parts(board, flow, candidate)
         if found is not None:
             return found
     return board.reason(candidates[-1], overlay=True)
 
 
-def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
+def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
     """The draft with those parts of blocks that do not fit between slices of the sequence gathered in front and split
-    behind, and inside as without sequence parallelism; None where that does not suffice."""
+    behind, and inside as without sequence parallelism, and with values gathered that a block's own code combines with whole
+    ones; None where that does not suffice."""
     for _ in range(MOST_WHOLE):
         assert draft.sequence_parallel is not None  # it is the draft of an overlay
         proof = board.proof(draft, overlay=True)
@@ -91,9 +93,16 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
         if not proof.findings:
             report = board.report(draft, overlay=True)
             return draft if report is not None and report.ok else None
-        found = part(proof.findings[0].module)
+        finding = proof.findings[0]
+        found = part(finding.module)
         rules, pattern = draft.sequence_parallel, "" if found is None else board.tree.pattern(found)
-        if found is None or rules.get(pattern, {}).get("style") == "replicate_seq":
+        if found is None:
+            between = gathered_between(flow, rules, finding)
+            if between is None:
+                return None
+            draft = replace(draft, sequence_parallel={**rules, **between})
+            continue
+        if rules.get(pattern, {}).get("style") == "replicate_seq":
             return None
         options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
         if options["style"] != "replicate":
@@ -101,6 +110,26 @@ def with_whole_parts(board: Board, draft: Draft) -> Draft | None:
         outside = {p: o for p, o in rules.items() if p != pattern and not p.startswith(f"{pattern}.")}
         draft = replace(draft, sequence_parallel={**outside, pattern: {**options, "style": "replicate_seq"}})
     return None
+
+
+def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None:
+    """Rules for the code of a block that combines what a module gives with values of all of the sequence (vectors of each token for
+    each layer): gathered behind that module, split in front of the next one."""
+    if finding.kind != "crash" or not element(finding.module):
+        return None
+    inside = [n for one in finding.operands for n in one.origins if n.startswith(f"{finding.module}.")]
+    maker = next((n for n in inside if rules.get(flow.tree.pattern(n)) == {"style": "sequence_parallel"}), None)
+    ran = dict.fromkeys(
+        e.module for e in flow.run.events if e.kind == "enter" and flow.tree.modules[e.module].parameters
+    )
+    order = [name for name in ran if name.startswith(f"{finding.module}.")]
+    if maker is None or maker not in order[:-1]:
+        return None
+    reader = order[order.index(maker) + 1]
+    pattern = flow.tree.pattern(reader)
+    own = {full_name(pattern, p.name): PARTIAL for p in flow.tree.modules[reader].parameters}
+    behind: Options = {"style": "sequence_parallel", "output": "gather"}
+    return {flow.tree.pattern(maker): behind, pattern: {"style": "split_seq_input"}, **own}
 
 
 def reads(style: str) -> bool:
@@ -230,6 +259,9 @@ class Overlay:
                 rules[rule] = {**options, "style": "rowwise_seq"}
             elif rule == pattern and options["style"] == "colwise":
                 rules[rule] = {**options, "style": "colwise_seq"}
+            elif options["style"] == "reduce_input":
+                rules[rule] = {**options, "style": "reduce_seq_input"}
+                rules |= {full_name(rule, p.name): PARTIAL for p in self._parameters(rule)}
         other = self.draft.tensor_parallel.get(alternative(pattern))
         if other is not None:
             moved = {"output": "reduce_scatter"} if "output" in other else {}
@@ -283,6 +315,11 @@ class Overlay:
             p for p in self.flow.products.values() if read.intersection(p.inputs) and p.name.startswith(f"{child}.")
         )
         return any(inside.get(self.tree.pattern(p.name), {}).get("style") == "rowwise" for p in made)
+
+    def _parameters(self, pattern: str) -> tuple[ParameterInfo, ...]:
+        return next(
+            module.parameters for name, module in self.tree.modules.items() if self.tree.pattern(name) == pattern
+        )
 
     def _is_module(self, pattern: str) -> bool:
         return any(self.tree.pattern(name) == pattern for name in self.tree.modules)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice, product
 
-from shardplan.core.tree import ModuleInfo, ModuleTree, is_count, parent
+from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, is_count, parent
 
 from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules
 from .feature_cuts import cut
@@ -40,10 +41,13 @@ class Ways:
         choices = [list(self._column(group, column)) for column in group.columns]
         for styles in chain(islice(product(*choices), MOST_DRAFTS), self._apart(group)):
             if group.container is not None:
-                block_input = {
-                    group.container: {"style": BLOCK_INPUT, **self._others(group.container), "output": "all_reduce"}
-                }
-                yield Draft({**block_input, **self._split(group, styles, names=self._named)})
+                container: Options = {"style": BLOCK_INPUT, **self._others(group.container)}
+                split = self._split(group, styles, names=self._named)
+                norm = self._last_norm(group.container)
+                if norm is not None:  # the sum is reduced in front of it
+                    beside = self._split(group, styles, names=partial(self._named_beside, norm))
+                    yield Draft({group.container: container, **beside, norm: {"style": "reduce_input"}})
+                yield Draft({group.container: {**container, "output": "all_reduce"}, **split})
             yield Draft({**self.experts(group), **self._split(group, styles, names=self._itself)})
 
         yield from self._stacked(group)
@@ -66,6 +70,26 @@ class Ways:
             styles = [next(self._column(group, column)) for column in group.columns]
             narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
             yield Draft(self._split(group, narrow, names=self._itself))
+
+    def _last_norm(self, container: str) -> str | None:
+        """The pattern of the norm below a module that gives what this returns."""
+        event = next(
+            (e for e in reversed(self.flow.run.events) if e.kind == "leave" and self._is(e.module, container)), None
+        )
+        made = self.flow.producers.get(event.inputs[0]) if event is not None and event.inputs else None
+        module = None if made is None else self.board.tree.modules[made.module]
+        below = module is not None and event is not None and module.name.startswith(f"{event.module}.")
+        return self.board.tree.pattern(module.name) if module is not None and below and module.kind == "norm" else None
+
+    def _named_beside(self, norm: str, pattern: str) -> tuple[str, ...]:
+        """As `_named` for matrices that have a norm of another pattern beside them, or beside a module around them; else as `_itself`."""
+        tree, place = self.board.tree, parent(norm)
+        around = next((one for one in ancestors(self._product(pattern).name) if self._is(one, place)), None)
+        has_norm = around is not None and any(self._is(child, norm) for child in tree.children[around])
+        return self._named(pattern) if has_norm else self._itself(pattern)
+
+    def _is(self, name: str, pattern: str) -> bool:
+        return self.board.tree.pattern(name) == pattern
 
     def _others(self, container: str) -> Options:
         """The option that moves the further arguments of a module that have a gradient (keys and values beside queries)."""
