@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+import shardplan
 from shardplan.compiler.bind import bind
 from shardplan.compiler.layout import LayoutReport, ModelLayouts, Workbench, check_layout
 from shardplan.compiler.layout.layout_check import Search
@@ -23,6 +24,7 @@ from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced.nests import tensors_in
 from shardplan.runtime.parallel.outputs import on_first
 from shardplan.torchlib.modes import NothingEmpty
+from tests import own_streams, own_structures
 from tests.test_layout import bench_of, checked
 
 Inner = Callable[[nn.Module, Tensor], Tensor]
@@ -439,3 +441,17 @@ def test_a_bias_behind_a_reduction_is_added_to_all_features(shape: tuple[int, ..
     found = checked(bench, {"version": "1", "name": "own", "tensor_parallel": rules}).diagnostics
     said = [text for d in found for text in (d.message, *d.notes) if "to all 8 features" in text]
     assert bool(said) == bool(found) == (len(shape) == 2), found
+
+
+def test_one_block_input_takes_the_sums_of_all_tables() -> None:
+    """A table that another value is multiplied by later cannot stay a partial sum too: the first block's input takes what waits."""
+    model = own_streams.Sides()
+    found = shardplan.init_plan(model, inputs=own_structures.ids, sequence_parallel=True).document
+    assert "vectors" not in found["sequence_parallel"]
+    found["sequence_parallel"]["vectors"] = "embedding_rowwise_seq"
+    report = shardplan.validate(model, found, inputs=own_structures.ids, tp=2, sequence_parallel=True)
+    assert [error.code for error in report.errors] == ["SP402"]
+    assert "blocks.*.back is a partial sum" in report.errors[0].message
+    assert report.errors[0].help == (
+        "write `vectors: embedding_rowwise` under sequence_parallel instead of `embedding_rowwise_seq`"
+    )

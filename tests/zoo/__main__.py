@@ -231,7 +231,11 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     known = read(args.table)
     rows = [known.get(name, Entry(name)) for name in args.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
-    make, said = (counted_again, lambda e: (e.reduced, e.more("tp"))) if args.count else (made_again, _said)
+    make, said = (
+        (counted_again, lambda e: (e.reduced, bool(e.collectives) and e.more("tp")))
+        if args.count
+        else (made_again, _said)
+    )
     if args.init:
         make, said = made_by_init, lambda e: (e.init, e.init_more)
     if args.checkpoints:

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardplan.core.tree import ancestors, full_name, parent
 
 from .draft import PARTIAL, Draft, Options, Rules
-from .flow import Flow
+from .flow import Flow, Product
 
 MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
 GATHERS: Options = {"style": "gather_seq_input"}
@@ -126,14 +126,21 @@ class Ends:
         if not split:
             return {}
         rules: dict[str, Options] = {}
-        for name in dict.fromkeys(made.name for made in self.flow.products.values()):
+        for name in dict.fromkeys(made.name for made in self._before):
             module = self.tree.modules.get(name)
-            if module is None or module.kind != "embedding" or self.tree.pattern(name) != name:
-                continue
-            style = "embedding_rowwise_seq" if name in split else "embedding_replicated_seq"
-            if self.order[name] < self.order[self.first]:
-                rules[name] = {"style": style}
+            if module is not None and module.kind == "embedding" and self.tree.pattern(name) == name:
+                rules[name] = {"style": "embedding_rowwise_seq" if name in split else "embedding_replicated_seq"}
         return rules
+
+    @property
+    def _before(self) -> Iterator[Product]:
+        """The multiplications and look-ups that the first block's hidden states come from."""
+        queue = [] if self._stream is None else [self._stream]
+        for number in queue:
+            if (made := self.flow.products.get(number)) is not None:
+                yield made
+            elif (event := self.flow.producers.get(number)) is not None:
+                queue += (n for n in event.inputs if self.flow.run.requires_grad[n] and n not in queue)
 
     @property
     def exits(self) -> Iterator[Rules]:
@@ -141,11 +148,10 @@ class Ends:
         behind = self._behind
         if behind:
             yield self._exit(behind)
-            outer = [
-                name for name in ancestors(behind) if name in self.called and not self.listing.startswith(f"{name}.")
-            ]
-            if outer and outer[-1]:
-                yield {**self._by_token(outer[-1]), outer[-1]: {"style": "sequence_parallel", "output": "gather"}}
+            inside = [n for n in ancestors(behind) if n and not self.listing.startswith(f"{n}.")]
+            outer = [name for name in inside if name in self.called][-1:]
+            for name in outer:
+                yield {**self._by_token(name), name: {"style": "sequence_parallel", "output": "gather"}}
         around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
             :MOST_AROUND
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from torch import nn
@@ -55,6 +56,7 @@ class Crossings:
         self.arguments: dict[str, tuple[int, ...]] = {}  # module -> the shape of what was moved last
         self.entering: list[tuple[int, str]] = []
         self.reduced: list[tuple[int, str]] = []
+        self.waiting: Counter[str] = Counter()  # embedding -> its partial sums that no block input took yet
 
     def enter(self, event: Event) -> None:
         """A module is called: its inputs must have layouts that its boundary accepts."""
@@ -106,6 +108,8 @@ class Crossings:
         if not any(self._fits(actual, layout, ndim, bound) for layout in one.sources):
             wanted = " or ".join(str(layout) for layout in one.sources)
             self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
+        if bound.link == "block_input" and not self._waited_for() and actual.kind == "P":
+            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=str(I))
         if actual.kind == "I" and one.destination == R:
             self.entering.append((number, bound.name))
         if I in one.sources and R in one.sources and actual.kind in ("I", "R"):
@@ -122,6 +126,12 @@ class Crossings:
         self.known.maker.setdefault(inside, bound.name)
         if inside != number or inside not in self.known.types:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
+
+    def _waited_for(self) -> bool:
+        """Whether sums of embeddings wait for a block input, which takes one of each (runtime/parallel/regime.py)."""
+        found = self.waiting.total() > 0
+        self.waiting = +(self.waiting - Counter(dict.fromkeys(self.waiting, 1)))
+        return found
 
     def _check_slice(self, event: Event, bound: BoundModule, part: ArgumentSlice, position: int) -> None:
         """An argument of which each rank reads its share must be whole everywhere, without a complete gradient."""
@@ -201,6 +211,7 @@ class Crossings:
             destination = self.incoming[bound.name] = self.gathers.get(bound.name, R)
         if bound.scope in self.running:
             destination = P
+            self.waiting[bound.name] += 1
         if output.source == P and destination.kind in "IV" and not bound.vocabulary:
             self.reduced.append((moved, bound.name))
         if moved != number:
