@@ -651,6 +651,16 @@ class Slopes(nn.Module):
         return self.o(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class ComputedSlopes(Slopes):
+    """ALiBi whose numbers the code computes for all heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        at, slopes = torch.arange(x.shape[1]), 2.0 ** -torch.arange(1, HEADS + 1)
+        bias = -(at[:, None] - at[None]).abs() * slopes[:, None, None]
+        return self.o(((q @ k.mT + bias).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class Plain(nn.Module):
     """Two matrices, and no list."""
 

@@ -61,6 +61,7 @@ STRUCTURES |= {
         {"query": "colwise", "dense": "rowwise", "output": "rowwise"},
     ),
     "soft_experts": (tokens(own.FlatEinsumAttention, own.SoftExperts), own.ids, {"mlp.experts.a.up": "colwise"}),
+    "slopes": (tokens(own.Slopes), own.ids, {"attention": {"split_buffers": {"slopes": 0}}}),
     "windows": (
         own.Windows,
         own.pictures,
@@ -179,7 +180,7 @@ def test_the_line_that_forbids_is_named() -> None:
 @pytest.mark.parametrize(
     ("attention", "code", "line"),
     [
-        (own.Slopes, "SP534", "a value of all heads meets one of a rank's heads"),
+        (own.ComputedSlopes, "SP534", "a value of all heads meets one of a rank's heads"),
         pytest.param(own.SeparateHeads, "SP534", "", marks=pytest.mark.slow),
     ],
 )

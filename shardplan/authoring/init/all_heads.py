@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from shardplan.core.tree import ModuleTree, is_count
+from shardplan.model.reduced.trace import Event
 
 from .draft import Draft, Options
 from .flow import Flow
@@ -16,7 +17,8 @@ KNOWN = ("num_attention_heads", "num_key_value_heads")  # the likeliest names fo
 
 
 def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleTree) -> Iterator[Draft]:
-    """Drafts in which a module reads its share of all that has a place for each of as many heads as one of its numbers counts.
+    """Drafts in which a module reads its share of all that has a place for each of as many heads as one of its numbers counts, or, where
+    none does, as something that it is given or keeps has places.
 
     Args:
         flow: of the reduced model.
@@ -26,33 +28,37 @@ def reading_shares(flow: Flow, draft: Draft, module: str, tp: int, tree: ModuleT
     """
     info, pattern = flow.tree.modules[module], flow.tree.pattern(module)
     rule = draft.tensor_parallel.get(pattern, {"style": "replicate"})
-    divided = [f for f in map(info.numbers.get, rule.get("divide", ())) if is_count(f)]
-    for heads in dict.fromkeys((*divided, *filter(is_count, info.numbers.values()))):
+    called = next((e for e in flow.run.events if e.kind == "enter" and e.module == module), None)
+    given = {} if called is None else _shapes(flow, called)
+    divided = map(info.numbers.get, rule.get("divide", ()))
+    places = (size for shape in (*info.buffers.values(), *given.values()) for size in shape)
+    for heads in dict.fromkeys(filter(is_count, (*divided, *info.numbers.values(), *places))):
         if heads == 1 or heads % tp:
             continue
         buffers = {name: shape.index(heads) for name, shape in info.buffers.items() if heads in shape}
-        given = _arguments(flow, module, heads, tree)
+        batch = 1 if called is None else flow.run.values[called.inputs[0]].shape[0]
+        arguments = _with_heads(given, heads, batch, _words(heads, flow.tree, tree))
         ways: list[Options] = [{"split_buffers": buffers}] if buffers else []
-        ways += [{"split_arguments": {name: dim}} for name, dim in given.items()]
-        ways += [{"split_arguments": given, **way} for way in ways[:1] if len(ways) > 1]
+        ways += [{"split_arguments": {name: dim}} for name, dim in arguments.items()]
+        ways += [{"split_arguments": arguments, **way} for way in ways[:1] if len(ways) > 1]
         for way in ways:
             if not way.keys() & rule.keys():
                 yield draft.with_rules({pattern: {**rule, **way}})
 
 
-def _arguments(flow: Flow, module: str, heads: int, tree: ModuleTree) -> Options:
-    """Its arguments behind the first that have a dim for the heads, or for those of each sequence of the batch, and what says so."""
-    called = next((e for e in flow.run.events if e.kind == "enter" and e.module == module), None)
-    if called is None:
-        return {}
-    batch = flow.run.values[called.inputs[0]].shape[0]
+def _shapes(flow: Flow, called: Event) -> Mapping[str, tuple[int, ...]]:
+    """Those of a call's arguments behind the first; of numbers and masks, not of positions."""
+    given = list(zip(called.names, (flow.run.values[number] for number in called.inputs), strict=True))[1:]
+    return {n: tuple(value.shape) for n, value in given if value.is_floating_point() or value.dtype == torch.bool}
+
+
+def _with_heads(shapes: Mapping[str, tuple[int, ...]], heads: int, batch: int, words: str | None) -> Options:
+    """The arguments that have a dim for the heads, or for those of each sequence of the batch, and what says so."""
     found: dict[str, Any] = {}
-    for name, number in list(zip(called.names, called.inputs, strict=True))[1:]:
-        value = flow.run.values[number]
-        shape = tuple(value.shape) if value.is_floating_point() or value.dtype == torch.bool else ()
+    for name, shape in shapes.items():
         if heads in shape:
             found[name] = shape.index(heads)
-        elif batch * heads in shape and (words := _words(heads, flow.tree, tree)) is not None:
+        elif batch * heads in shape and words is not None:
             found[name] = {"dim": shape.index(batch * heads), "heads": words}
     return found
 

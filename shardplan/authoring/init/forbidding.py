@@ -65,8 +65,8 @@ def _change(found: Finding) -> str | None:
         return f"in {line}, cut into a number of equal parts (`chunk`), or by lengths that are numbers of the module, each an attribute"
     if name in COMBINED or name in {f"i{one}" for one in COMBINED} | {f"r{one}" for one in COMBINED}:
         return (
-            f"in {line}, a value of all heads meets one of a rank's heads: make it a parameter of the module, with a dim for the "
-            "heads, which a rule can split"
+            f"in {line}, a value of all heads meets one of a rank's heads: make it a parameter, a buffer or an argument of "
+            "the module, with a dim for the heads, which a rule can split"
         )
     if name == "einsum":
         return f"in {line}, multiply by matrices of two dims, [heads * head_dim, width], as nn.Linear has them"
