@@ -87,3 +87,12 @@ def test_it_is_found(name: str) -> None:
 
 def _address(pattern: str) -> str:
     return pattern.removeprefix("^") if pattern.startswith("^") else f"blocks.*.{pattern}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_on_processes(name: str) -> None:
+    build, _, _ = MODELS[name]
+    document = shardplan.init_plan(build(), inputs=ids, sequence_parallel=True).document
+    report = shardplan.verify(build(), document, tp=4, inputs=ids, processes=True)
+    assert report.ok and len(report.variants) == 2

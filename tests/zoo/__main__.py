@@ -69,6 +69,13 @@ not to keep them, which is not. So it is with B and C of state space layers that
 hybrid, Zamba 2).
 """
 
+BY_HAND = """
+## What `init` leaves to a plan by hand
+
+Types for which the built-in plan has sequence parallelism where `init` finds none, or communicates at the minimum where its plan does not, with the first
+thing that `init` says about them.
+"""
+
 WHY = """
 ## What stands in the way
 
@@ -138,7 +145,9 @@ def page(found: Sequence[Entry]) -> str:
             published(e),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += [MORE, WHY.format(version=transformers.__version__).strip(), "", *why(), "", "## Refused checkpoints", ""]
+    by_hand = [f"- {e.name}: {' '.join(e.init_why[0].split())[:400]}" for e in planned if e.init_why]
+    lines += [MORE, BY_HAND.strip(), "", *by_hand, ""]
+    lines += [WHY.format(version=transformers.__version__).strip(), "", *why(), "", "## Refused checkpoints", ""]
     known = {name: text for e in planned for name, text in e.checkpoints.items()}
     lines += [f"- {name}: {text}" for name, text in known.items() if not is_proven(text)]
     lines += ["", "## Without a plan", ""]

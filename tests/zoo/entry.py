@@ -62,6 +62,7 @@ class Entry:
         choices: there, the same of each choice of block inputs that no other is as good as (block inputs.py).
         init: the verdicts of the plan that `init` writes.
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
+        init_why: where it does less than the built-in plan: what `init` says stands in the way.
         checkpoints: the published checkpoints of the type -> "TP", "TP, SP" (what is proven), or why they are refused.
         experts: "right" where the plan is proven with its experts distributed, or what is wrong; empty where it distributes none.
         pipeline: what crosses a cut into pipeline stages, where the plan's section is proven ("one tensor", "one tensor and a tie");
@@ -84,6 +85,7 @@ class Entry:
     choices: list[list[float]] = field(default_factory=list)
     init: dict[str, str] = field(default_factory=dict)
     init_more: list[str] = field(default_factory=list)
+    init_why: list[str] = field(default_factory=list)
     checkpoints: dict[str, str] = field(default_factory=dict)
     experts: str = ""
     pipeline: str = ""

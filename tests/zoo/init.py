@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from shardplan.authoring.init.derive import derive
+from shardplan.authoring.init.derive import Derived, derive
 from shardplan.authoring.init.new import written
 from shardplan.compiler.bind import bind
 from shardplan.core.diagnostics import PlanError
@@ -17,7 +17,7 @@ from shardplan.language import parse_plan
 from tests.model_settings import find
 from tests.soundness.judge import fitting
 
-from .entry import SIZES, Entry, proven
+from .entry import SIZES, Entry, has, proven
 
 
 def by_init(before: Entry) -> Entry:
@@ -40,14 +40,26 @@ def by_init(before: Entry) -> Entry:
         return _none(before, "nothing can be split")
     plan = parse_plan(dict(written(found, derived).document), name="init").plan
     if before.plan is not None and before.verdicts and same_rules(found.tree, plan, parse_plan(before.plan).plan):
-        return replace(before, init=before.verdicts, init_more=[w for w in before.collectives if before.more(w)])
+        return replace(
+            before, init=before.verdicts, init_more=[w for w in before.collectives if before.more(w)], init_why=[]
+        )
     small = {tp: fitting(name, tp, plan) for tp in SIZES}
     made = proven(name, found.tree, plan, small)
-    return replace(before, init=made.verdicts, init_more=[word for word in made.collectives if made.more(word)])
+    more = [word for word in made.collectives if made.more(word)]
+    less = [word for word in ("tp", "sp") if before.has(word) and not has(made.verdicts, word)]
+    less += [word for word in more if word in before.collectives and not before.more(word)]
+    return replace(before, init=made.verdicts, init_more=more, init_why=_why(derived) if less else [])
+
+
+def _why(derived: Derived) -> list[str]:
+    """What stands in the way, the most important first."""
+    parts = (*derived.gathered, *derived.whole)
+    found = [f"{', '.join(one.patterns)}: {one.forbidden.reason}" for one in parts]
+    return [derived.no_overlay, *found] if derived.no_overlay else found
 
 
 def _none(before: Entry, why: str) -> Entry:
-    return replace(before, init={f"tp{SIZES[0]}": f"none: {why}"}, init_more=[])
+    return replace(before, init={f"tp{SIZES[0]}": f"none: {why}"}, init_more=[], init_why=[])
 
 
 def same_rules(tree: ModuleTree, plan: PlanFile, other: PlanFile) -> bool:
