@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, product
 
-from shardplan.core.tree import ModuleInfo, ModuleTree, ancestors, is_count, parent
+from shardplan.core.tree import ModuleTree, ancestors, is_count, parent
 
 from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules
 from .feature_cuts import cut
@@ -15,6 +15,7 @@ from .parts import output_features, packed
 from .regions import Group
 
 MOST_DRAFTS = 16  # ways to say how the matrices of one group are packed
+EXPERTS = "expert"  # in the names of numbers that count them
 # The style for a matrix that is stored [in, out], by the one for [out, in].
 TURNED = {
     "colwise": "rowwise",
@@ -105,31 +106,29 @@ class Ways:
         yield [{"style": "packed_colwise"}] * len(group.columns)  # halves that meet: differential attention
 
     def _stacked(self, group: Group) -> Iterator[Draft]:
-        """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold those of experts one below
-        the other: each of these."""
+        """Where the matrices are parameters with a dim for the heads: split along that dim; where they hold the experts one below the
+        other, each of these."""
         tree, matrices = self.board.tree, (*group.columns, *group.rows)
-        shapes = {tree.pattern(name): parameter.shape for name, (_, parameter) in tree.parameters.items()}
-        if group.latent or not all(matrix in shapes for matrix in matrices):
-            return
-        if all(len(shapes[matrix]) > 2 for matrix in matrices):
+        known = {tree.pattern(name): parameter.shape for name, (_, parameter) in tree.parameters.items()}
+        shapes = [known.get(matrix, ()) for matrix in matrices]
+        if not group.latent and all(len(shape) > 2 for shape in shapes):
             ways = ("colwise", "headwise", "rowwise")
             for first, last in product(ways, ("headwise", "colwise", "rowwise")):
                 split = dict.fromkeys(group.columns, {"style": first}) | dict.fromkeys(group.rows, {"style": last})
                 yield Draft({**self.experts(group), **split})
-        rows = shapes[matrices[0]][0]
-        for name, count in tree.numbers.items():
-            if not is_count(count) or count == 1 or "expert" not in name or not is_count(self.tree.numbers.get(name)):
-                continue
-            if group.container is None or any(shapes[one][0] != rows or len(shapes[one]) > 2 for one in matrices):
-                continue
-            own = self._module(group.container).numbers
+        if group.container is not None and all(len(shape) == 2 and shape[0] == shapes[0][0] for shape in shapes):
+            yield from self._one_below_the_other(group.container, matrices, shapes[0][0])
+
+    def _one_below_the_other(self, container: str, matrices: Sequence[str], rows: int) -> Iterator[Draft]:
+        """Each of the experts split that matrices hold, and the numbers of the module divided that count the rows of one."""
+        counts = [name for name in self.board.tree.numbers if EXPERTS in name and is_count(self.tree.numbers.get(name))]
+        own = next(m.numbers for name, m in self.board.tree.modules.items() if self._is(name, container))
+        for name in counts:
+            count = self.board.tree.numbers[name]
             divide = [number for number, value in own.items() if is_count(value) and value * count == rows]
             experts: Options = {"style": "moe_tp_experts", **({"divide": divide} if divide else {})}
             each: Options = {"style": "packed_colwise", "packed": name}
-            yield Draft({group.container: experts, **dict.fromkeys(matrices, each)})
-
-    def _module(self, pattern: str) -> ModuleInfo:
-        return next(m for name, m in self.board.tree.modules.items() if self.board.tree.pattern(name) == pattern)
+            yield Draft({container: experts, **dict.fromkeys(matrices, each)})
 
     def _split(
         self, group: Group, styles: Sequence[Options | None], names: Callable[[str], tuple[str, ...]]
