@@ -95,21 +95,25 @@ def with_whole_parts(board: Board, flow: Flow, draft: Draft) -> Draft | None:
             return draft if report is not None and report.ok else None
         finding = proof.findings[0]
         found = part(finding.module)
-        rules, pattern = draft.sequence_parallel, "" if found is None else board.tree.pattern(found)
-        if found is None:
-            between = gathered_between(flow, rules, finding)
-            if between is None:
-                return None
-            draft = replace(draft, sequence_parallel={**rules, **between})
-            continue
-        if rules.get(pattern, {}).get("style") == "replicate_seq":
+        rules = (
+            gathered_between(flow, draft.sequence_parallel, finding)
+            if found is None
+            else gathered_around(board, draft, found)
+        )
+        if rules is None:
             return None
-        options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
-        if options["style"] != "replicate":
-            return None  # a matrix, or a block input of its own
-        outside = {p: o for p, o in rules.items() if p != pattern and not p.startswith(f"{pattern}.")}
-        draft = replace(draft, sequence_parallel={**outside, pattern: {**options, "style": "replicate_seq"}})
+        draft = replace(draft, sequence_parallel=rules)
     return None
+
+
+def gathered_around(board: Board, draft: Draft, found: str) -> Rules | None:
+    """Rules with which a part of a block computes with all of the sequence; None where it does already, or is split."""
+    rules, pattern = draft.sequence_parallel or {}, board.tree.pattern(found)
+    options = draft.tensor_parallel.get(pattern, {"style": "replicate"})
+    if rules.get(pattern, {}).get("style") == "replicate_seq" or options["style"] != "replicate":
+        return None
+    outside = {p: o for p, o in rules.items() if p != pattern and not p.startswith(f"{pattern}.")}
+    return {**outside, pattern: {**options, "style": "replicate_seq"}}
 
 
 def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None:
@@ -129,7 +133,7 @@ def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None
     pattern = flow.tree.pattern(reader)
     own = {full_name(pattern, p.name): PARTIAL for p in flow.tree.modules[reader].parameters}
     behind: Options = {"style": "sequence_parallel", "output": "gather"}
-    return {flow.tree.pattern(maker): behind, pattern: {"style": "split_seq_input"}, **own}
+    return {**rules, flow.tree.pattern(maker): behind, pattern: {"style": "split_seq_input"}, **own}
 
 
 def reads(style: str) -> bool:
