@@ -88,7 +88,7 @@ class Ends:
 
     @property
     def _last_norm(self) -> str | None:
-        """The pattern of the norm that gives what a block returns, and what nothing else in it reads."""
+        """The pattern of the norm that gives what a block returns."""
         event = next(e for e in self.flow.run.events if e.kind == "leave" and e.module == self.first)
         made = self.flow.producers.get(event.inputs[0]) if event.inputs else None
         module = None if made is None else self.tree.modules.get(made.module)
