@@ -48,7 +48,7 @@ def test_a_latent_is_read_by_another_matrix_too() -> None:
 
 
 def test_experts_go_with_all_that_is_summed_up_with_them() -> None:
-    found = grouped(regions(flow("deepseek_v3")), flow("deepseek_v3").tree)
+    found = grouped(regions(flow("deepseek_v3")), flow("deepseek_v3"))
     group = next(group for group in found if group.container)
     assert group.container == "model.layers.*.mlp"
     assert {row.removeprefix("model.layers.*.mlp.") for row in group.rows} == {
