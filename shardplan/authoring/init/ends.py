@@ -140,7 +140,8 @@ class Ends:
             if (made := self.flow.products.get(number)) is not None:
                 yield made
             elif (event := self.flow.producers.get(number)) is not None:
-                queue += (n for n in event.inputs if self.flow.run.requires_grad[n] and n not in queue)
+                known = (n for n in event.inputs if self.flow.run.requires_grad[n] or n in self.flow.products)
+                queue += (n for n in known if n not in queue)  # a table may be frozen
 
     @property
     def exits(self) -> Iterator[Rules]:
