@@ -346,3 +346,22 @@ class Connecting(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.mixer(x))
+
+
+class TwoLists(nn.Module):
+    """A table that is looked up twice, and a function of all of the sequence between two lists of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.first, self.second = (nn.ModuleList([Mixed(Softmax)]) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.embed(ids.roll(1, 1))
+        for block in self.first:
+            x = block(x)
+        x = torch.tanh(x)
+        for block in self.second:
+            x = block(x)
+        return self.head(self.norm(x))

@@ -455,3 +455,33 @@ def test_one_block_input_takes_the_sums_of_all_tables() -> None:
     assert report.errors[0].help == (
         "write `vectors: embedding_rowwise` under sequence_parallel instead of `embedding_rowwise_seq`"
     )
+
+
+def test_a_whole_value_is_not_split_as_a_sum_that_waits() -> None:
+    """A block input that gathers its output takes one look-up of the table; the other one still waits at the next block input."""
+    model = own_streams.TwoLists()
+    blocks = "{first,second}.*"
+    rules = {
+        "embed": "embedding_rowwise",
+        f"{blocks}.attn": {"style": "input_with_grad_allreduce", "divide": "num_heads"},
+        f"{blocks}.attn.{{q,k,v}}": "colwise",
+        f"{blocks}.attn.o": "rowwise",
+        f"{blocks}.mlp": "input_with_grad_allreduce",
+        f"{blocks}.mlp.up": "colwise",
+        f"{blocks}.mlp.down": "rowwise",
+        "head": "colwise_gather_output",
+    }
+    sliced = {
+        "embed": "embedding_rowwise_seq",
+        "first.0": {"style": "split_seq_input", "output": "gather"},
+        "second.0": "split_seq_input",
+        f"{blocks}.norm{{1,2}}": "sequence_parallel",
+        f"{blocks}.attn": {"style": "gather_seq_input", "divide": "num_heads"},
+        f"{blocks}.mlp": "gather_seq_input",
+        f"{blocks}.{{attn.o,mlp.down}}": "rowwise_seq",
+        "norm": {"style": "sequence_parallel", "output": "gather"},
+    }
+    plan = {"version": "1", "name": "own", "tensor_parallel": rules, "sequence_parallel": sliced}
+    report = shardplan.validate(model, plan, inputs=own_structures.ids, tp=2, sequence_parallel=True)
+    assert [error.code for error in report.errors] == ["SP402"]
+    assert "the input of second.* is whole" in report.errors[0].message

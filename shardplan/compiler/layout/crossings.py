@@ -57,6 +57,7 @@ class Crossings:
         self.entering: list[tuple[int, str]] = []
         self.reduced: list[tuple[int, str]] = []
         self.waiting: Counter[str] = Counter()  # embedding -> its partial sums that no block input took yet
+        self.taken_unseen = False  # a block input took some that gathers its output
 
     def enter(self, event: Event) -> None:
         """A module is called: its inputs must have layouts that its boundary accepts."""
@@ -108,8 +109,8 @@ class Crossings:
         if not any(self._fits(actual, layout, ndim, bound) for layout in one.sources):
             wanted = " or ".join(str(layout) for layout in one.sources)
             self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=wanted)
-        if bound.link == "block_input" and not self._waited_for() and actual.kind == "P":
-            self.known.find("arrival", event, bound.name, (number,), actual=actual.describe(ndim), wanted=str(I))
+        if bound.link == "block_input":
+            self._check_sum(event, bound, number, actual)
         if actual.kind == "I" and one.destination == R:
             self.entering.append((number, bound.name))
         if I in one.sources and R in one.sources and actual.kind in ("I", "R"):
@@ -127,11 +128,21 @@ class Crossings:
         if inside != number or inside not in self.known.types:
             self.known.types[inside] = declared(one.destination, self.known.run.values[inside].ndim)
 
-    def _waited_for(self) -> bool:
-        """Whether sums of embeddings wait for a block input, which takes one of each (runtime/parallel/regime.py)."""
-        found = self.waiting.total() > 0
-        self.waiting = +(self.waiting - Counter(dict.fromkeys(self.waiting, 1)))
-        return found
+    def _check_sum(self, event: Event, bound: BoundModule, number: int, actual: Type) -> None:
+        """Where a block input splits a partial sum of embeddings, one must wait for it: it takes one look-up of each table with it
+        (runtime/parallel/regime.py). A whole value that comes while others wait is known by another block input that takes a sum;
+        not by one that gathers its output, of which the output's layout is on record."""
+        gathers = bound.boundary.output is not None and bound.boundary.output.gathers
+        waits, wanted = self.waiting.total() > 0, None
+        if actual.kind == "P":
+            wanted = None if waits else I
+            self.waiting = +(self.waiting - Counter(dict.fromkeys(self.waiting, 1)))
+            self.taken_unseen = self.taken_unseen or gathers
+        elif actual.kind == "I" and waits and self.taken_unseen:
+            wanted = P
+        if wanted is not None:
+            described = actual.describe(self.known.run.values[number].ndim)
+            self.known.find("arrival", event, bound.name, (number,), actual=described, wanted=str(wanted))
 
     def _check_slice(self, event: Event, bound: BoundModule, part: ArgumentSlice, position: int) -> None:
         """An argument of which each rank reads its share must be whole everywhere, without a complete gradient."""
