@@ -131,6 +131,19 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+class Holders(nn.Module):
+    """Matrices in holders that are not called, below the model itself, whose code multiplies by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        matrices = {"up": nn.Parameter(torch.randn(64, 16) / 4), "down": nn.Parameter(torch.randn(16, 64) / 8)}
+        self.held = nn.ModuleDict({"mlp": nn.ParameterDict(matrices)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        mlp = self.held["mlp"]
+        return x + F.linear(F.gelu(F.linear(x, mlp["up"])), mlp["down"])
+
+
 def images(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -166,7 +179,9 @@ def test_several_outputs(form: Callable[[Tensor, Tensor], Any]) -> None:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
-    ("model", "inputs"), [(Convolutions, values(2, 4, 8, 8)), (Scale, values(2, 16))], ids=["convolutions", "scale"]
+    ("model", "inputs"),
+    [(Convolutions, values(2, 4, 8, 8)), (Scale, values(2, 16)), (Holders, values(2, 8, 16))],
+    ids=["convolutions", "scale", "holders"],
 )
 def test_a_model_of_which_nothing_can_be_split(model: type[nn.Module], inputs: Any, sequence_parallel: bool) -> None:
     with pytest.raises(PlanError) as raised:

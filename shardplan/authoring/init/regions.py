@@ -54,7 +54,8 @@ class Group:
 def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
     """The regions, those around experts together, and those that begin with the same matrices (joint attention)."""
     modules = {flow.tree.pattern(name) for name in flow.tree.modules}
-    containers = dict.fromkeys(_container(flow, region) for region in found if region.row not in modules)
+    outer = {region: _container(flow, region) for region in found if region.row not in modules}
+    containers = dict.fromkeys(container for container in outer.values() if container is not None)
     inside = {c: tuple(r for r in found if r.row.startswith(f"{c}.")) for c in containers}
     grouped = [Group(regions, container) for container, regions in inside.items()]
     taken = {region for regions in inside.values() for region in regions}
@@ -65,15 +66,13 @@ def grouped(found: Sequence[Region], flow: Flow) -> Sequence[Group]:
     return (*(Group(tuple(regions)) for regions in alike.values()), *grouped)
 
 
-def _container(flow: Flow, region: Region) -> str:
-    """The innermost module around a module of experts that is called, and calls all matrices of the region."""
+def _container(flow: Flow, region: Region) -> str | None:
+    """The innermost module around a module of experts that is called, and calls all matrices of the region; None where none is."""
     called = {flow.tree.pattern(event.module) for event in flow.run.events if event.kind == "enter"}
     found = parent(parent(region.row))
-    while found not in called or not all(one.startswith(f"{found}.") for one in region.columns):
-        if not found:
-            return parent(parent(region.row))
+    while found and not (found in called and all(one.startswith(f"{found}.") for one in region.columns)):
         found = parent(found)
-    return found
+    return found or None
 
 
 def regions(flow: Flow) -> Sequence[Region]:
