@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedConfig
 
@@ -136,15 +137,25 @@ conditions = st.recursive(
 )
 
 
+class Truth(ast.NodeTransformer):
+    """`and` and `or` that are 1 or 0, as the language has them; Python's are one of their operands."""
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(ast.Name("bool", ast.Load()), [node], [])
+
+
 @settings(max_examples=300, deadline=None)
 @given(conditions)
+@example("(1 - (0 or 2))")
 def test_agrees_with_python(text: str) -> None:
     try:
         condition = parse_condition(text)
     except ExpressionError:
         return  # `1 + not 2`, chained comparisons, too long
     try:
-        expected = bool(eval(text, {}, dict(FIELDS)))
+        said = ast.fix_missing_locations(Truth().visit(ast.parse(text, mode="eval")))
+        expected = bool(eval(compile(said, "", "eval"), {}, dict(FIELDS)))
         value = holds(condition, FIELDS)
     except (ZeroDivisionError, EvaluationError):
         return  # Python stops at the first operand that decides
