@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.own_structures import DEPTH, HEAD, HEADS, LENGTH, MLP, VOCABULARY, WIDTH
+from tests.own_structures import DEPTH, HEAD, HEADS, LENGTH, MLP, VOCABULARY, WIDTH, Tokens
 
 EXPERTS, CHOSEN, INNER = 4, 2, 48
 
@@ -102,28 +102,22 @@ class Retention(Projections):
 class Mixed(nn.Module):
     """A block with one of two kinds of attention under one name."""
 
-    def __init__(self, attention: type[nn.Module]) -> None:
+    def __init__(self, attention: type[nn.Module], mlp: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attn, self.mlp = attention(), MLP()
+        self.attn, self.mlp = attention(), mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
-class Hybrid(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(map(Mixed, (Retention, Softmax)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+class Hybrid(Tokens):
+    """Blocks of both kinds, one behind the other."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    def __init__(self) -> None:
+        super().__init__(Mixed, depth=0)
+        self.blocks.extend(map(Mixed, (Retention, Softmax)))
 
 
 class Router(nn.Module):
@@ -230,16 +224,6 @@ class Closing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.experts(x, self.gate(x).softmax(-1)) + self.shared(x))
-
-
-class ClosingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2, self.attn, self.mlp = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), Softmax(), Closing()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
 
 
 class Adapted(nn.Module):

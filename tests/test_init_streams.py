@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Rules, Rules]] = {
         {"mlp": {"output": "reduce_scatter"}},
     ),
     "a norm behind the sum of experts": (
-        partial(Tokens, own.ClosingBlock),
+        partial(Tokens, partial(own.Mixed, own.Softmax, own.Closing)),
         {"^blocks.*": {"sum_outputs": ["mlp.experts", "mlp.shared.down"]}},
         {"mlp.experts": {"output": "reduce_scatter"}, "mlp.norm": "sequence_parallel"},
     ),

@@ -40,7 +40,6 @@ def started(folder: Path) -> subprocess.Popen[str]:
         env=environment,
         text=True,
         stdout=subprocess.PIPE,
-        start_new_session=True,
     )
 
 

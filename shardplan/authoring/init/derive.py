@@ -18,7 +18,7 @@ from shardplan.model import FoundModel
 from shardplan.styles import STYLES
 
 from .distributed import with_distributed
-from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options
+from .draft import BLOCK_INPUT, MOST_TRIES, PARTIAL, Board, Draft, Options, partial_gradients
 from .flow import Flow
 from .forbidding import Forbidden, forbidden
 from .fronts import with_fronts
@@ -301,8 +301,8 @@ def with_block_inputs(board: Board, flow: Flow, draft: Draft) -> Draft:
             argument = argument_of_input(board, read.module, read.argument)
             block_inputs[pattern] = {"style": BLOCK_INPUT, **(argument or moved_alike(flow, pattern))}
         if rule == PARTIAL:  # a block input says nothing of the module's own parameters
-            names = (f"{pattern}.{p.name}" for p in board.tree.modules[read.module].parameters)
-            block_inputs.update((name, PARTIAL) for name in names if name not in draft.tensor_parallel)
+            own = partial_gradients(pattern, board.tree.modules[read.module])
+            block_inputs |= {name: options for name, options in own.items() if name not in draft.tensor_parallel}
     draft = board.fixed(draft.with_rules(block_inputs)) or draft
     for pattern in lone_blocks(board, draft):
         more = draft.with_rules({pattern: {"style": BLOCK_INPUT, **moved_alike(flow, pattern)}})

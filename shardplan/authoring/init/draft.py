@@ -17,7 +17,7 @@ from shardplan.compiler.layout.typing_result import Proof
 from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import PlanFile, ResolvedPlan, Rule, overlays_of, stated_options
-from shardplan.core.tree import ModuleTree
+from shardplan.core.tree import ModuleInfo, ModuleTree, full_name
 from shardplan.language import parse_plan
 from shardplan.model.reduced.recorder import argument_names
 
@@ -95,6 +95,11 @@ def _joined(rules: Rules, more: Rules) -> Rules:
     for pattern, options in more.items():
         joined[pattern] = {**joined.get(pattern, {}), **options}
     return dict(sorted(joined.items(), key=lambda item: is_alternative(item[0])))
+
+
+def partial_gradients(pattern: str, module: ModuleInfo) -> Rules:
+    """Rules for the parameters of a module of a pattern that are whole, and whose gradients are partial sums."""
+    return {full_name(pattern, parameter.name): PARTIAL for parameter in module.parameters}
 
 
 def alternative(pattern: str) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from shardplan.core.tree import ancestors, full_name, parent
+from shardplan.core.tree import ancestors, parent
 
-from .draft import PARTIAL, Draft, Options, Rules
+from .draft import Draft, Options, Rules, partial_gradients
 from .flow import Flow, Product
 
 MOST_AROUND = 2  # modules around a list whose output may be what its blocks return
 GATHERS: Options = {"style": "gather_seq_input"}
+GATHERED: Options = {"style": "sequence_parallel", "output": "gather"}  # behind a module that works on slices
 COMPLETE: Options = {**GATHERS, "grad": "complete"}  # where the tensor-parallel part has no block input of its own
 
 
@@ -81,19 +82,9 @@ class Ends:
         for leave in self.exits:
             for enter in self.entrances:
                 yield enter, leave
-        norm = self._last_norm
+        norm = self.flow.last_norm(self.first)
         if norm is not None:  # the code between the blocks may need all of the sequence
-            split = self.tree.pattern(self.first)
-            yield {split: {"style": "split_seq_input"}}, {norm: {"style": "sequence_parallel", "output": "gather"}}
-
-    @property
-    def _last_norm(self) -> str | None:
-        """The pattern of the norm that gives what a block returns."""
-        event = next(e for e in self.flow.run.events if e.kind == "leave" and e.module == self.first)
-        made = self.flow.producers.get(event.inputs[0]) if event.inputs else None
-        module = None if made is None else self.tree.modules.get(made.module)
-        below = module is not None and module.name.startswith(f"{self.first}.")
-        return self.tree.pattern(module.name) if module is not None and below and module.kind == "norm" else None
+            yield {self.tree.pattern(self.first): {"style": "split_seq_input"}}, {self.tree.pattern(norm): GATHERED}
 
     @property
     def entrances(self) -> Iterator[Rules]:
@@ -102,7 +93,7 @@ class Ends:
         if self.partial:
             norm = self._norm_in_front
             if norm is not None:
-                own = {full_name(norm, p.name): PARTIAL for p in self.tree.modules[norm].parameters}
+                own = partial_gradients(norm, self.tree.modules[norm])
                 yield {**self.partial, norm: {"style": "split_seq_input"}, **own}
             yield {**self.partial, **first}
         yield first
@@ -152,7 +143,7 @@ class Ends:
             inside = [n for n in ancestors(behind) if n and not self.listing.startswith(f"{n}.")]
             outer = [name for name in inside if name in self.called][-1:]
             for name in outer:
-                yield {**self._by_token(name), name: {"style": "sequence_parallel", "output": "gather"}}
+                yield {**self._by_token(name), name: GATHERED}
         around = [name for name in (self.listing, *ancestors(self.listing)) if name and name in self.called][
             :MOST_AROUND
         ]
@@ -179,7 +170,7 @@ class Ends:
             return {name: {**head, "style": "colwise_seq_gather_output"}}
         if self.tree.modules[name].kind in ("linear", "conv1d"):
             return {name: {**COMPLETE, "optional": True}}  # classes with another head, or none, lack it
-        return {name: {"style": "sequence_parallel", "output": "gather"}}
+        return {name: GATHERED}
 
     def _by_token(self, name: str) -> Rules:
         """The modules below another one that work on a slice of the sequence."""

@@ -118,6 +118,14 @@ class Flow:
         """The calls of the modules of a pattern, in order."""
         return [e for e in self.run.events if e.kind == "enter" and self.tree.pattern(e.module) == pattern]
 
+    def last_norm(self, module: str) -> str | None:
+        """The name of the norm below a module that gives what the module returns in its first call."""
+        event = next((e for e in self.run.events if e.kind == "leave" and e.module == module), None)
+        made = self.producers.get(event.inputs[0]) if event is not None and event.inputs else None
+        norm = None if made is None else self.tree.modules[made.module]
+        below = norm is not None and norm.kind == "norm" and norm.name.startswith(f"{module}.")
+        return norm.name if norm is not None and below else None
+
     def alike(self, pattern: str) -> tuple[str, ...]:
         """The further arguments of the modules of a pattern that are the same tensor as the first in each call (keys and values of
         attention to itself)."""

@@ -9,11 +9,11 @@ from itertools import product
 
 from shardplan.compiler.layout.finding import Finding
 from shardplan.core.layout import R
-from shardplan.core.tree import ModuleInfo, ParameterInfo, ancestors, element, full_name, parent, part
+from shardplan.core.tree import ModuleInfo, ancestors, element, parent, part
 from shardplan.styles import STYLES
 
-from .draft import BLOCK_INPUT, PARTIAL, Board, Draft, Options, Rules, alternative
-from .ends import COMPLETE, GATHERS, Ends
+from .draft import BLOCK_INPUT, Board, Draft, Options, Rules, alternative, partial_gradients
+from .ends import COMPLETE, GATHERED, GATHERS, Ends
 from .flow import Flow
 from .layer_kinds import plain
 
@@ -131,9 +131,8 @@ def gathered_between(flow: Flow, rules: Rules, finding: Finding) -> Rules | None
         return None
     reader = order[order.index(maker) + 1]
     pattern = flow.tree.pattern(reader)
-    own = {full_name(pattern, p.name): PARTIAL for p in flow.tree.modules[reader].parameters}
-    behind: Options = {"style": "sequence_parallel", "output": "gather"}
-    return {**rules, flow.tree.pattern(maker): behind, pattern: {"style": "split_seq_input"}, **own}
+    own = partial_gradients(pattern, flow.tree.modules[reader])
+    return {**rules, flow.tree.pattern(maker): GATHERED, pattern: {"style": "split_seq_input"}, **own}
 
 
 def reads(style: str) -> bool:
@@ -223,7 +222,7 @@ class Overlay:
         rules: dict[str, Options] = {}
         for norm, parts in together.items():
             rules |= {pattern: self._without_block_input(pattern) for pattern in parts if pattern != norm}
-            rules[norm] = {"style": "sequence_parallel", "output": "gather"}
+            rules[norm] = GATHERED
         return rules
 
     def _is_norm(self, name: str) -> bool:
@@ -265,7 +264,8 @@ class Overlay:
                 rules[rule] = {**options, "style": "colwise_seq"}
             elif options["style"] == "reduce_input":
                 rules[rule] = {**options, "style": "reduce_seq_input"}
-                rules |= {full_name(rule, p.name): PARTIAL for p in self._parameters(rule)}
+                norm = next(m for name, m in self.tree.modules.items() if self.tree.pattern(name) == rule)
+                rules |= partial_gradients(rule, norm)
         other = self.draft.tensor_parallel.get(alternative(pattern))
         if other is not None:
             moved = {"output": "reduce_scatter"} if "output" in other else {}
@@ -319,11 +319,6 @@ class Overlay:
             p for p in self.flow.products.values() if read.intersection(p.inputs) and p.name.startswith(f"{child}.")
         )
         return any(inside.get(self.tree.pattern(p.name), {}).get("style") == "rowwise" for p in made)
-
-    def _parameters(self, pattern: str) -> tuple[ParameterInfo, ...]:
-        return next(
-            module.parameters for name, module in self.tree.modules.items() if self.tree.pattern(name) == pattern
-        )
 
     def _is_module(self, pattern: str) -> bool:
         return any(self.tree.pattern(name) == pattern for name in self.tree.modules)

@@ -44,8 +44,9 @@ class Ways:
             if group.container is not None:
                 container: Options = {"style": BLOCK_INPUT, **self._others(group.container)}
                 split = self._split(group, styles, names=self._named)
-                norm = self._last_norm(group.container)
-                if norm is not None:  # the sum is reduced in front of it
+                name = self.flow.last_norm(self.flow.entries(group.container)[-1].module)
+                if name is not None:  # the sum is reduced in front of it
+                    norm = self.board.tree.pattern(name)
                     beside = self._split(group, styles, names=partial(self._named_beside, norm))
                     yield Draft({group.container: container, **beside, norm: {"style": "reduce_input"}})
                 yield Draft({group.container: {**container, "output": "all_reduce"}, **split})
@@ -71,16 +72,6 @@ class Ways:
             styles = [next(self._column(group, column)) for column in group.columns]
             narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
             yield Draft(self._split(group, narrow, names=self._itself))
-
-    def _last_norm(self, container: str) -> str | None:
-        """The pattern of the norm below a module that gives what this returns."""
-        event = next(
-            (e for e in reversed(self.flow.run.events) if e.kind == "leave" and self._is(e.module, container)), None
-        )
-        made = self.flow.producers.get(event.inputs[0]) if event is not None and event.inputs else None
-        module = None if made is None else self.board.tree.modules[made.module]
-        below = module is not None and event is not None and module.name.startswith(f"{event.module}.")
-        return self.board.tree.pattern(module.name) if module is not None and below and module.kind == "norm" else None
 
     def _named_beside(self, norm: str, pattern: str) -> tuple[str, ...]:
         """As `_named` for matrices that have a norm of another pattern beside them, or beside a module around them; else as `_itself`."""
