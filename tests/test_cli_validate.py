@@ -74,7 +74,7 @@ def test_a_size_that_does_not_divide(capsys):
     assert main(["validate", QWEN, "qwen3", "--tp", "3"]) == 1
     captured = capsys.readouterr()
     assert "error[SP301]: num_key_value_heads is 8, which tp=3 does not divide" in captured.out
-    assert captured.out.endswith("tp: 1, 2, 4, 8, 16, 32\n") and captured.err == ""
+    assert captured.out.endswith("tp: 1, 2, 4, 8, 16, 32 (by size alone; refused at 3)\n") and captured.err == ""
 
 
 def test_settings_change_the_model(capsys):
@@ -227,4 +227,4 @@ class TestPython:
         report = shardplan.validate(SMALL, MLP, tp=5)
         first, *_ = str(report).split("\n")
         assert first == "error[SP303]: intermediate_size is 96, which tp=5 does not divide"
-        assert str(report).endswith("tp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96")
+        assert str(report).endswith("tp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96 (by size alone; refused at 5)")

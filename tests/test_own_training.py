@@ -109,5 +109,5 @@ def test_a_model_of_ones_own_is_trained_killed_and_exported(tmp_path: Path) -> N
     )
     exported, again = (load_file(folder / "exported" / "model.safetensors") for folder in (whole, killed))
     assert exported.keys() == again.keys() and all(torch.equal(exported[name], again[name]) for name in exported)
-    check = "from my_model import build; from safetensors.torch import load_file as f; build().load_state_dict(f('exported/model.safetensors'))"
+    check = "from my_model import build; from safetensors.torch import load_model as f; f(build(), 'exported/model.safetensors')"
     subprocess.run([sys.executable, "-c", check], cwd=whole, check=True)

@@ -154,9 +154,12 @@ def test_when_to_color(tty, env, color):
 
 def test_the_last_lines_of_a_report():
     assert report_text(Report(), color=False) == "no findings"
-    assert report_text(Report(allowed_tp=(1, 2, 4)), color=False) == "no findings\ntp: 1, 2, 4"
+    assert report_text(Report(allowed_tp=(1, 2, 4)), color=False) == "no findings\ntp: 1, 2, 4 (by size alone)"
+    layouts = Report(allowed_tp=(1, 2, 4), checked_tp=2, stages=("plan", "structure", "layouts"))
+    assert layouts.tp_lines == ("tp: 1, 2, 4 (checked at 2; the others by size alone)",)
+    assert replace(layouts, diagnostics=(NO_PLACE,)).tp_lines == ("tp: 1, 2, 4 (by size alone; refused at 2)",)
     report = Report(diagnostics=(NO_PLACE, PARTIAL, IN_DICT), sources=SOURCES, allowed_tp=())
-    assert report_text(report, color=False).endswith("\n\n2 errors, 1 warning\ntp: none")
+    assert report_text(report, color=False).endswith("\n\n2 errors, 1 warning\ntp: none (by size alone)")
     assert count_text([IN_DICT]) == "1 warning"
 
 

@@ -143,9 +143,22 @@ class Report:
             lines.append(f"{found.severity}[{found.code}]: {found.message}")
             lines += [f"     = help: {found.help}"] if found.help else []
         lines.append(count_text(self.diagnostics))
-        if self.allowed_tp is not None:
-            lines.append(f"tp: {', '.join(map(str, self.allowed_tp)) or 'none'}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.tp_lines])
+
+    @property
+    def tp_lines(self) -> tuple[str, ...]:
+        """The tp sizes that divide what the plan splits, and what was looked at besides; nothing where they were not computed."""
+        if self.allowed_tp is None:
+            return ()
+        line = f"tp: {', '.join(map(str, self.allowed_tp)) or 'none'}"
+        if not self.ok:
+            refused = f"; refused at {self.checked_tp}" if self.checked_tp is not None else ""
+            return (f"{line} (by size alone{refused})",)
+        if not any(size not in (1, self.checked_tp) for size in self.allowed_tp):
+            return (line,)
+        if "layouts" not in self.stages:
+            return (f"{line} (by size alone)",)
+        return (f"{line} (checked at {self.checked_tp}; the others by size alone)",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,7 @@ def html_report(
 def _head(plan: str, model: str, sizes: MeshSizes, report: Report) -> str:
     state = "bad" if not report.ok else "warn" if report.diagnostics else "good"
     lines = [f'<p class="{state}"><strong>{text(count_text(report.diagnostics))}</strong></p>']
-    lines += [f"<p>{text(line)}</p>" for line in proof_lines(report)]
-    if report.allowed_tp is not None:
-        lines.append(f"<p>tp sizes that the model allows: {text(', '.join(map(str, report.allowed_tp)) or 'none')}</p>")
+    lines += [f"<p>{text(line)}</p>" for line in (*report.tp_lines, *proof_lines(report))]
     mesh = mesh_text(sizes) if sizes.world_size > 1 else "one device"
     return f"<h1>{text(plan)} for {text(model)}</h1><p>{text(mesh)}, {sizes.world_size:,} devices</p>{mesh_table(sizes)}{''.join(lines)}"
 

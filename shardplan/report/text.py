@@ -38,8 +38,7 @@ def report_text(report: Report, *, color: bool, verbose: bool = False) -> str:
     body = "\n\n".join(part for part in parts if part)
     if report.derived is not None:
         body += "".join(f"\n{line}" for line in report.derived.lines)
-    if report.allowed_tp is not None:
-        body += f"\ntp: {', '.join(map(str, report.allowed_tp)) or 'none'}{_by_size(report)}"
+    body += "".join(f"\n{line}" for line in report.tp_lines)
     if report.checked_tp == 1 and report.sizes is not None and report.sizes.ep > 1:
         body += f"\n{_distributed(report)}" if report.ok else ""
     elif report.checked_tp == 1 and report.sizes is not None and report.sizes.pp > 1:
@@ -56,14 +55,6 @@ def _distributed(report: Report) -> str:
     """What was looked at of experts on ranks that split nothing else."""
     tried = "was" if "layouts" in report.stages else "was not"
     return f"at tp 1 no layer is split; experts are distributed, which {tried} tried on the tokens of a reduced model"
-
-
-def _by_size(report: Report) -> str:
-    """Which of the listed sizes were not looked at: the layouts are checked at one."""
-    others = [size for size in report.allowed_tp or () if size not in (1, report.checked_tp)]
-    if "layouts" not in report.stages or not report.ok or not others:
-        return ""
-    return f" (checked at {report.checked_tp}; the others by size alone)"
 
 
 def proof_lines(report: Report) -> list[str]:
