@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from shardplan.runtime.parallel.fsdp_units import groups_of
 from shardplan.torchlib import private as room
 from shardplan.torchlib.private import NAMES, Private, private
 
@@ -38,3 +40,15 @@ def test_an_older_place_is_found_where_the_newest_is_missing(monkeypatch):
     places = (("torch.distributed", "no_such_name"), ("torch.distributed", "is_available"))
     monkeypatch.setitem(room.NAMES, "moved", Private(places, "a test"))
     assert private("moved") is torch.distributed.is_available
+
+
+@pytest.mark.parametrize(
+    ("state", "groups"),
+    [
+        (SimpleNamespace(_fsdp_param_groups=["a", "b"]), ["a", "b"]),  # torch 2.12 and later
+        (SimpleNamespace(_fsdp_param_group="a"), ["a"]),  # torch 2.11
+        (SimpleNamespace(_fsdp_param_group=None), []),
+    ],
+)
+def test_parameter_groups_of_fsdp2_are_found_in_the_state_of_each_release(state, groups):
+    assert groups_of(state) == groups

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import subprocess
 import sys
 from typing import Any
 
@@ -259,6 +260,7 @@ def test_imaginary_parts_are_compared() -> None:
 # On threads, one for each rank.
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_threads_answer_by_rank_and_compute_together() -> None:
     def summed(rank: int) -> float:
         x = torch.full((1,), float(rank), requires_grad=True)
@@ -303,6 +305,28 @@ def test_an_exception_afterwards_is_printed_as_without_process_groups() -> None:
     assert sys.excepthook is hook
     shardplan.estimate(Model(), PLAN, tp=2, seq_len=8, inputs=features)
     assert sys.excepthook is hook
+
+
+def test_autograd_has_its_threads_again() -> None:
+    on_threads(2, lambda _: None)
+    now = torch.autograd.set_multithreading_enabled(True)
+    assert now.prev
+
+
+def test_tensors_without_memory_are_made_after_the_threads_have_ended() -> None:
+    """In CUDA builds of torch 2.11, on a machine without CUDA, the process ended; in the others it is fine anyway."""
+    script = """
+import torch
+from shardplan.proof.threads import on_threads
+from shardplan.torchlib.private import private
+def made(rank):
+    with private("FakeTensorMode")():
+        return torch.empty(2).shape[0]
+assert on_threads(2, made) == [2, 2]
+kept = [(torch.nn.Linear(3, 3), [bytearray(n) for n in range(1, 64)]) for _ in range(2000)]
+assert made(0) == 2
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
 
 
 def test_a_plan_is_proven_where_a_process_group_exists() -> None:

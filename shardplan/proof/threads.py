@@ -11,8 +11,10 @@ from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
+from shardplan.torchlib.fakes import keep_device_guard
 from shardplan.torchlib.private import private
 
 T = TypeVar("T")
@@ -41,6 +43,7 @@ def rank_threads(ranks: int) -> Iterator[OnRanks]:
         Exception: what the first rank that raised did.
     """
     calls: list[Calls] = [SimpleQueue() for _ in range(ranks)]
+    keep_device_guard()  # DTensor makes tensors without memory
     with _threaded_groups():
         store = dist.HashStore()
         threads = [
@@ -101,17 +104,23 @@ def _on_all(calls: Sequence[Calls], function: Callable[[int], T]) -> list[T]:
 @contextmanager
 def _threaded_groups() -> Iterator[None]:
     install, isolate = private("install_threaded_groups"), private("isolate_threads")
-    install()
-    isolate(True)
-    try:
-        with patch.object(
-            sys, "excepthook", sys.excepthook
-        ):  # init_process_group has one that begins lines with "[rank0]:"
-            yield
-    finally:
-        private("ThreadedGroup").reset()
-        isolate(False)
-        private("uninstall_threaded_groups")()
+    # Installing lets autograd run in one thread; torch 2.11 does not take that back.
+    with torch.autograd.set_multithreading_enabled(False):
+        world = install()
+        if not hasattr(
+            world, "comms"
+        ):  # of torchcomms: torch 2.11 has no list in this world, and reads it nevertheless
+            world.comms = []
+        isolate(True)
+        try:
+            with patch.object(
+                sys, "excepthook", sys.excepthook
+            ):  # init_process_group has one that begins lines with "[rank0]:"
+                yield
+        finally:
+            private("ThreadedGroup").reset()
+            isolate(False)
+            private("uninstall_threaded_groups")()
 
 
 def _wait_for(results: Sequence[Future[Any]]) -> None:

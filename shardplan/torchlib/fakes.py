@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sized
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +20,32 @@ _PLAIN = frozenset(
 )
 
 
+@cache
+def keep_device_guard() -> None:
+    """Let threads that end make tensors without memory. The first thread of a process that does owns what stands in for
+    CUDA's devices where a CUDA build of torch finds none, and all others read it: in torch 2.11 it goes with that thread,
+    and the process ends at the next such tensor (`c10::impl::ensureCUDADeviceGuardSet`). So the first one is a thread that stays.
+    """
+    if not torch.backends.cuda.is_built():
+        return
+    made = threading.Event()
+
+    def stay() -> None:
+        with _Mode():
+            made.set()
+        threading.Event().wait()
+
+    threading.Thread(target=stay, name="device guard", daemon=True).start()
+    made.wait()
+
+
 class FakeTensors(_Mode):
     """torch's mode, which computes the shapes of an operator's result once for all arguments that are alike. It spends a third of a traced
     step on comparing them, field by field; here a tensor is one tuple with what its fields follow from. Another third is spent on making
     results: here they get the fields of the first one on their device at once."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        keep_device_guard()
         super().__init__(*args, **kwargs)
         self._fields: dict[torch.device, dict[str, Any]] = {}
 

@@ -1,6 +1,4 @@
-"""The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds, alike in torch 2.11
-to 2.13 (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`, `_fsdp_param.py`).
-"""
+"""The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`, `_fsdp_param.py`)."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ class Unit:
         self.found = (self.state._is_root, self.state._training_state, self.state._state_ctx.iter_forward_root)
         self.groups = [
             _Group(group, group.is_unsharded, group._training_state, group.post_forward_mesh_info)
-            for group in self.state._fsdp_param_groups
+            for group in groups_of(self.state)
         ]
 
     def gather(self) -> None:
@@ -60,6 +58,13 @@ class Unit:
                 group.post_forward_mesh_info = found.after_forward
             if not found.unsharded:
                 group._to_sharded()
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The parameter groups in a unit's state: torch 2.12 and later have a list of them, 2.11 has one or None."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
