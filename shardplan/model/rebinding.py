@@ -21,11 +21,17 @@ from torch.utils.hooks import RemovableHandle
 # Attributes of every module that contain no functions. The dictionaries of hooks are not among them.
 STATE = frozenset(("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, ModuleType, CodeType)
+# Lists that torch's recurrent modules keep of their parameters: each forward makes them anew where a parameter is another.
+FLAT = ("_flat_weights", "_flat_weight_refs")
 DEEPEST = 8  # functions in objects in functions
 
 
 class NotBound(Exception):
     """A function uses a part of the original, or parameters outside it, without a counterpart in the copy."""
+
+
+class HeldParameter(NotBound):
+    """An attribute of a module has a Parameter in a list or another container, where no plan can replace it."""
 
 
 def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -35,23 +41,37 @@ def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
         memo: as for `copy.deepcopy`: the id of an object -> its replacement.
 
     Raises:
-        NotBound: a function reads the model through a global name.
+        NotBound: a function reads the model through a global name, or uses a parameter directly; an attribute was computed from
+            parameters.
+        HeldParameter: a parameter is in a list, a tuple, a set or a dict of a module.
     """
     memo = {} if memo is None else memo
     for module in model.modules():
         memo |= handles_in(vars(module).values())
+        memo |= _computed_by_hooks(module)
         # copy.deepcopy takes most of its time for their empty dictionaries of hooks
         memo |= {id(d): OrderedDict() for d in vars(module).values() if type(d) is OrderedDict and not d}
-    result = copy.deepcopy(model, memo)
+    try:
+        result = copy.deepcopy(model, memo)
+    except RuntimeError:  # torch copies no tensor that was computed from parameters
+        refuse_computed(model, memo)
+        raise
     # deepcopy does not copy functions: those in the copy are still the original's.
     rebinding = Rebinding(memo, model)
+    held = names_of(result)
+    rebinding.names |= {id(p): held[id(p)] for p in result.parameters()}  # what deepcopy went into has the copy's
     for name, module in result.named_modules():
+        recurrent = isinstance(module, nn.RNNBase)
+        attributes = {key: value for key, value in vars(module).items() if not (recurrent and key in FLAT)}
         try:
-            rebinding.in_place(vars(module))
+            for key, value in attributes.items():
+                refuse_held(key, value, held)
+            rebinding.in_place(attributes)
+            vars(module).update(attributes)
             if type(module).forward.__module__.partition(".")[0] not in ("torch", "transformers"):
                 rebinding.value(type(module).forward)
         except NotBound as error:
-            raise NotBound(f"{name or type(module).__name__}: {error}") from None
+            raise type(error)(f"{name or type(module).__name__}: {error}") from None
     return result
 
 
@@ -66,6 +86,65 @@ def handles_in(values: Iterable[Any]) -> dict[int, RemovableHandle]:
     return found
 
 
+def names_of(model: nn.Module) -> dict[int, str]:
+    """The names of a model's modules, parameters and buffers, by their ids."""
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        names[id(module)] = name or type(module).__name__
+        for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                names.setdefault(id(tensor), f"{name}.{leaf}" if name else leaf)
+    return names
+
+
+def refuse_held(attribute: str, value: Any, names: Mapping[int, str]) -> None:
+    """Raise HeldParameter where an attribute of a module has parameters in lists, tuples, sets or dicts.
+
+    Args:
+        names: of the model's parameters, by their ids.
+    """
+    if attribute in STATE or not isinstance(value, (list, tuple, set, frozenset, dict)):
+        return
+    for parameter in _tensors_in(value, set()):
+        if isinstance(parameter, nn.Parameter) and (name := names.get(id(parameter))) is not None:
+            raise HeldParameter(
+                f"{attribute} has the parameter {name} in a {type(value).__name__}, where it stays the old one when applying a "
+                "plan replaces it"
+            )
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, set, frozenset, dict)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, seen)
+
+
+def _computed_by_hooks(module: nn.Module) -> dict[int, Tensor]:
+    """Weights that a hook computes from parameters before each forward (`torch.nn.utils.weight_norm`), by id; their values."""
+    names = {vars(hook).get("name") for hook in module._forward_pre_hooks.values() if hasattr(hook, "__dict__")}
+    found = {name: vars(module).get(name) for name in names if isinstance(name, str)}
+    return {id(x): x.detach().clone() for x in found.values() if isinstance(x, Tensor) and not x.is_leaf}
+
+
+def refuse_computed(model: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Raise NotBound for an attribute that is, or has in a container, a tensor that was computed from parameters.
+
+    Args:
+        memo: the ids of tensors that are no obstacle.
+    """
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            tensors = () if key in STATE else _tensors_in(value, set())
+            if any(not tensor.is_leaf and id(tensor) not in memo for tensor in tensors):
+                raise NotBound(
+                    f"{name or type(module).__name__}: {key} was computed from parameters, and a plan replaces these: compute it in "
+                    "forward, or delete what a forward left there"
+                )
+
+
 class Rebinding:
     """Replaces what functions captured.
 
@@ -76,12 +155,7 @@ class Rebinding:
 
     def __init__(self, counterparts: Mapping[int, Any], original: nn.Module):
         self.counterparts = counterparts
-        self.names: dict[int, str] = {}
-        for name, module in original.named_modules():
-            self.names[id(module)] = name or type(module).__name__
-            for leaf, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    self.names.setdefault(id(tensor), f"{name}.{leaf}" if name else leaf)
+        self.names = names_of(original)
         self._done: dict[int, Any] = {}
         self._kept: list[Any] = []  # an id is valid while its object is alive
 

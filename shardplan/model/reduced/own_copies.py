@@ -13,7 +13,7 @@ from shardplan.core.diagnostics import PlanError
 from shardplan.model.float8 import without_float8
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import reason, refuse
-from shardplan.model.rebinding import NotBound, copied
+from shardplan.model.rebinding import HeldParameter, NotBound, copied
 
 from .pictures import BATCH
 from .precision import in_dtype
@@ -33,7 +33,10 @@ def module_maker(model: FoundModel | nn.Module, name: str, seed: int, dtype: tor
         PlanError: SP521 where it is too large; SP520 where it is on the meta device and has buffers with
             unknown values; SP524 where one of its functions cannot be bound to a copy.
     """
-    parameters = (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
+    try:
+        parameters = (model.build("meta") if isinstance(model, FoundModel) else model).parameters()
+    except NotBound as error:
+        raise not_carried(name, error) from error
     size = sum(p.numel() * (dtype.itemsize if p.is_floating_point() else p.itemsize) for p in parameters)
     if size > MOST_BYTES:
         raise refuse(
@@ -67,6 +70,13 @@ def maker_of(original: nn.Module, seed: int, dtype: torch.dtype) -> Callable[[],
 
 def not_carried(name: str, error: NotBound) -> PlanError:
     """What to raise for a change of a live model that its reduced model cannot have."""
+    if isinstance(error, HeldParameter):
+        return refuse(
+            NOT_CARRIED,
+            f"the code of {name} does not read a parameter from its module: {error}",
+            help="read it by its name where it is used (`self.scale`), or use nn.ParameterList or nn.ParameterDict in place of the "
+            "list",
+        )
     return refuse(
         NOT_CARRIED,
         f"{name} was changed in a way that its reduced model cannot have: {error}",

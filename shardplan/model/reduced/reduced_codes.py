@@ -45,7 +45,8 @@ NOT_CARRIED = Code(
     "A plan is proven on a reduced model. Changes of the live model (a forward set on an instance, hooks, a replaced "
     "class, changed attributes, added modules and parameters) are carried over to it, and functions are bound to its "
     "modules. Some changes cannot be carried over: a function that uses a parameter directly (applying the plan replaces "
-    "it), that reads the model through a global name, or that uses a layer that the reduced model leaves out; one module "
+    "it), a list or dict of a module with a parameter in it, or a tensor that was computed from one before forward, for the same "
+    "reason; a function that reads the model through a global name, or that uses a layer that the reduced model leaves out; one module "
     "object under two names; tensors and sizes without a unique counterpart. A change that is not carried over would train "
     "unproven, so it is refused by name.",
     bad="weight = mlp.down_proj.weight; mlp.forward = lambda x: F.linear(act(x), weight)",
