@@ -222,10 +222,29 @@ class ChoosingExperts(Experts):
         return super().forward(tokens, ids, weights)
 
 
+class FlatExperts(nn.Module):
+    """Eight experts below each other in two matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 8
+        self.up = nn.Parameter(torch.randn(8 * 32, 16) * 0.1)
+        self.down = nn.Parameter(torch.randn(8 * 32, 16) * 0.1)
+
+    def forward(self, tokens: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ups, downs = (p.view(self.num_experts, 32, 16) for p in (self.up, self.down))
+        result = torch.zeros_like(tokens)
+        for expert, (up, down) in enumerate(zip(ups, downs, strict=True)):
+            token, slot = torch.where(ids == expert)
+            added = torch.relu(tokens[token] @ up.T) @ down
+            result = result.index_add(0, token, added * weights[token, slot].unsqueeze(1))
+        return result
+
+
 class Routed(nn.Module):
     """A block of experts, and `identities` more that add nothing and have no stack."""
 
-    def __init__(self, kind: type[Experts] = Experts, identities: int = 0) -> None:
+    def __init__(self, kind: type[Experts] | type[FlatExperts] = Experts, identities: int = 0) -> None:
         super().__init__()
         self.gate = nn.Linear(16, 8 + identities, bias=False)
         self.experts = kind()
@@ -236,6 +255,23 @@ class Routed(nn.Module):
         weights, ids = scores.topk(2)
         chosen = (scores,) if isinstance(self.experts, ChoosingExperts) else (ids, weights)
         return x + self.experts(rows, *chosen).view_as(x)
+
+
+class ReadingRouted(Routed):
+    """Reads its experts' parameters itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.experts.up.mean((0, 1))
+
+
+def experts_read_outside() -> nn.Module:
+    """Two blocks that read the stacks of their experts."""
+    return Stack([ReadingRouted(), ReadingRouted()])
+
+
+def flat_experts() -> nn.Module:
+    """Two blocks whose experts' stacks have experts and features in one dim."""
+    return Stack([Routed(FlatExperts), Routed(FlatExperts)])
 
 
 def experts_with_a_mean() -> nn.Module:

@@ -130,7 +130,7 @@ OUTSIDE = Code(
     title="a parameter read by another module than its own",
     text="""Every parameter of a planned model is a DTensor. The forward of its own module reads it as a local tensor,
 and so does the code of an enclosing module that uses the parameter itself (`self.conv.weight`, not `self.conv(x)`).
-Here the code belongs to a module beside it; or FSDP2 shards the owner as a unit of its own and gathers its parameters
+Here the code belongs to a module beside it; or the parameter is a stack of experts that are distributed; or FSDP2 shards the owner as a unit of its own and gathers its parameters
 only while the owner runs.""",
     bad="""data_parallel: {backend: fsdp2, units: [layers.*.mixer.conv]}  # layers.*.mixer reads self.conv.weight
 """,

@@ -24,6 +24,7 @@ from . import randomness
 from .cross_module_reads import cross_module_reads_of
 from .draws import Noise, decide, noise_of, unmanaged
 from .dropout import active_probabilities, around_compiled
+from .expert_reads import outside_findings
 from .layout_check import LayoutReport, Search, check_layout
 from .layout_codes import UNTYPED
 from .names_in_model import Alike, disagreeing, incoming_of, modules_of, same_arguments_of, shared_reads_of
@@ -328,6 +329,8 @@ class ModelLayouts:
         if not report.ok:
             return report
         found = token_findings(resolved, benches, self.ep if "expert_parallel" in resolved.overlays else self.tp)
+        if self.tp == 1:  # else the runs of the ranks say it
+            found = (*outside_findings(resolved, benches), *found)
         return replace(report, diagnostics=found, repairs=(None,) * len(found))
 
     def _about_the_model(self, diagnostic: Diagnostic) -> Diagnostic:

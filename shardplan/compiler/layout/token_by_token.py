@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardplan.core.diagnostics import Diagnostic, Label, Severity
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.tree import named
+from shardplan.model.model_findings import reason
 from shardplan.model.rebinding import copied
 from shardplan.model.reduced.trace import Event
 from shardplan.styles.bound import bound_modules
@@ -66,7 +67,10 @@ def _reason(bench: Workbench, module: nn.Module, event: Event, result: Tensor | 
             for part in range(ranks):
                 start, length = chunk(len(tokens), ranks, part)
                 rows = slice(start, start + length)
-                together[rows] += own(tokens[rows], ids[rows], weights[rows])
+                try:
+                    together[rows] += own(tokens[rows], ids[rows], weights[rows])
+                except Exception as error:  # of the module's own code
+                    return f"with a rank's part of dim 0 of its parameters it raises {reason(error)}"
     if same(together, result.detach(), bench.reference.rounding[event.inputs[0]]):
         return ""
     return "its result is not, for each token by itself, the sum of what each of its experts adds"
