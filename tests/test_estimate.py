@@ -152,11 +152,12 @@ def test_communication_is_the_minimum():
     assert found["dp_shard", "reduce_scatter"].calls == layers + 1
 
 
-def test_ranks_that_share_a_sequence():
+@pytest.mark.parametrize("shards", [2, 1], ids=["beside dp_shard", "alone"])
+def test_ranks_that_share_a_sequence(shards):
     """Keys and values are gathered over cp in each layer, forward and backward of them reduced; FSDP2 works over dp_shard and cp
     together. The rank is that of the last chunk, whose tokens attend to all."""
     layers, n = 2, 2
-    one, whole = estimated(mesh={"dp_shard": 2, "cp": n}), estimated(mesh={"dp_shard": 2 * n})
+    one, whole = estimated(mesh={"dp_shard": shards, "cp": n}), estimated(mesh={"dp_shard": shards * n})
     found, usual = ({(t.axis, t.collective): t for t in made.traffic} for made in (one, whole))
     of_the_keys = SEQ * KV * LLAMA["head_dim"] * 2
     for collective in ("all_gather", "reduce_scatter"):

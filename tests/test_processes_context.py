@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
-from small_models import batch, small_model, whole
-from torch import Tensor
+from small_models import VOCABULARY, batch, small_config, small_model, whole
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+from transformers import AutoModelForTokenClassification, LlamaForCausalLM
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
@@ -98,34 +100,171 @@ def test_more_chunks_are_as_the_whole_sequence():
     on_ranks(4, all_chunks, ["without sequence parallelism", "split logits", "compiled"], seconds=300)
 
 
+def refused(model: nn.Module, kind: type[Exception], words: str, **inputs: Any) -> None:
+    """The context is not entered: nothing has run, and nothing was sent."""
+    entered = False
+    with pytest.raises(kind, match=words), CommDebugMode() as sent:
+        with shardplan.context_parallel(model, **inputs):
+            entered = True
+    assert not entered and sent.get_total_counts() == 0
+
+
+def on_cp(model: nn.Module, ranks: int) -> nn.Module:
+    mesh = init_device_mesh("cpu", (1, ranks, 1), mesh_dim_names=AXES)
+    return shardplan.apply_plan(model, mesh, "auto", prove=False)
+
+
 def refusals() -> None:
-    mesh = init_device_mesh("cpu", (1, 4, 1), mesh_dim_names=AXES)
     ids = batch(0, length=LENGTH)
-    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", prove=False)
-
-    def refused(kind: type[Exception], words: str, **inputs: Any) -> None:
-        with pytest.raises(kind, match=words), shardplan.context_parallel(model, **inputs) as own:
-            model(**own)
-
-    mask = torch.ones_like(ids)
-    with shardplan.context_parallel(model, input_ids=ids, attention_mask=mask) as inputs:
-        assert model(**inputs).logits.shape[1] == LENGTH // 4 and "attention_mask" not in inputs
-    mask[:, 0] = 0
-    refused(ValueError, "attention_mask has zeros", input_ids=ids, attention_mask=mask)
-    refused(ValueError, "pad it to 32", input_ids=ids[:, :31])
-    refused(TypeError, "pixel_values", input_ids=ids, pixel_values=torch.ones(2))
-    refused(TypeError, "input_ids or inputs_embeds", labels=ids)
-    refused(ValueError, "auxiliary loss", input_ids=ids, output_router_logits=True)
-    refused(ValueError, "at least two tokens", input_ids=ids[:, :4])
+    model = on_cp(small_model("llama"), 2)
+    ones = torch.ones_like(ids)
+    with shardplan.context_parallel(model, input_ids=ids, attention_mask=ones) as inputs:
+        assert model(**inputs).logits.shape[1] == LENGTH // 2 and "attention_mask" not in inputs
+    padded = ones.clone()
+    padded[:, 0] = 0
+    refused(model, ValueError, "attention_mask has zeros", input_ids=ids, attention_mask=padded)
+    for mask in (ones[0], ones[:, None, None], {"full_attention": ones}, ones[:, :8], ones.tolist()):
+        refused(model, ValueError, r"attention_mask must be \[batch, seq", input_ids=ids, attention_mask=mask)
+    refused(model, ValueError, "pad it to 32", input_ids=ids[:, :31])
+    refused(model, TypeError, "pixel_values", input_ids=ids, pixel_values=torch.ones(2))
+    refused(model, TypeError, "cu_seq_lens_q", input_ids=ids, cu_seq_lens_q=[0, 16, 32])
+    refused(model, TypeError, "input_ids or inputs_embeds", labels=ids)
+    refused(model, ValueError, "auxiliary loss", input_ids=ids, output_router_logits=True)
+    refused(model, ValueError, "logits_to_keep", input_ids=ids, logits_to_keep=1)
+    refused(model, ValueError, r"labels must be \[batch, sequence\]", input_ids=ids, labels=ids[:, 0])
+    for positions in (
+        torch.arange(LENGTH).expand(3, 2, LENGTH),  # of time, height and width
+        torch.arange(LENGTH).expand(2, 1, LENGTH),
+        torch.arange(LENGTH),
+    ):
+        refused(model, ValueError, r"position_ids must be \[batch, seq", input_ids=ids, position_ids=positions)
+    with pytest.raises(ValueError, match="at least two tokens"):
+        with shardplan.context_parallel(model, input_ids=ids[:, :2]) as inputs:
+            model(**inputs)
     with pytest.raises(RuntimeError, match="no scaled_dot_product_attention ran"):
         with shardplan.context_parallel(model, input_ids=ids):
             pass
     with pytest.raises(shardplan.PlanError, match="SP411"):
-        shardplan.apply_plan(small_model("gemma3_text"), mesh, "auto")
+        on_cp(small_model("gemma3_text"), 2)
 
 
 def test_what_cannot_be_cut_is_refused():
-    on_ranks(4, refusals)
+    on_ranks(2, refusals)
+
+
+def rows_of(*documents: tuple[int, ...]) -> Tensor:
+    """The positions of documents of these lengths, a row for each."""
+    return torch.stack([torch.cat([torch.arange(n) for n in row]) for row in documents])
+
+
+def positions() -> None:
+    """Where positions begin again, on the cut too, a document does; elsewhere all is as in the unsharded model."""
+    ids = batch(0, length=LENGTH)
+    model = on_cp(small_model("llama"), 2)
+    padding_in_front = torch.ones_like(ids) * (torch.arange(LENGTH) - 3).clamp(min=0)
+    for given in (
+        rows_of((16, 16), (16, 16)),
+        rows_of((32,), (16, 16)),  # of one row alone
+        rows_of((16, 16)),  # one row of positions for all
+        rows_of((8, 24), (32,)),
+        rows_of((31, 1), (31, 1)),
+        padding_in_front,
+        rows_of((32,), (32,)) * 2,
+        rows_of((32,), (32,)).flip(1),
+    ):
+        refused(model, ValueError, "position_ids begin anew", input_ids=ids, position_ids=given)
+    later = torch.arange(LENGTH) + torch.tensor([[0], [7]])
+    as_unsharded(model, "llama", ids, position_ids=later)
+
+
+def as_unsharded(model: nn.Module, name: str, ids: Tensor, position_ids: Tensor | None = None, **settings: Any) -> None:
+    """Logits and loss of this rank's half, gradients of all parameters."""
+    given = {} if position_ids is None else {"position_ids": position_ids}
+    model.zero_grad()
+    with shardplan.context_parallel(model, input_ids=ids, labels=labels_of(ids), use_cache=False, **given) as inputs:
+        output = model(**inputs)
+        output.loss.backward()
+    reference = small_model(name, **settings)
+    expected = reference(input_ids=ids, labels=labels_of(ids), use_cache=False, **given)
+    expected.loss.backward()
+    limit = TOLERANCE[torch.float32]
+    assert relative_error(output.logits, expected.logits.chunk(2, 1)[torch.distributed.get_rank()]) <= limit
+    loss = output.loss.detach().clone()
+    torch.distributed.all_reduce(loss)
+    assert relative_error(loss / 2, expected.loss) <= limit
+    references = dict(reference.named_parameters())
+    for key, parameter in model.named_parameters():
+        assert relative_error(whole(parameter.grad), references[key].grad) <= limit, key
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+ROPES = {
+    "llama": {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 2.0}},
+    "phi3": {"rope_parameters": {"rope_theta": 10000.0, **LONG}, "original_max_position_embeddings": 16},
+}
+
+
+def rotary_tables() -> None:
+    """Tables that depend on the largest position: at the lengths at which those of a chunk differ, and only there."""
+    ids = batch(0, length=LENGTH)
+    for name, rope in ROPES.items():
+        settings = {**rope, "max_position_embeddings": 16}
+        model = on_cp(small_model(name, **settings), 2)
+        before = {key: x.clone() for key, x in model.named_buffers()}
+        refused(model, ValueError, "rotary_emb makes other tables for chunk 0 of 2", input_ids=ids)
+        refused(model, ValueError, "rotary_emb makes other tables", inputs_embeds=torch.ones(2, LENGTH, 64))
+        after = dict(model.named_buffers())
+        assert before.keys() == after.keys() and all(torch.equal(after[key], x) for key, x in before.items())
+        as_unsharded(model, name, ids[:, :16], **settings)
+    later = torch.arange(LENGTH).expand(2, LENGTH) + 20  # each chunk is beyond the original length
+    as_unsharded(model, name, ids, position_ids=later, **settings)
+
+
+def losses() -> None:
+    """Labels need a loss of the model's that is the mean of those of chunks."""
+    ids = batch(0, length=LENGTH)
+    model = on_cp(AutoModelForTokenClassification.from_config(small_config("llama")), 2)
+    refused(model, ValueError, "labels: the m.* of the losses of chunks is not the loss", input_ids=ids, labels=ids % 2)
+    with shardplan.context_parallel(model, input_ids=ids) as inputs:
+        assert model(**inputs).logits.shape == (2, LENGTH // 2, 2)
+    model = on_cp(small_model("llama"), 2)
+    own = model.loss_function
+
+    def mean_of_its_own(logits: Tensor, labels: Tensor, vocab_size: int, **others: Any) -> Tensor:
+        return own(logits, labels, vocab_size)
+
+    def raising(logits: Tensor, labels: Tensor) -> Tensor:
+        return own(logits, labels, VOCABULARY)
+
+    for function in (mean_of_its_own, raising):
+        model.loss_function = function
+        refused(model, ValueError, "labels: the model's loss_function was replaced", input_ids=ids, labels=ids)
+    model.loss_function = lambda *args, **kwargs: own(*args, **kwargs)
+    as_unsharded(model, "llama", ids)
+
+
+class OwnLoss(LlamaForCausalLM):
+    """Its loss is none of its `loss_function`."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **others: Any) -> Any:
+        output = super().forward(input_ids, **{k: x for k, x in others.items() if k not in LOSS_ARGUMENTS})
+        if labels is not None:
+            output.loss = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return output
+
+
+LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch")
+
+
+def own_losses() -> None:
+    ids = batch(0, length=LENGTH)
+    model = on_cp(OwnLoss(small_config("llama")), 2)
+    refused(model, ValueError, "labels: the mean of the losses of chunks", input_ids=ids, labels=ids)
+
+
+@pytest.mark.parametrize("case", [positions, rotary_tables, losses, own_losses], ids=lambda case: case.__name__)
+def test_what_a_chunk_would_get_wrong_is_refused_before_anything_is_sent(case):
+    on_ranks(2, case)
 
 
 def test_without_a_cp_axis_inputs_are_passed_on():

@@ -99,9 +99,10 @@ def prove_layouts(variants: Variants, plan: PlanFile, model: ModelLayouts, *, al
     """
     sizes = next(iter(variants.resolved.values())).sizes
     if sizes.cp > 1:
-        from .layout.context_chunks import context_findings
+        from .layout.context_chunks import context_facts
 
-        about = context_findings(model.found)
+        facts, about = context_facts(model.found)
+        variants = variants.changed(lambda one: replace(one, context=facts))
         variants = variants.with_findings(dict.fromkeys(variants.findings, about))
     reports = {
         on: model.check(plan, on, of_model=one, allow_unproven=allow_unproven)

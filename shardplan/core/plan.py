@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
+from .context_facts import ContextFacts
 from .diagnostics import Diagnostic, Location
 from .layout import Layout
 from .mesh import MeshSizes
@@ -342,6 +343,7 @@ class ResolvedPlan:
         pp_handed: what of it, as that run shows.
         pp_results: how many results a block returns, in a tuple; 0: one tensor. Seen in that run.
         pp_written: as `PipelineCut.written`, likewise.
+        context: what chunks of the sequence show; None without several cp ranks.
     """
 
     plan: PlanFile
@@ -372,6 +374,7 @@ class ResolvedPlan:
     pp_handed: tuple[HandedOn, ...] = ()
     pp_results: int = 0
     pp_written: tuple[str, ...] = ()
+    context: ContextFacts | None = None
 
     @property
     def sequence_parallel(self) -> bool:

@@ -30,6 +30,7 @@ _leaves = private("tree_leaves")
 _Fake: Any = private("FakeTensor")
 _Propagator: Any = private("sharding_propagator")
 _without_modes: Any = private("disable_modes")
+FUNCTIONAL = "_c10d_functional"
 WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional_autograd::wait_tensor")
 
 
@@ -108,6 +109,8 @@ class Meter(_DispatchMode):
     Args:
         places: what runs.
         groups: the name of a process group -> (its mesh axis, its number of ranks).
+        chunks: the name of the cp axis' group. It may be the one that FSDP2 works over, too: this sends by torch's plain collectives, and
+            what chunks of the sequence need is sent by functional ones.
         logits: (elements, last dim) of tensors over tokens and vocabulary.
         parts: follows which part of the model runs; None: nobody asks.
     """
@@ -118,9 +121,10 @@ class Meter(_DispatchMode):
         groups: Mapping[str, tuple[Axis, int]],
         logits: Iterable[tuple[int, int]],
         parts: Parts | None = None,
+        chunks: str | None = None,
     ) -> None:
         super().__init__()
-        self.parts = parts
+        self.parts, self.chunks = parts, chunks
         self.places, self.groups, self.logits = places, groups, frozenset(logits)
         self.log = Log()
         self._alive: dict[int, tuple[StorageRecord, Any]] = {}
@@ -200,7 +204,7 @@ class Meter(_DispatchMode):
         if kind.counted and (product := flops_of(func, args, kwargs, out)) is not None:
             self._computed(*product, [x for x in args if isinstance(x, Tensor)])
         if kind.collective is not None:
-            self._communicated(kind.collective, [*args, *kwargs.values()], made)
+            self._communicated(kind, [*args, *kwargs.values()], made)
         return out
 
     def _computed(self, dtype: str, operations: int, read: list[Tensor]) -> None:
@@ -217,9 +221,14 @@ class Meter(_DispatchMode):
     def _part(self) -> str:
         return self.parts.at(self.places.now) if self.parts is not None else ""
 
-    def _communicated(self, name: str, arguments: list[Any], made: list[Tensor]) -> None:
+    def _communicated(self, kind: _Kind, arguments: list[Any], made: list[Tensor]) -> None:
+        name = kind.collective
+        assert name is not None, "a collective"
         whole = max((x for x in [*_leaves(arguments), *made] if isinstance(x, Tensor)), key=lambda x: x.nbytes)
-        axis, ranks = self.groups[_group_name(arguments)]
+        group = _group_name(arguments)
+        axis, ranks = self.groups[group]
+        if kind.functional and group == self.chunks:
+            axis = Axis.CP
         if axis not in (Axis.TP, Axis.CP) and name == "all_gather":
             self._see(whole.untyped_storage()).gathered = True
         if ranks > 1:
@@ -263,12 +272,14 @@ class _Kind:
     grouped: bool
     counted: bool
     collective: str | None
+    functional: bool
 
 
 @cache
 def _kind_of(func: Any) -> _Kind:
     name = func.name()
-    return _Kind(name.partition(".")[0] in WAITS, name == GROUPED, counted(func), collective_of(name))
+    functional = name.startswith(FUNCTIONAL)
+    return _Kind(name.partition(".")[0] in WAITS, name == GROUPED, counted(func), collective_of(name), functional)
 
 
 def _run(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

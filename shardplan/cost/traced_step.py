@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import PlanError
@@ -21,7 +21,7 @@ from shardplan.runtime.apply.expert_mesh import EP, EP_SHARD
 from shardplan.runtime.apply.fsdp2 import gather_once
 from shardplan.runtime.apply.kept_ties import restore_ties, tied_groups
 from shardplan.runtime.apply.plan_mesh import PlanMesh
-from shardplan.runtime.training.context_parallel import context_parallel
+from shardplan.runtime.training.context_parallel import chunk_of
 from shardplan.styles.backends import BACKENDS
 from shardplan.torchlib.local_parts import to_local_if_dtensor
 
@@ -72,7 +72,8 @@ def trace(
     backend = BACKENDS[section.backend] if section is not None else None
     groups = groups_of(mesh, backend, done.shared.regime.neighbours if done.shared is not None else {})
     parts = Parts(names) if names is not None else None
-    meter = Meter(places, groups, logits, parts)
+    chunks = mesh.cp.get_group().group_name if mesh.cp is not None else None
+    meter = Meter(places, groups, logits, parts, chunks)
     following = parts.following(model) if parts is not None else nullcontext()
     rounds, chunked = min(micro_batches, 2), mesh.sizes.cp > 1
     with without_memory(), meter.running(), places.following(model), following:
@@ -167,9 +168,11 @@ def run_step(
     places = meter.places
     for _ in range(micro_batches):
         places.enter("forward")
-        batch = inputs()
-        with context_parallel(model, **batch) if chunked else nullcontext(batch) as own:
-            loss = loss_of(model(**own))
+        batch = dict(inputs())
+        whole = {name: batch.pop(name) for name, x in tuple(batch.items()) if chunked and isinstance(x, Tensor)}
+        own: AbstractContextManager[dict[str, Any]] = chunk_of(applied(model), whole) if chunked else nullcontext({})
+        with own as given:
+            loss = loss_of(model(**given, **batch))
             meter.end_forward()
             places.enter("backward")
             loss.backward()

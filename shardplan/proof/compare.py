@@ -1,4 +1,4 @@
-"""The one definition of "equal", and the rows of a proof."""
+"""The rows of a proof."""
 
 from __future__ import annotations
 
@@ -8,62 +8,15 @@ import torch
 from torch import Tensor
 
 from shardplan.core.report import Compared, Comparison, Verdict
-from shardplan.torchlib.complex_numbers import real_parts
+from shardplan.torchlib.equality import TOLERANCE, magnitude, relative_error
 
 from .rank import Left
 from .steps import Steps
 
-# Per tensor, the largest difference over the largest reference value. In float32 at most this is equal; above it the
-# case runs again in float64, where at most the other is.
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
 NEGLIGIBLE = 1e-12  # of the model's largest gradient: a reference below it everywhere proves nothing
 ALL = "all ranks"
-HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
 
 Ranked = Iterable[tuple[str, Tensor]]  # (the rank in words, the tensor that it has, whole)
-
-
-def relative_error(value: Tensor, reference: Tensor) -> float:
-    """The largest difference over the largest reference value; infinite for another shape, for a value that is not a
-    number, and for one that is beyond `HUGE` where the reference is something else."""
-    return _error(value, reference, magnitude(reference))
-
-
-def _error(value: Tensor, reference: Tensor, scale: float) -> float:
-    if value.shape != reference.shape or value.is_complex() != reference.is_complex():
-        return float("inf")
-    value, reference = real_parts(value), real_parts(reference)
-    if torch.promote_types(value.dtype, reference.dtype) not in TOLERANCE:
-        value, reference = value.double(), reference.double()
-    difference = magnitude(value - reference)
-    if not (difference < HUGE / 2 and scale < HUGE / 2):  # seldom: something is no number, or as large as a mask's
-        if torch.isnan(value).any():
-            return float("inf")
-        difference, scale = _without_huge(value, reference)
-    return difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
-
-
-def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:
-    """The magnitudes of the difference and of the reference where neither is beyond `HUGE`; infinite, where one alone is."""
-    huge = (reference.abs() >= HUGE) | (value.abs() >= HUGE)
-    if huge.any():
-        smaller = torch.minimum(value[huge].abs(), reference[huge].abs())
-        if not torch.equal(value[huge].sign(), reference[huge].sign()) or (smaller < HUGE).any():
-            return float("inf"), 1.0
-        value, reference = value[~huge], reference[~huge]
-    return magnitude(value - reference), magnitude(reference)
-
-
-def magnitude(tensor: Tensor) -> float:
-    """The largest absolute value, not a number where one is none; 0 for an empty tensor."""
-    if not tensor.numel():
-        return 0.0
-    tensor = real_parts(tensor)
-    if not tensor.is_floating_point():
-        tensor = tensor.double()
-    # A norm of order infinity takes 17 times as long, of a million values.
-    least, largest = (value.item() for value in torch.aminmax(tensor.detach()))
-    return max(abs(least), abs(largest))
 
 
 def compare(
@@ -80,7 +33,7 @@ def compare(
     dtype = torch.float64 if reference.dtype == torch.float64 else torch.float32
     values, scale = list(values), magnitude(reference)
     distinct = {id(value): value for _, value in values}
-    errors = {key: _error(value, reference, scale) for key, value in distinct.items()}
+    errors = {key: relative_error(value, reference, scale) for key, value in distinct.items()}
     where, error = max(((rank, errors[id(value)]) for rank, value in values), key=lambda e: e[1])
     if alike and len(values) > 1 and len(set(errors.values())) == 1:
         where = alike

@@ -29,8 +29,9 @@ from shardplan.runtime.apply.state import packed_parameters
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.apply_stages import apply_stages
 from shardplan.runtime.pipeline.layout_of_stages import layout_on, read_schedule
+from shardplan.torchlib.equality import magnitude
 
-from .compare import NEGLIGIBLE, compare, magnitude, worst_of
+from .compare import NEGLIGIBLE, compare, worst_of
 from .exact import in_precision_of
 from .proof_batches import MicroBatches, objective, own_loss, rowwise_kinds
 from .proof_codes import NO_ROWS

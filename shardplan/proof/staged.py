@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from shardplan.core.report import Compared, Comparison
 from shardplan.core.stages import PipelineCut
 from shardplan.model.stage_stubs import Stage, stage_of
+from shardplan.torchlib.equality import magnitude
 
-from .compare import NEGLIGIBLE, compare, magnitude, missing_rows, worst_of
+from .compare import NEGLIGIBLE, compare, missing_rows, worst_of
 from .steps import Batch, Directions, Steps, run_steps
 
 ByStage = Mapping[int, Tensor]

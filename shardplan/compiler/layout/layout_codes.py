@@ -142,10 +142,11 @@ CHUNKS = Code(
     code="SP411",
     title="context parallelism of a model whose tokens meet outside causal attention",
     text="""With a cp axis each rank has a chunk of the sequence. Keys and values are gathered inside torch's
-`scaled_dot_product_attention`, which must be causal and without a mask. A reduced model was run to see whether tokens
-meet in another way (attention that is written out, a sliding window, a convolution or a recurrence over the
+`scaled_dot_product_attention`, which must be causal and without a mask. A reduced model was run whole and in chunks to see whether
+tokens meet in another way (attention that is written out, a sliding window, a convolution or a recurrence over the
 sequence), and whether the model reads `position_ids`, which give the position of a chunk. Load the model with
-`attn_implementation="sdpa"`, or use a mesh without a cp axis.""",
+`attn_implementation="sdpa"`, build it without a window (`sliding_window=None`) where no sequence is longer, or use a mesh without
+a cp axis.""",
 )
 DROPOUT = Code(
     code="SP370",

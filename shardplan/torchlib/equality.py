@@ -1,0 +1,57 @@
+"""The one definition of "equal"."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .complex_numbers import real_parts
+
+# Per tensor, the largest difference over the largest reference value. In float32 at most this is equal; above it the
+# case runs again in float64, where at most the other is.
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-6}
+HUGE = 1e20  # masks are filled with the smallest number there is; it is no scale
+
+
+def relative_error(value: Tensor, reference: Tensor, scale: float | None = None) -> float:
+    """The largest difference over the largest reference value; infinite for another shape, for a value that is not a
+    number, and for one that is beyond `HUGE` where the reference is something else.
+
+    Args:
+        scale: the largest reference value, where it is known.
+    """
+    if value.shape != reference.shape or value.is_complex() != reference.is_complex():
+        return float("inf")
+    scale = magnitude(reference) if scale is None else scale
+    value, reference = real_parts(value), real_parts(reference)
+    if torch.promote_types(value.dtype, reference.dtype) not in TOLERANCE:
+        value, reference = value.double(), reference.double()
+    difference = magnitude(value - reference)
+    if not (difference < HUGE / 2 and scale < HUGE / 2):  # seldom: something is no number, or as large as a mask's
+        if torch.isnan(value).any():
+            return float("inf")
+        difference, scale = _without_huge(value, reference)
+    return difference / scale if scale else (0.0 if difference == 0.0 else float("inf"))
+
+
+def _without_huge(value: Tensor, reference: Tensor) -> tuple[float, float]:
+    """The magnitudes of the difference and of the reference where neither is beyond `HUGE`; infinite, where one alone is."""
+    huge = (reference.abs() >= HUGE) | (value.abs() >= HUGE)
+    if huge.any():
+        smaller = torch.minimum(value[huge].abs(), reference[huge].abs())
+        if not torch.equal(value[huge].sign(), reference[huge].sign()) or (smaller < HUGE).any():
+            return float("inf"), 1.0
+        value, reference = value[~huge], reference[~huge]
+    return magnitude(value - reference), magnitude(reference)
+
+
+def magnitude(tensor: Tensor) -> float:
+    """The largest absolute value, not a number where one is none; 0 for an empty tensor."""
+    if not tensor.numel():
+        return 0.0
+    tensor = real_parts(tensor)
+    if not tensor.is_floating_point():
+        tensor = tensor.double()
+    # A norm of order infinity takes 17 times as long, of a million values.
+    least, largest = (value.item() for value in torch.aminmax(tensor.detach()))
+    return max(abs(least), abs(largest))
