@@ -83,7 +83,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(tmp_path):
     make_model(tmp_path / "model")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     on_ranks(4, run, str(tmp_path), "whole", "never", seconds=240)
-    for when, left in {"in a save": {"step-2", ".step-4.new"}, "in a step": {"step-2", "step-4"}}.items():
+    for when, left in {"in a save": {"step-2", ".step-4.saves"}, "in a step": {"step-2", "step-4"}}.items():
         with pytest.raises(RanksFailed, match="exit code -9"):
             on_ranks(4, run, str(tmp_path), "killed", when, seconds=240)
         assert names(killed) == left

@@ -17,13 +17,15 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from processes import RanksFailed, on_ranks
 from small_models import small_model
+from stopped_processes import Process, stopping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import shardplan
 from shardplan.compat import adopt
-from shardplan.compat.trainer_saves import _IGNORED, _remove_older
+from shardplan.compat.trainer_saves import _IGNORED, _move_model, _remove_older
+from shardplan.weights.folders import begin
 
 ROOT = Path(__file__).parent.parent
 STEPS = 4
@@ -166,7 +168,7 @@ def test_a_run_that_is_killed_ends_like_one_that_was_not(tmp_path):
     assert [path.name for path in (killed / "run").iterdir()] == ["checkpoint-2"]
     with pytest.raises(RanksFailed, match="exit code -9"):
         on_ranks(4, life, str(killed), "while it saves", seconds=240)
-    assert {path.name for path in (killed / "run").iterdir()} == {"checkpoint-2", ".checkpoint-4.new"}
+    assert {path.name for path in (killed / "run").iterdir()} == {"checkpoint-2", ".checkpoint-4.saves"}
     on_ranks(4, life, str(killed), "never", seconds=240)
 
     assert {path.name for path in (killed / "run").iterdir() if path.is_dir()} == {"checkpoint-2", "checkpoint-6"}
@@ -216,15 +218,42 @@ def test_the_newest_and_the_best_checkpoint_are_kept(tmp_path):
     def left(newest: int, limit: int | None, best: int) -> set[str]:
         for number in (2, 4, 6, 10):
             (tmp_path / f"checkpoint-{number}").mkdir(exist_ok=True)
-        (tmp_path / ".checkpoint-8.new").mkdir()
+        for number in (3, 8, 12):
+            begin(tmp_path / f"checkpoint-{number}", overwrite=True, marks=())  # and the process died
         (tmp_path / "checkpoint-mine").mkdir(exist_ok=True)
         _remove_older(tmp_path / f"checkpoint-{newest}", limit, str(tmp_path / f"checkpoint-{best}"))
-        return {path.name.removeprefix("checkpoint-") for path in tmp_path.iterdir()} - {"mine"}
+        dead = {int(path.parent.name[12:-6]) for path in tmp_path.glob(".checkpoint-*.saves/*.new")}
+        assert dead == {number for number in (3, 8, 12) if number > newest}, "later ones may be another job's"
+        return {path.name.removeprefix("checkpoint-") for path in tmp_path.glob("checkpoint-*")} - {"mine"}
 
     assert left(10, None, 4) == {"2", "4", "6", "10"}
     assert left(10, 3, 10) == {"4", "6", "10"}
     assert left(10, 2, 2) == left(10, 1, 2) == {"2", "10"}
-    assert left(4, 2, 4) == {"4", "10"}
+    assert left(4, 2, 4) == {"4", "6", "10"}
+
+
+def test_a_model_that_two_jobs_export_is_of_one(tmp_path, monkeypatch):
+    """One job is stopped anywhere while it moves its files, and the other exports."""
+    names = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json")
+    ends = set()
+    with stopping(monkeypatch):
+        for step in range(1, 40):
+            folder = tmp_path / str(step)
+            hidden = {job: folder / f".saved-model-{job}" for job in "ab"}
+            for place in hidden.values():
+                place.mkdir(parents=True)
+                for name in names:
+                    (place / name).write_text(place.name[-1])
+            one = Process(lambda folder=folder, hidden=hidden: _move_model(hidden["a"], folder))
+            more = one.steps(step)
+            _move_model(hidden["b"], folder) if hidden["b"].exists() else None
+            one.to_end()
+            found = {path.name: path.read_text() for path in folder.iterdir()}
+            ends.add(found.get(names[-1]))
+            assert found.keys() == set(names) and len(set(found.values())) == 1
+            if not more:
+                break
+    assert ends == {"a", "b"}
 
 
 def refuse(folder: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from model_settings import find
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, conversion_mapping, core_model_loading
 from transformers.core_model_loading import WeightConverter, WeightRenaming
@@ -19,10 +20,11 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming
 from shardplan.model.reduced import make_reduced_model
 from shardplan.torchlib.packing import pack
 from shardplan.weights.checkpoint_names import inner_model, resolve, saved_names
-from shardplan.weights.folders import begin, beside, commit
+from shardplan.weights.folders import begin, commit
 from shardplan.weights.lazy import Lazy, leaf, read
 from shardplan.weights.load import _cast
 from shardplan.weights.ranges import chunk, packed_ranges
+from shardplan.weights.safetensors_folder import Reader, stored_tensors
 from shardplan.weights.save import size_of
 
 ROOT = Path(__file__).parent.parent
@@ -257,6 +259,19 @@ def test_no_sizes(text):
         size_of(text)
 
 
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_read_as_one(tmp_path):
+    folder, other = tmp_path / "it", tmp_path / "other"
+    for number, place in enumerate((folder, other)):
+        place.mkdir()
+        save_file({"weight": torch.full((2, 2), float(number))}, place / "model.safetensors")
+    tensor = stored_tensors(folder)["weight"]
+    assert Reader().read(tensor, ((0, 1), (0, 2))).tolist() == [[0.0, 0.0]]
+    folder.rename(tmp_path / "old")
+    other.rename(folder)
+    with pytest.raises(RuntimeError, match="it was replaced while it was being read: load it again"):
+        Reader().read(tensor, ((0, 1), (0, 2)))
+
+
 def folder_of(path: Path, text: str) -> Path:
     path.mkdir()
     (path / "mark").write_text(text)
@@ -271,32 +286,6 @@ def test_a_folder_is_replaced_whole(tmp_path):
     commit(new, folder, lambda name: name == "kept")
     assert {p.name: p.read_text() for p in folder.iterdir()} == {"mark": "new", "kept": "kept"}
     assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_what_a_dead_process_left_is_put_right(tmp_path):
-    """Between the two renames the old folder has another name; half a new one is removed."""
-    folder = tmp_path / "it"
-    folder_of(beside(folder, "old"), "old")
-    (folder_of(beside(folder, "new"), "half") / "more").write_text("half")
-    new = begin(folder, overwrite=True, marks=("mark",))
-    assert (folder / "mark").read_text() == "old" and not list(new.iterdir())
-
-
-def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path, monkeypatch):
-    folder = folder_of(tmp_path / "it", "old")
-    new = begin(folder, overwrite=True, marks=("mark",))
-    (new / "mark").write_text("new")
-    rename = Path.rename
-
-    def fail(self, target):
-        if self == new:
-            raise OSError("no")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="no"):
-        commit(new, folder, lambda name: False)
-    assert (folder / "mark").read_text() == "old"
 
 
 @pytest.mark.parametrize("kind", ["file", "full", "foreign", "nested"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
+import shutil
 import warnings
+from collections.abc import Iterable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +17,9 @@ from torch.optim import Optimizer
 
 from shardplan.runtime.apply import applied
 from shardplan.weights import load_checkpoint, load_training_state, save_checkpoint, save_training_state
-from shardplan.weights.all_ranks import all_or_none, is_first
+from shardplan.weights.all_ranks import all_or_none, is_first, of_first
 from shardplan.weights.checkpoint_names import inner_model
-from shardplan.weights.folders import abandon, begin, beside, commit, remove
+from shardplan.weights.folders import begin, clear, commit, remove, saving
 
 # A checkpoint-N of the Trainer is a Hugging Face folder, with this folder of `save_training_state` in it.
 _TRAINING_STATE, _TRAINER_STATE = "training_state", "trainer_state.json"
@@ -72,43 +76,37 @@ class _Saves:
         """Write `checkpoint-N`: the Trainer writes into a hidden folder, which gets its name when all ranks are done."""
         trainer, run = self.trainer, Path(self.trainer._get_output_dir(trial=trial))
         folder = run / f"checkpoint-{trainer.state.global_step}"
-        with all_or_none(None, f"preparing to save {folder}"):
-            if is_first(None):
-                begin(folder, overwrite=True, marks=(_TRAINER_STATE, _TRAINING_STATE))
-        hidden = beside(folder, "new")
-        written = hidden / folder.name
-        trainer._get_output_dir = lambda trial: str(hidden)
-        try:
+        hidden: Path | None = None
+        with ExitStack() as stack:
+            with all_or_none(None, f"preparing to save {folder}"):
+                if is_first(None):
+                    hidden = begin(folder, overwrite=True, marks=(_TRAINER_STATE, _TRAINING_STATE))
+                    stack.enter_context(saving(hidden, folder))
+                    (hidden / folder.name).symlink_to(".")  # the Trainer appends the name
+            hidden = of_first(hidden)
+            trainer._get_output_dir = lambda trial: str(hidden)
+            stack.callback(trainer.__dict__.pop, "_get_output_dir")
             with all_or_none(None, f"saving {folder}"):
                 self.write_checkpoint(model, trial)
-        finally:
-            del trainer._get_output_dir
-        best = trainer.state.best_model_checkpoint
-        if best is not None and Path(best) == written:
-            trainer.state.best_model_checkpoint = str(folder)
-        with all_or_none(None, f"finishing {folder}"):
-            if is_first(None):
-                trainer.state.save_to_json(str(written / _TRAINER_STATE))
-                commit(written, folder, lambda name: False)
-                abandon(hidden)
-                _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
+            best = trainer.state.best_model_checkpoint
+            if best is not None and Path(best) == hidden / folder.name:
+                trainer.state.best_model_checkpoint = str(folder)
+            with all_or_none(None, f"finishing {folder}"):
+                if is_first(None):
+                    trainer.state.save_to_json(str(hidden / _TRAINER_STATE))
+                    (hidden / folder.name).unlink()
+                    commit(hidden, folder, lambda name: False)
+                    _remove_older(folder, trainer.args.save_total_limit, trainer.state.best_model_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as an ordinary folder of Hugging Face, beside what else is in the folder. Call it on all ranks."""
         folder = Path(output_dir or self.trainer.args.output_dir).resolve()
-        hidden = folder / ".model"
-        with all_or_none(None, f"preparing to save {folder}"):
-            if is_first(None):
-                abandon(hidden)
+        hidden = folder / f".saved-model-{of_first(secrets.token_hex(8))}"  # of this save alone
         save_checkpoint(self.model, hidden, progress=False)
         with all_or_none(None, f"finishing {folder}"):
             if is_first(None):
                 self._write_beside_model(hidden)
-                for old in (*folder.glob("model*.index.json"), *folder.glob("model*.safetensors")):
-                    old.unlink()
-                for file in sorted(hidden.iterdir(), key=lambda file: file.name.endswith(".index.json")):
-                    file.replace(folder / file.name)  # the index last: without it, a part of a model is not read
-                hidden.rmdir()
+                _move_model(hidden, folder)
 
     def _write_beside_model(self, folder: Path) -> None:
         trainer = self.trainer
@@ -148,20 +146,45 @@ class _Saves:
         load_checkpoint(self.model, self.trainer.state.best_model_checkpoint, progress=False)
 
 
+def _move_model(hidden: Path, folder: Path) -> None:
+    """Move the files of a model in the place of those of an older one. Every step is a rename from or into `hidden`: in a job that
+    is continued after another has saved its model there, it fails."""
+    for other in folder.glob(".*saved-model-*"):
+        if other != hidden:
+            with suppress(FileNotFoundError):  # it has come to its end
+                other.rename(hidden / f".{other.name}")
+    for old in (*folder.glob("model*.index.json"), *folder.glob("model*.safetensors")):
+        old.rename(hidden / f".{old.name}")
+    files = [file for file in hidden.iterdir() if not file.name.startswith(".")]
+    for file in sorted(files, key=lambda file: file.name.endswith(".index.json")):
+        file.rename(folder / file.name)  # the index last: without it, a part of a model is not read
+    shutil.rmtree(hidden)
+
+
 def _own(optimizer: Any) -> Optimizer:
     """The optimizer inside of accelerate's wrapper, which has no hooks."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _remove_older(newest: Path, limit: int | None, best: str | None) -> None:
-    """Keep the newest checkpoint and the best, and of the others as many as the limit allows. The Trainer's own function
-    leaves a part of a checkpoint under its name when it is killed."""
-    for unfinished in newest.parent.glob(".checkpoint-*.new"):
-        abandon(unfinished)
-    numbers = {path: path.name.removeprefix("checkpoint-") for path in newest.parent.glob("checkpoint-*")}
-    saved = sorted((path for path, number in numbers.items() if number.isdigit()), key=lambda path: int(numbers[path]))
+    """Keep the newest checkpoint and the best, and of the others as many as the limit allows; none of a later step, which another
+    job may have written. The Trainer's own function leaves a part of a checkpoint under its name when it is killed."""
+    saved = _by_step(newest.parent.glob("checkpoint-*"))
+    own = saved[newest]
+    for unfinished, step in _by_step(
+        one.with_name(one.name[1:-6]) for one in newest.parent.glob(".checkpoint-*.saves")
+    ).items():
+        if step < own:
+            clear(unfinished)
     kept = {path for path in saved if path == newest or (best is not None and path == Path(best))}
     if limit is not None and limit > 0:
         surplus = max(len(saved) - max(limit, len(kept)), 0)
-        for path in [path for path in saved if path not in kept][:surplus]:
+        for path in [path for path, step in saved.items() if path not in kept and step < own][:surplus]:
             remove(path)
+
+
+def _by_step(paths: Iterable[Path]) -> dict[Path, int]:
+    """Those that are named after a step, with it, in its order."""
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in paths}
+    steps = {path: int(number) for path, number in numbers.items() if number.isdigit()}
+    return dict(sorted(steps.items(), key=lambda one: one[1]))

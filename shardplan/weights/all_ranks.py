@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardplan.torchlib.private import private
+
+PATIENCE = 5.0  # seconds after which it is said for whom the others wait
+_calls: Counter[tuple[str, tuple[int, ...]]] = Counter()
+
 
 @contextmanager
-def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[object], None]]:
+def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator[Callable[[object], None]]:
     """Do something on all ranks of a mesh, and check at its end that it succeeded on all.
 
     The context yields a function that accepts what must be equal on all ranks: picklable and comparable
@@ -20,11 +28,14 @@ def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[objec
     Args:
         mesh: whose ranks; None is all ranks of the default process group.
         doing: what is done, for messages.
+        call: the name of the function that this begins: a rank that waits for others which have not called it warns after a
+            few seconds, and names them.
 
     Raises:
         RuntimeError: it failed on another rank, which the message names with its error, or the values differ. The rank
             that failed raises its own error.
     """
+    called = _Called(mesh, call) if call and dist.get_world_size() > 1 else None
     reported: list[object] = []
     failure: Exception | None = None
     try:
@@ -33,8 +44,11 @@ def all_or_none(mesh: DeviceMesh | None, doing: str) -> Iterator[Callable[[objec
         failure = error
     outcome = (dist.get_rank(), None if failure is None else f"{type(failure).__name__}: {failure}", reported)
     try:
-        answers = _everyone(outcome, mesh)
+        with called.watched() if called else nullcontext():
+            answers = _everyone(outcome, mesh)
     except Exception as error:  # a rank died; a failure on this rank is the cause, if there is one
+        if called and failure is None and (text := called.missing()):
+            raise RuntimeError(text) from error
         raise failure or error from error
     if failure is not None:
         raise failure
@@ -58,6 +72,59 @@ def _everyone(value: Any, mesh: DeviceMesh | None) -> list[Any]:
         dist.all_gather_object(gathered, values, group=group)
         values = [one for part in gathered for one in part]
     return values
+
+
+class _Called:
+    """A call of a function that every rank of a mesh is to call."""
+
+    def __init__(self, mesh: DeviceMesh | None, name: str):
+        self.name = name
+        self.ranks = tuple(range(dist.get_world_size()) if mesh is None else mesh.mesh.flatten().tolist())
+        self.store = private("default_store")()
+        _calls[name, self.ranks] += 1
+        self.count = str(_calls[name, self.ranks])
+        self.store.set(self._key(dist.get_rank()), self.count)
+
+    def _key(self, rank: int) -> str:
+        return f"shardplan/{self.name}/{self.ranks[0]}+{len(self.ranks)}/{rank}"
+
+    def missing(self) -> str:
+        """What to say of the ranks that have not called it; nothing where all have."""
+        keys = {rank: self._key(rank) for rank in self.ranks}
+        here = {rank for rank, key in keys.items() if self.store.check([key]) and self._number(key) >= int(self.count)}
+        late = [str(rank) for rank in self.ranks if rank not in here]
+        if not late:
+            return ""
+        who = f"rank {late[0]} has" if len(late) == 1 else f"ranks {', '.join(late)} have"
+        return (
+            f"{self.name} waits on rank {dist.get_rank()}: {who} not called it. Call it on all ranks, "
+            "not under `if rank == 0:`"
+        )
+
+    def _number(self, key: str) -> int:
+        return int(self.store.get(key))
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Say so if what is done in this context takes long because others are missing."""
+        timer = threading.Timer(PATIENCE, self._warn)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _warn(self) -> None:
+        if text := self.missing():
+            warnings.warn(text, stacklevel=1)
+
+
+def of_first(value: Any) -> Any:
+    """The first rank's value, which can be pickled, on all ranks of the default process group."""
+    shared = [value]
+    dist.broadcast_object_list(shared)
+    return shared[0]
 
 
 def is_first(mesh: DeviceMesh | None) -> bool:

@@ -4,31 +4,92 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Any, cast
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 
 from .all_ranks import all_or_none, is_first
 
 CHECKSUMS = "checksums.json"
+Written = tuple[int, str]  # a file's length and SHA-256
 
 
-def write_checksums(folder: Path) -> None:
-    """Write the lengths and the SHA-256 of all files. A collective: each rank reads its share of them.
+class SummedFiles(filesystem.FileSystem):
+    """torch's file system, which computes sums of what it is given to write, and reads nothing back: `written` has the files of
+    one folder by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[str, Written] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[Any, None, None]:
+        with super().create_stream(path, mode) as stream:
+            summed = _Summed(cast(IO[bytes], stream))
+            yield summed
+        self.written[Path(path).name] = (summed.length, summed.digest.hexdigest())
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Summed:
+    """A file that is written from its beginning to its end."""
+
+    def __init__(self, stream: IO[bytes]):
+        self.stream = stream
+        self.digest, self.length = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        self.length += memoryview(data).nbytes
+        return self.stream.write(data)
+
+    def tell(self) -> int:
+        return self.length
+
+    def flush(self) -> None:
+        self.stream.flush()
+
+    def close(self) -> None:
+        self.stream.close()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+
+def write_checksums(folder: Path, mine: Mapping[str, Written]) -> None:
+    """Write the lengths and the SHA-256 of all files. A collective.
+
+    Args:
+        mine: the files that this rank wrote.
 
     Raises:
-        RuntimeError, OSError: a rank failed. Every rank raises.
+        RuntimeError, OSError: a rank failed, or wrote into another folder. Every rank raises.
     """
-    with all_or_none(None, f"reading what was written to {folder}"):
-        names = sorted(path.name for path in folder.iterdir())
-        mine = {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in _share(names)}
-    shares = [mine] * dist.get_world_size()
-    dist.all_gather_object(shares, mine)
+    shares: list[Mapping[str, Written]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(shares, dict(mine))
     with all_or_none(None, f"writing {CHECKSUMS}"):
         if is_first(None):
             found = {name: file for share in shares for name, file in share.items()}
+            lost = found.keys() - {path.name for path in folder.iterdir()}
+            if lost:
+                raise RuntimeError(f"{min(lost)}, which a rank wrote, is not in {folder}: all ranks need one folder")
             (folder / CHECKSUMS).write_text(json.dumps(found, indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+def identity(folder: Path) -> str | None:
+    """What tells this state from every other; None where there is none."""
+    try:
+        return hashlib.sha256((folder / CHECKSUMS).read_bytes()).hexdigest()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def check_checksums(folder: Path) -> None:

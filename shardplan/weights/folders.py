@@ -1,20 +1,58 @@
-"""Folders that are complete or do not exist: files are written to a temporary folder, which is renamed at the end.
+"""Folders that are whole or not there, however many processes write them, and wherever each is stopped, continued or killed.
 
-For a folder X, `.X.new` is written to and `.X.removed` is deleted: neither is ever read. `.X.ready` (newer than X) and
-`.X.old` (older than X) are complete, and exist only while they exchange places with X.
+A save of a folder X has a key that no other save has: a number and a token. What belongs to it is in a hidden folder beside X, `.X.saves`:
+
+- `KEY.new` is written to, and is whole before the next line happens.
+- `KEY.old` is X as it was, or an empty folder where there was no X. That it comes to be, by one rename, is the decision: from then on
+  `KEY.new` is the newest state, and whoever comes by gives it the name X, as the save itself would have done.
+- `KEY.gone` is deleted.
+
+The save that begins last is the one that counts. It ends each save that began before and has not decided by making a *file* of the name
+`KEY.old`: no folder can be moved there any more, so that a process that is continued after hours fails at its decision, and
+has touched nothing. Such a file stays until the process that it ends has seen it; that of a dead one stays for good.
+
+So nothing here depends on what was true a moment ago. Each step names its own key, and the file system refuses it if it came too late. Only
+names in `.X.saves` and X itself are renamed, which NFS decides on the server, and no locks are needed (docs/decisions/0071).
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+_OCCUPIED = (
+    errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.ENOTDIR,
+)  # what a rename onto a file, or onto a folder with files, fails with
+_NAME = re.compile(r"([0-9]{6,})-([0-9a-f]{16})\.(new|old|gone)")
+_TIMES = 100  # that another save may remove the empty hidden folder at the very moment
+
+
+class Superseded(RuntimeError):
+    """Another save of the same folder began after this one."""
+
+
+@dataclass(frozen=True, order=True)
+class _Key:
+    number: int
+    token: str
+
+    def path(self, saves: Path, what: str) -> Path:
+        return saves / f"{self.number:06}-{self.token}.{what}"
 
 
 def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
-    """An empty folder beside `folder`, to be written to. What an earlier attempt left there is removed, after the newest that
-    is whole has the name.
+    """An empty folder to be written to, which `commit` gives the name `folder`. Saves of that name which began before and have not
+    come to their decision are ended, and what dead ones left is removed, after the newest state that is whole has the name.
 
     Args:
         overwrite: `folder` may exist and have files.
@@ -22,106 +60,246 @@ def begin(folder: Path, *, overwrite: bool, marks: tuple[str, ...]) -> Path:
 
     Raises:
         ValueError: `folder` is a file, has files and `overwrite` is not given, or is not such a folder.
+        Superseded: another save began at the same time.
     """
     repair(folder)
-    if beside(folder, "ready").exists():
-        _exchange(folder)  # a process died before the first rename
-    if folder.exists():
-        _remove_old(folder)
-    if folder.exists():
-        _check_existing(folder, overwrite, marks)
+    _check_existing(folder, overwrite, marks)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    new = beside(folder, "new")
-    abandon(new)
-    new.mkdir()
+    new = _claim(folder, "new")
+    try:
+        _end_others(new, folder)
+        _check_existing(folder, overwrite, marks)  # a save that was decided may have just ended
+    except BaseException:
+        abandon(new)
+        raise
     return new
 
 
 def _check_existing(folder: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
-    if not folder.is_dir():
+    if folder.is_file():
         raise ValueError(f"{folder} is a file: name a folder")
-    names = {path.name for path in folder.iterdir()}
+    names = {path.name for path in _entries(folder)}
     if names and not overwrite:
         raise ValueError(f"{folder} has files: name another folder, or pass overwrite=True")
     if names and not names & set(marks):
         raise ValueError(
             f"{folder} has files but none of {', '.join(marks)}: it is not a checkpoint, so it is not overwritten"
         )
-    below = [path.name for path in folder.iterdir() if path.is_dir() and path.name not in marks]
+    below = [path.name for path in _entries(folder) if path.is_dir() and path.name not in marks]
     if below:
         raise ValueError(f"{folder} contains the folder {below[0]!r}, which would be lost: name another folder")
 
 
+def _claim(folder: Path, what: str) -> Path:
+    """A new folder with a key above all that are there."""
+    saves = beside(folder)
+    for _ in range(_TIMES):
+        with suppress(FileExistsError):
+            os.mkdir(saves)
+        with suppress(FileNotFoundError):  # another save has just removed `saves`, which was empty
+            number = 1 + max((key.number for key in _found(saves)), default=0)
+            claimed = _Key(number, secrets.token_hex(8)).path(saves, what)
+            os.mkdir(claimed)
+            return claimed
+    raise OSError(f"{saves} is removed again and again while {folder} is being saved")
+
+
+def _end_others(new: Path, folder: Path) -> None:
+    """Every other save is at its end after this, or raises when it comes to its decision.
+
+    Of two that begin at once each has made its folder before it looks for others, so that at least one sees the other. The key
+    says which goes on.
+    """
+    own, saves = _key_of(new), new.parent
+    for key in sorted(_found(saves)):
+        if key == own:
+            continue
+        theirs, old = key.path(saves, "new"), key.path(saves, "old")
+        if _kind(old) is None and _kind(theirs) is not None:
+            if key > own:
+                raise Superseded(_superseded(folder))
+            with suppress(FileExistsError):  # another has ended it, or it is decided by now
+                os.close(os.open(old, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                _flush(saves)
+        if _kind(old) == "folder":  # it is decided
+            _finish(theirs, folder)
+            _delete(old)
+        elif _kind(old) == "file":
+            _delete(theirs)
+        _delete(key.path(saves, "gone"))
+
+
 def commit(new: Path, folder: Path, keep: Callable[[str], bool]) -> None:
-    """Give the new folder its name. The old one, if there is one, is whole until then, and removed afterwards.
+    """Give the new folder its name, inside of `saving`. The old one, if there is one, is whole until then, and removed afterwards.
 
     Args:
+        new: what `begin` returned.
         keep: whether a file of that name is taken over from the old folder.
+
+    Raises:
+        Superseded: another save of the same folder began after this one. Nothing of the other's was touched.
+        OSError: the disk fails, and `folder` is as it was.
     """
-    for path in sorted(folder.iterdir()) if folder.exists() else ():
+    old = _key_of(new).path(new.parent, "old")
+    for path in _entries(folder):
         if keep(path.name) and not (new / path.name).exists():
             shutil.copy2(path, new / path.name)
     for path in new.iterdir():
         _flush(path)
     _flush(new)
-    ready = beside(folder, "ready")
-    new.rename(ready)
+    replaced = _decide(folder, old)
     try:
-        _exchange(folder)
-    except OSError:
-        old = beside(folder, "old")
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        if ready.exists():
-            ready.rename(new)
+        _finish(new, folder)
+        if not folder.is_dir() and _kind(old) is not None:
+            raise OSError(f"{new} was removed while {folder} was being saved")
+    except BaseException:
+        with suppress(OSError):  # a process that came by has given the new one its name
+            os.rename(old, folder) if replaced else os.rmdir(old)
+        raise
+    _delete(old)
+    _leave(new.parent)
+
+
+def _decide(folder: Path, old: Path) -> bool:
+    """Move the folder away; whether there was one. It fails if another save made a file of that name."""
+    try:
+        try:
+            os.rename(folder, old)
+            return True
+        except FileNotFoundError:
+            os.mkdir(old)
+            return False
+    except OSError as error:
+        if error.errno in _OCCUPIED:
+            raise Superseded(_superseded(folder)) from error
         raise
 
 
-def repair(folder: Path) -> None:
-    """Give the name to what a process that died between two renames left: the newest that is whole. Does nothing if
-    something has the name."""
-    for what in ("ready", "old"):
-        if beside(folder, what).exists() and not folder.exists():
-            beside(folder, what).rename(folder)
-
-
-def _exchange(folder: Path) -> None:
-    """Give the ready folder the name, and remove the old one."""
-    ready, old = beside(folder, "ready"), beside(folder, "old")
-    _remove_old(folder)
-    if folder.exists():
-        folder.rename(old)
-    ready.rename(folder)
+def _finish(new: Path, folder: Path) -> None:
+    """Give a decided state its name. Whoever comes first does it."""
+    try:
+        os.rename(new, folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        if error.errno not in _OCCUPIED:
+            raise
+        text = f"{folder} has files that no save put there, and {new} is the state that was to have the name: move one of them away"
+        raise OSError(error.errno, text) from error
     _flush(folder.parent)
-    _remove_old(folder)
 
 
-def _remove_old(folder: Path) -> None:
-    """Remove the old folder under another name: what is called old is always whole."""
-    old, removed = beside(folder, "old"), beside(folder, "removed")
-    abandon(removed)
-    if old.exists():
-        old.rename(removed)
-        abandon(removed)
+@contextmanager
+def saving(new: Path, folder: Path) -> Iterator[None]:
+    """Write to `new` and commit it in this context: a save that fails is given up.
+
+    Raises:
+        Superseded: it failed because another save of the same folder began after this one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        ended = _kind(_key_of(new).path(new.parent, "old")) == "file"
+        abandon(new)
+        if ended and isinstance(error, OSError | RuntimeError) and not isinstance(error, Superseded):
+            raise Superseded(_superseded(folder)) from error
+        raise
+
+
+def _superseded(folder: Path) -> str:
+    return (
+        f"another job began to save {folder} after this one, whose save is given up; nothing of the other's was touched. "
+        "End one of the jobs, or let them save to different folders"
+    )
+
+
+def repair(folder: Path) -> None:
+    """Give the name to what a process that died after its decision left: it is newer than what had the name."""
+    saves = beside(folder)
+    for key in sorted(_found(saves)):
+        if _kind(key.path(saves, "old")) == "folder":
+            _finish(key.path(saves, "new"), folder)
+
+
+def clear(folder: Path) -> None:
+    """Remove what dead saves of a folder left beside it, as the next save of it would; what was decided gets the name."""
+    if _found(beside(folder)):
+        own = _claim(folder, "new")
+        try:
+            _end_others(own, folder)
+        finally:
+            abandon(own)
 
 
 def remove(folder: Path) -> None:
     """Remove a complete folder: no part of it ever has its name."""
-    removed = beside(folder, "removed")
-    abandon(removed)
-    folder.rename(removed)
-    abandon(removed)
+    gone = _claim(folder, "gone")
+    os.rename(folder, gone)
+    _delete(gone)
+    _leave(gone.parent)
 
 
 def abandon(new: Path) -> None:
-    """Remove an unfinished folder."""
-    if new.exists():
-        shutil.rmtree(new)
+    """Give up a save: remove its folder, unless it is decided."""
+    saves = new.parent
+    old = _key_of(new).path(saves, "old")
+    if _kind(old) == "folder":
+        return
+    _delete(new)
+    with suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+        os.unlink(old)  # what ended this save has nothing more to end
+    _leave(saves)
 
 
-def beside(folder: Path, what: str) -> Path:
-    """The hidden folder for what is "new", "ready", "old" or "removed"."""
-    return folder.with_name(f".{folder.name}.{what}")
+def beside(folder: Path) -> Path:
+    """The hidden folder with what belongs to saves that are not at their end."""
+    return folder.with_name(f".{folder.name}.saves")
+
+
+def _key_of(path: Path) -> _Key:
+    found = _NAME.fullmatch(path.name)
+    assert found is not None, path
+    return _Key(int(found[1]), found[2])
+
+
+def _found(saves: Path) -> set[_Key]:
+    try:
+        names = os.listdir(saves)
+    except FileNotFoundError:
+        return set()
+    return {_key_of(saves / name) for name in names if _NAME.fullmatch(name)}
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing where there is none."""
+    with suppress(FileNotFoundError):
+        return sorted(folder.iterdir())
+    return []
+
+
+def _kind(path: Path) -> str | None:
+    """ "file", "folder", or None."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    return "folder" if stat.S_ISDIR(mode) else "file"
+
+
+def _delete(path: Path) -> None:
+    """Remove a folder of `.X.saves`, under another name: what is called new or old has all its files.
+
+    Whoever comes by deletes what has no use. What cannot be deleted now (NFS keeps a file that is open) is left to the next."""
+    gone = _Key(_key_of(path).number, secrets.token_hex(8)).path(path.parent, "gone")
+    with suppress(FileNotFoundError):
+        os.rename(path, gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+
+def _leave(saves: Path) -> None:
+    """Remove the hidden folder if it is empty."""
+    with suppress(OSError):
+        os.rmdir(saves)
 
 
 def _flush(path: Path) -> None:

@@ -117,7 +117,7 @@ def load_checkpoint(
     """
     record = applied(model)
     reader = Reader()
-    with all_or_none(record.mesh.mesh, f"looking for {folder}"):
+    with all_or_none(record.mesh.mesh, f"looking for {folder}", "load_checkpoint"):
         if is_first(record.mesh.mesh):
             repair(Path(folder).resolve())
     try:

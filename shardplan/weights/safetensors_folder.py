@@ -40,18 +40,24 @@ OPEN_FILES = 4  # the experts of one layer may be spread over some files
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, not read."""
+    """A tensor of a checkpoint, not read.
+
+    Args:
+        written: what tells its file from one that takes its place.
+    """
 
     name: str
     file: Path
     shape: tuple[int, ...]
     dtype: torch.dtype
+    written: tuple[int, ...]
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by name. The header of every file is read, and its length compared with the file's.
 
     Raises:
+        RuntimeError: a save took its place meanwhile.
         FileNotFoundError: there is no such folder, no safetensors in it, or a file that its index names is missing.
         ValueError: a file is damaged, a name has an absurd index, or the index names a file outside the folder or a tensor that
             is not there.
@@ -60,6 +66,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         raise FileNotFoundError(
             f"{folder} is not a folder: download the model first (`hf download`), and name its folder"
         )
+    inode = folder.stat().st_ino
     _refuse_quantized(folder)
     placed = _index(folder)
     files = sorted(set(placed.values())) if placed is not None else [ONE_FILE]
@@ -71,6 +78,8 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         for tensor in _header(folder / name):
             if placed is None or placed.get(tensor.name, name) == name:
                 found[tensor.name] = tensor
+    if folder.stat().st_ino != inode:
+        raise RuntimeError(_replaced(folder))
     lost = [name for name in placed or {} if name not in found]
     if lost:
         raise ValueError(
@@ -117,6 +126,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _header(path: Path) -> list[StoredTensor]:
+    written = _written(path)
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  it is no mapping
@@ -134,12 +144,21 @@ def _header(path: Path) -> list[StoredTensor]:
     if absurd is not None:
         shown = absurd if len(absurd) <= LONGEST else f"{absurd[:LONGEST]}..."
         raise ValueError(f"{path}: the index in {shown!r} is not a number of at most {MAX_DIGITS} digits")
-    return [StoredTensor(name, path, shape, DTYPES[dtype]) for name, (shape, dtype) in kinds.items()]
+    return [StoredTensor(name, path, shape, DTYPES[dtype], written) for name, (shape, dtype) in kinds.items()]
 
 
 def _is_absurd(part: str) -> bool:
     """Whether a part of a name looks like an index, but counts no layers or experts: transformers makes an integer of it."""
     return part.isdigit() and not (part.isascii() and len(part) <= MAX_DIGITS)
+
+
+def _written(path: Path) -> tuple[int, ...]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _replaced(folder: Path) -> str:
+    return f"{folder} was replaced while it was being read: load it again"
 
 
 class Reader:
@@ -149,16 +168,19 @@ class Reader:
         self._open: OrderedDict[Path, Any] = OrderedDict()
 
     def read(self, tensor: StoredTensor, box: Box) -> Tensor:
-        file = self._file(tensor.file)
+        file = self._file(tensor)
         if not box:  # a scalar has no slices
             return file.get_tensor(tensor.name)
         return file.get_slice(tensor.name)[tuple(slice(*one) for one in box)]
 
-    def _file(self, path: Path) -> Any:
+    def _file(self, tensor: StoredTensor) -> Any:
+        path = tensor.file
         if path not in self._open:
             if len(self._open) == OPEN_FILES:
                 self._open.popitem(last=False)[1].__exit__(None, None, None)
             self._open[path] = safe_open(path, framework="pt").__enter__()
+            if _written(path) != tensor.written:
+                raise RuntimeError(_replaced(path.parent))
         self._open.move_to_end(path)
         return self._open[path]
 

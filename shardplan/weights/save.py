@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -27,7 +28,7 @@ from shardplan.runtime.pipeline.stage_tensors import StageTensor, in_whole_order
 
 from .all_ranks import all_or_none, is_first
 from .checkpoint_names import StateEntry, inner_model, kept_name, original_classes, saved_names, state_entries
-from .folders import abandon, begin, commit
+from .folders import begin, commit, saving
 from .lazy import Box, Lazy, leaf, leaves, read
 from .progress import OnProgress, Progress, reporter
 from .safetensors_folder import CONFIG, DTYPES, INDEX, ONE_FILE
@@ -68,8 +69,9 @@ def save_checkpoint(
 
     Parameters are gathered one at a time, and the mesh's first rank writes them: no rank holds the model, and only that
     rank needs the disk. Names and layouts are those of the checkpoint that was loaded, else those of the model's type
-    (experts apart, tied weights once). It is written to a folder beside and renamed at the end: until then an old
-    checkpoint of that name is whole, and there must be room for both.
+    (experts apart, tied weights once). It is written to a hidden folder beside and renamed at the end: until then an old
+    checkpoint of that name is whole, and there must be room for both. Of two jobs that save one folder, the one that
+    began last does; the other raises.
 
     Args:
         model: what `apply_plan` or `apply_pipeline` returned, with memory.
@@ -85,14 +87,14 @@ def save_checkpoint(
         ValueError: no plan was applied, the model is on the meta device or has adapters, the size cannot be read, or the
             folder has files and `overwrite` is not given, or is no checkpoint.
         OSError: on the first rank: there is no room, or the disk fails.
-        RuntimeError: another rank failed. Every rank raises.
+        RuntimeError: another rank failed, or another job saves the folder. Every rank raises.
     """
     record = applied(model)
     folder = Path(folder).absolute()
     first = is_first(record.mesh.mesh)
     new: Path | None = None
-    try:
-        with all_or_none(record.mesh.mesh, f"preparing to save {folder}") as agree:
+    with ExitStack() as stack:
+        with all_or_none(record.mesh.mesh, f"preparing to save {folder}", "save_checkpoint") as agree:
             limit = size_of(max_shard_size)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise TypeError(f"dtype must be a floating-point torch.dtype or None, not {dtype!r}")
@@ -102,6 +104,7 @@ def save_checkpoint(
             if first:
                 folder = folder.resolve()
                 new = begin(folder, overwrite=overwrite, marks=(CONFIG, ONE_FILE, INDEX))
+                stack.enter_context(saving(new, folder))
                 _check_room(new, files)
             agree([(file.name, [(one.name, one.tensor.shape, one.dtype) for one in file.outputs]) for file in files])
         _write_files(files, source, new, record.mesh.mesh, reporter(progress, first))
@@ -109,10 +112,6 @@ def save_checkpoint(
             if new is not None:
                 _write_rest(inner, files, new, dtype)
                 commit(new, folder, lambda name: not _replaced(name))
-    except BaseException:
-        if new is not None:
-            abandon(new)
-        raise
 
 
 def size_of(text: int | str) -> int:
@@ -259,7 +258,7 @@ def _check_room(folder: Path, files: Sequence[_File]) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise OSError(
-            f"{folder.parent} has {free:,} bytes free, but the checkpoint needs {needed:,}: nothing was written"
+            f"{folder.parent.parent} has {free:,} bytes free, but the checkpoint needs {needed:,}: nothing was written"
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
@@ -20,18 +21,19 @@ from shardplan.runtime.apply.model_parts import parts_of
 from shardplan.runtime.pipeline import Pipeline
 from shardplan.runtime.pipeline.merged_parts import merged
 
-from .all_ranks import all_or_none, is_first
+from .all_ranks import all_or_none, is_first, of_first
 from .checkpoint_names import without_wrapper
-from .checksums import CHECKSUMS, check_checksums, write_checksums
-from .folders import abandon, begin, beside, commit, repair
+from .checksums import CHECKSUMS, SummedFiles, check_checksums, identity, write_checksums
+from .folders import begin, commit, repair, saving
 from .stage_moments import loaded, to_load, to_save
 
 METADATA, EXTRA, RANDOM = ".metadata", "extra.pt", "random.pt"
+_seen: dict[Path, str | None] = {}  # on the first rank: what it last saved or loaded at a place
 
 
 def save_training_state(
     model: nn.Module | Pipeline,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     folder: str | PathLike[str],
     *,
     extra: Mapping[str, Any] | None = None,
@@ -40,10 +42,12 @@ def save_training_state(
     """Write a planned model, its optimizer and the place of its random numbers, so that training can resume on any mesh. Call it
     on all ranks.
 
-    Every rank writes its own part, into one folder that all ranks see. The files go to a temporary folder, which is renamed
-    at the end: until then an old one of that name stays complete.
+    Every rank writes its own part, into one folder that all ranks see. The files go to a hidden folder of this save alone, which is
+    renamed at the end: until then an old one of that name stays complete. Of two jobs that save one folder, the one that began
+    last does; the other raises.
 
     Args:
+        optimizer: one, or several that together have the model's parameters, in any order.
         extra: numbers, texts, tensors, and lists and dicts of them, such as the step or a scheduler's `state_dict()`; the
             first rank's are saved.
         overwrite: replace what `save_training_state` wrote there before.
@@ -51,43 +55,68 @@ def save_training_state(
     Raises:
         ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or the folder
             has files and `overwrite` is not given, or is no checkpoint.
-        RuntimeError: a rank failed, such as on a full disk; it is named with its error. Every rank raises.
+        TypeError: `optimizer` is something else.
+        RuntimeError: a rank failed, such as on a full disk, and is named with its error; or another job saves this folder, or has
+            saved it since this job last saved or loaded it. Every rank raises.
     """
-    folder = Path(folder).resolve()
-    first, new = is_first(None), beside(folder, "new")
-    try:
-        with all_or_none(None, f"preparing to save {folder}"):
-            applied(model).keep_checkpoints_portable(optimizer)
+    folder, first = Path(folder).resolve(), is_first(None)
+    new: Path | None = None
+    with ExitStack() as stack:
+        with all_or_none(None, f"preparing to save {folder}", "save_training_state"):
+            optimizers = _several(optimizer)
+            for one in optimizers:
+                applied(model).keep_checkpoints_portable(one)
             if first:
-                begin(folder, overwrite=overwrite, marks=(METADATA,))
-        weights, moments = get_state_dict(_named(model), optimizer)
+                _refuse_another(folder)
+                new = begin(folder, overwrite=overwrite, marks=(METADATA,))
+                stack.enter_context(saving(new, folder))
+                _refuse_another(folder)  # no other can save it from here on, unless it ends this save
+        new = of_first(new)
+        weights, moments = get_state_dict(_named(model), optimizers)
         if isinstance(model, Pipeline):
             moments = to_save(model, moments)
+        writer, files = FileSystemWriter(new), SummedFiles()
+        writer.fs = files
         with _named_rank(f"saving {folder}"):
-            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=new)
+            dcp.save({"model": weights, "optimizer": moments}, storage_writer=writer)
         with all_or_none(None, f"finishing {folder}"):
             if first:
-                torch.save(dict(extra or {}), new / EXTRA)
+                _write(files, new / EXTRA, dict(extra or {}))
                 if (streams := applied(parts_of(model)[0]).streams) is not None:
-                    torch.save({"seed": streams.seed, "calls": streams.calls}, new / RANDOM)
-        write_checksums(new)
+                    _write(files, new / RANDOM, {"seed": streams.seed, "calls": streams.calls})
+        write_checksums(new, files.written)
         with all_or_none(None, f"finishing {folder}"):
             if first:
+                saved = identity(new)
                 commit(new, folder, lambda name: False)
-    except BaseException:
-        if first:
-            abandon(new)
-        raise
+                _seen[folder] = saved
+
+
+def _write(files: SummedFiles, path: Path, content: dict[str, Any]) -> None:
+    with files.create_stream(path, "wb") as stream:
+        torch.save(content, stream)
+
+
+def _refuse_another(folder: Path) -> None:
+    """A job that was stopped, and goes on after another has taken its place, does not put its older state over the newer one."""
+    if folder in _seen and (found := identity(folder)) is not None and found != _seen[folder]:
+        raise RuntimeError(
+            f"{folder} is not what this job last saved or loaded there: another job has saved it since, and its state stays. "
+            "End one of the jobs, or let them save to different folders; load_training_state takes over what is there"
+        )
 
 
 def load_training_state(
-    model: nn.Module | Pipeline, optimizer: Optimizer, folder: str | PathLike[str]
+    model: nn.Module | Pipeline, optimizer: Optimizer | Sequence[Optimizer], folder: str | PathLike[str]
 ) -> dict[str, Any]:
     """Read what `save_training_state` wrote, on any mesh, into a planned model with memory and its optimizer. To be called
     on all ranks.
 
     Every file is compared with the checksum that was saved with it, each by one rank, before anything is changed. If reading
     fails after that, model and optimizer hold parts of the checkpoint and are not to be used.
+
+    Args:
+        optimizer: one or several, as they were saved.
 
     Returns:
         What was saved as `extra`.
@@ -96,30 +125,54 @@ def load_training_state(
         ValueError: no plan was applied, the optimizer holds tensors that are not the model's parameters, or a file is
             not as it was written.
         FileNotFoundError: the folder or a file of it is missing.
-        RuntimeError: names or shapes do not fit, or another rank failed. Every rank raises.
+        TypeError: `optimizer` is something else.
+        RuntimeError: names or shapes do not fit, another rank failed, or another job saved the folder meanwhile. Every rank
+            raises.
     """
     folder = Path(folder).resolve()
-    with all_or_none(None, f"looking for {folder}"):
+    found: str | None = None
+    with all_or_none(None, f"looking for {folder}", "load_training_state"):
         if is_first(None):
             repair(folder)
+            found = identity(folder)
     with all_or_none(None, f"checking {folder}"):
-        applied(model).keep_checkpoints_portable(optimizer)
+        optimizers = _several(optimizer)
+        for one in optimizers:
+            applied(model).keep_checkpoints_portable(one)
         _check_files(folder)
     with all_or_none(None, f"preparing to load {folder}"):
         extra = torch.load(folder / EXTRA, weights_only=True)
         random = torch.load(folder / RANDOM, weights_only=True) if (folder / RANDOM).is_file() else None
     named = _named(model)
-    weights, moments = get_state_dict(named, optimizer)
+    weights, moments = get_state_dict(named, optimizers)
     wanted = to_load(model, moments) if isinstance(model, Pipeline) else moments
     with _named_rank(f"loading {folder}"):
         dcp.load({"model": weights, "optimizer": wanted}, checkpoint_id=folder)
+    with all_or_none(None, f"reading {folder}"):
+        if is_first(None) and identity(folder) != found:
+            raise RuntimeError(f"another job saved {folder} while it was being read: load it again")
     with all_or_none(None, f"loading {folder}"):
         read = loaded(model, moments, wanted) if isinstance(model, Pipeline) else wanted
-        set_state_dict(named, optimizer, model_state_dict=weights, optim_state_dict=read)
+        set_state_dict(named, optimizers, model_state_dict=weights, optim_state_dict=read)
         for part in parts_of(model):
             if random is not None and (streams := applied(part).streams) is not None:
                 streams.seed, streams.calls = random["seed"], random["calls"]
+    if is_first(None):
+        _seen[folder] = found
     return extra
+
+
+def _several(optimizer: Any) -> list[Optimizer]:
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    others = [one for one in optimizers if not isinstance(one, Optimizer)]
+    if others or not optimizers:
+        given = f"a {type(others[0]).__name__}" if others else "an empty list"
+        inner = others and isinstance(getattr(others[0], "optimizer", None), Optimizer)
+        raise TypeError(
+            f"optimizer must be a torch.optim.Optimizer or a list of them, not {given}"
+            f"{': pass its .optimizer' if inner else ''}"
+        )
+    return optimizers
 
 
 def _named(model: nn.Module | Pipeline) -> nn.Module:
