@@ -42,6 +42,7 @@ QUICK = {
     "test_fmt",
     "test_fuzz_parse",
     "test_generated",
+    "test_gpu_parts",
     "test_lazy",
     "test_models_auto",
     "test_parse_codes",
