@@ -7,7 +7,7 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
 
-.PHONY: demo docs first-run browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants drawn bench bench-gpu generated clean
+.PHONY: demo docs first-run browser gates quick test test-all exhaustive ep pp soundness adversaries zoo variants drawn bench bench-gpu gpu generated clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (a minute or two)"
@@ -75,6 +75,14 @@ bench: $(VENV)/.installed  ## the figures of docs/benchmarks.md, on an idle mach
 
 bench-gpu: $(VENV)/.installed  ## those that need a CUDA device
 	$(BIN)/python -m benchmarks gpu
+
+gpu: $(VENV)/.installed  ## what eight minutes of a CUDA device can tell (MINUTES, RESULTS: a folder that has none yet)
+	$(BIN)/python -m tests.gpu --minutes $(or $(MINUTES),8) --out $(or $(RESULTS),build/gpu)
+
+# For a machine with torch and transformers, Python 3.12 and no package index: what shardplan needs besides.
+build/wheels: constraints.txt | $(VENV)/.installed
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --only-binary :all: --python-version 3.12 \
+		--platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --constraint constraints.txt -d $@ pydantic
 
 $(VENV)/.docs: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"

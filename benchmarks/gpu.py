@@ -138,19 +138,24 @@ def measured(model: nn.Module, repeats: int) -> Figures:
     return Figures(*map(statistics.median, (times, [kernels], kept, peaks)))
 
 
+def layer_of(name: str, make: Way, repeats: int) -> tuple[float, float, float, float]:
+    """Step, kernels, kept and peak of a layer of a model split in one way."""
+    found = []
+    for depth in DEPTHS:
+        torch.compiler.reset()
+        with fake_ranks(TP, device="cuda") as mesh:
+            with torch.device("cuda"):
+                model = make(config_of(name, depth), mesh)
+            found.append(measured(model, repeats))
+        torch.cuda.empty_cache()
+    return found[1].per_layer(found[0])
+
+
 def rows(repeats: int) -> Iterator[tuple[str, ...]]:
     for name in MODELS:
         for way, make in ways(name).items():
             print(name, way, file=sys.stderr, flush=True)
-            found = []
-            for depth in DEPTHS:
-                torch.compiler.reset()
-                with fake_ranks(TP, device="cuda") as mesh:
-                    with torch.device("cuda"):
-                        model = make(config_of(name, depth), mesh)
-                    found.append(measured(model, repeats))
-                torch.cuda.empty_cache()
-            step, kernels, kept, peak = found[1].per_layer(found[0])
+            step, kernels, kept, peak = layer_of(name, make, repeats)
             numbers = (step, kernels, max(0.0, step - kernels))
             yield name, way, *(f"{n:.2f}" for n in numbers), f"{kept:,.0f}", f"{peak:,.0f}"
 

@@ -63,7 +63,7 @@ def kernels_of(call: Callable[[], Any], device: str) -> dict[str, Any]:
         "operators": sorted({e.key.removeprefix("aten::") for e in events if e.key.startswith(OPERATOR)})
     }
     if device == "cuda":
-        kernels = [e for e in events if e.self_device_time_total > 0 and not e.key.startswith("aten::")]
+        kernels = [e for e in events if e.device_type.name == "CUDA"]
         kernels.sort(key=lambda e: -e.self_device_time_total)
         row["kernels"] = [e.key[:60] for e in kernels[:3]]
     return row

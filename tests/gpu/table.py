@@ -38,11 +38,5 @@ PARTS = (
     _own("peaks", "the allocator's peak of a step against `estimate`, with each form of AdamW", 120),
     _own("layer_times", "a layer of Llama-3.1-8B as a rank has it, against the least time of `estimate`", 100),
     _own("host_times", "from which length on the host is hidden", 90),
-    Part(
-        "benchmark",
-        "benchmarks/gpu.py",
-        240,
-        (sys.executable, "-m", "benchmarks.gpu", "--repeats", "5"),
-        needs_cuda=True,
-    ),
+    _own("benchmark", "benchmarks/gpu.py", 240, needs_cuda=True),
 )
