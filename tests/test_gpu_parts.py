@@ -128,7 +128,7 @@ def test_parts_are_skipped_or_not_run_with_the_reason(tmp_path, monkeypatch):
 
 
 def test_results_are_whole_after_the_script_was_killed(tmp_path):
-    endless = CHILD + f"\nwhile True:\n    {row(case='x' * 2000, ok=True)}"
+    endless = CHILD + f"\nfor _ in range(60):\n    {row(case='x' * 2000, ok=True)}\ntime.sleep(600)"
     code = f"""
 from pathlib import Path
 from tests.gpu.running import Results, run_parts
