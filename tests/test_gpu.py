@@ -107,14 +107,14 @@ def test_the_estimated_peak_is_that_of_the_allocator(name, checkpointing):
         model = found.build("meta", torch.bfloat16).train()
         apply_plan(model, device_mesh, "auto", src_data_rank=None, **options)
         model.to_empty(device="cuda")
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.zero_()
+        with torch.no_grad():  # experts are to have about as many tokens each, as `estimate` says
+            for tensor in local_tensors(model):
+                tensor.normal_(std=0.02) if tensor.ndim > 1 else tensor.fill_(1)
         before = torch.cuda.memory_allocated() - sum(t.nbytes for t in local_tensors(model))
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
             torch.cuda.reset_peak_memory_stats()
-            ids = torch.zeros(1, 4096, dtype=torch.long, device="cuda")
+            ids = torch.randint(1024, (1, 4096), device="cuda")
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -59,11 +59,11 @@ def peak_of(case: Case, form: dict[str, bool], device: str) -> int:
         gc.collect()
         before = torch.cuda.memory_allocated() if device == "cuda" else 0
         model.to_empty(device=device)
-        with torch.no_grad():
+        with torch.no_grad():  # experts are to have about as many tokens each, as `estimate` says
             for tensor in _local_tensors(model):
-                tensor.zero_()
+                tensor.normal_(std=0.02) if tensor.ndim > 1 else tensor.fill_(1)
         optimizer = torch.optim.AdamW(model.parameters(), **form)
-        ids = torch.zeros(case.micro_batch, case.seq_len, dtype=torch.long, device=device)
+        ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len), device=device)
         for _ in range(3):
             if device == "cuda":
                 torch.cuda.synchronize()

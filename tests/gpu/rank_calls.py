@@ -53,6 +53,12 @@ def _reduce_scatter(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return private("reduce_scatter")(x, "sum", 0, dist.group.WORLD), torch.full_like(x[: len(x) // 2], 3.0)
 
 
+def _reduce_scatter_mean(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    result = torch.empty_like(x[: len(x) // 2])
+    dist.reduce_scatter_tensor(result, x, op=dist.ReduceOp.AVG)
+    return result, torch.full_like(result, 1.5)
+
+
 def _all_to_all(x: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     result = torch.empty_like(x)
     dist.all_to_all_single(result, x)
@@ -86,6 +92,7 @@ COLLECTIVES: dict[str, Callable[[Tensor, int], tuple[Tensor, Tensor]]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
+    "reduce_scatter of a mean": _reduce_scatter_mean,
     "all_to_all": _all_to_all,
     "broadcast": _broadcast,
     "scatter": _scatter,

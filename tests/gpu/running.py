@@ -139,6 +139,8 @@ def _run(
                 results.log(text.encode() + b"\n")
         ended = process.poll()
     finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         kill_all(marker)
         process.wait()
         assert process.stdout is not None

@@ -29,8 +29,10 @@ def probe(device: str) -> set[str]:
 
 def needed(case: Case) -> set[str]:
     names = {"all_reduce", "all_gather"}
-    if case.sequence_parallel or case.dp_shard > 1:
+    if case.sequence_parallel:
         names.add("reduce_scatter")
+    if case.dp_shard > 1:
+        names.add("reduce_scatter of a mean")
     return names | ({"all_to_all"} if case.ep > 1 else set())
 
 
