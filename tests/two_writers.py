@@ -19,6 +19,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -197,6 +198,10 @@ def judge(folder: Path, found: tuple[str, Any, float, float], saves: dict[int, A
     return ""
 
 
+def summary(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
 def run(rounds: int, seed: int) -> Counter[str]:
     draw, counts = random.Random(seed), Counter[str](rounds=rounds, mixed=0, lost=0, older=0)
     with tempfile.TemporaryDirectory() as place:
@@ -221,6 +226,8 @@ def run(rounds: int, seed: int) -> Counter[str]:
                     assert jobs[0].do("save", number)[0] == "done"
                     found = ("done", number)
                 last = found[1]
+                if round_number % 100 == 99:
+                    print(summary({**counts, "rounds": round_number + 1}), flush=True)
             names = [path.suffix for path in beside(folder).iterdir()] if beside(folder).exists() else []
             counts["files of ended jobs"] = names.count(".old")
             counts["left"] = len(names) - names.count(".old")
@@ -237,5 +244,5 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     counts = run(given.rounds, given.seed)
-    print(", ".join(f"{name} {count}" for name, count in counts.items()))
+    print(summary(counts))
     raise SystemExit(bool(counts["mixed"] or counts["lost"] or counts["older"]))
