@@ -249,6 +249,19 @@ def test_sums_are_for_blocks_that_have_a_module() -> None:
         assert {d.code for d in found} == {"SP201"}
 
 
+def test_rules_are_for_modules_that_have_a_number() -> None:
+    """As the code of one release has them: a later rule for the same modules, which replaces the first there."""
+    norm = "model.layers.1.input_layernorm"
+    grouped = replace(LLAMA.modules[norm], numbers={"group_size": 8})
+    kinds = replace(LLAMA, modules={**LLAMA.modules, norm: grouped})
+    both = "    - {style: sequence_parallel}\n    - {style: replicate, having: group_size, override: true, optional: true}\n"
+    rules = f"  model.layers.*.input_layernorm:\n{both}"
+    for tree, rule in ((kinds, "replicate"), (LLAMA, "sequence_parallel")):
+        resolved, found = bound(rules, tree)
+        assert (resolved.assignments[norm].rule.style, found) == (rule, ())
+        assert resolved.assignments["model.layers.0.input_layernorm"].rule.style == "sequence_parallel"
+
+
 def test_a_condition_without_a_value_is_one_finding_with_a_place() -> None:
     _, found = bound("  model.layers.*: {style: replicate, sum_outputs: [self_attn, mlp], when: head}\n")
     (one,) = (d for d in found if d.code == "SP209")

@@ -143,7 +143,7 @@ class Rule:
             every rank computes in full (router logits of an auxiliary loss).
         exchange: how tokens are sent to the ranks of their experts; None: as the style does by default.
         regather: what is gathered along the sequence is not kept for backward: its shard is, which is gathered again there.
-        having: only for modules below which a module or parameter of this name is; None: for all.
+        having: only for modules below which a module or parameter of this name is, or that have a number of it; None: for all.
         when: a condition over the configuration: without it, the rule is none. A bool: whether it holds.
     """
 

@@ -134,8 +134,11 @@ class Names:
         if rule.having is None:
             return reached
         tree, below = self.tree, rule.having
-        there = (full_name(name, below) for name in reached.modules)
-        chosen = (name in tree.modules or name in tree.parameters for name in there)
+        there = ((name, full_name(name, below)) for name in reached.modules)
+        chosen = (
+            inner in tree.modules or inner in tree.parameters or below in tree.modules[name].numbers
+            for name, inner in there
+        )
         return Reached(tuple(compress(reached.modules, chosen)))
 
     def reach(self, glob: Glob) -> Reached:

@@ -220,8 +220,8 @@ class RuleOptions(Strict):
 
     having: Given[AttributeName] = Field(
         default=None,
-        description="The rule is for those of the modules only below which there is a module or parameter of this name: blocks of one "
-        "kind among blocks of several.",
+        description="The rule is for those of the modules only below which there is a module or parameter of this name, or that have a "
+        "number of this name: blocks of one kind among blocks of several, or a module as one release of its code has it.",
         examples=["experts"],
     )
     when: Given[ConditionText] = Field(

@@ -66,11 +66,14 @@ def all_to_all(x: Tensor, received: Sequence[int], sent: Sequence[int], group: G
 
 
 def _gather(x: Tensor, mesh: Group, dim: int) -> Tensor:
-    if torch.compiler.is_compiling():
-        return _traced["all_gather"](x.contiguous(), dim, mesh)
     dim, ranks = dim % x.ndim, mesh.size()
-    stacked = _run(FUNCTIONAL.all_gather_into_tensor.default, x.contiguous(), ranks, _name(mesh))
     whole = (*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
+    if torch.compiler.is_compiling():
+        # The first dim alone: of the others torch 2.11 makes a function that Dynamo refuses. What follows is that function's
+        # work, in the operators that asynchronous tensor parallelism knows: a split and a cat.
+        stacked = _traced["all_gather"](x.contiguous(), 0, mesh)
+        return stacked.view(whole) if prod(x.shape[:dim]) == 1 else torch.cat(stacked.split(x.shape[0]), dim)
+    stacked = _run(FUNCTIONAL.all_gather_into_tensor.default, x.contiguous(), ranks, _name(mesh))
     if prod(x.shape[:dim]) == 1:  # no copy; and no view of what nobody else has, which could not be changed in place
         return UNSAFE_VIEW(stacked, whole)
     return stacked.view(ranks, *x.shape).movedim(0, dim).reshape(whole)
