@@ -22,7 +22,7 @@ PARSER = f"""
 import sys, types
 import pydantic, yaml
 package = types.ModuleType("shardplan.language")
-package.__path__ = [{str(ROOT / "shardplan" / "parse")!r}]
+package.__path__ = [{str(ROOT / "shardplan" / "language")!r}]
 sys.modules["shardplan.language"] = package
 import shardplan.language.document
 """

@@ -478,3 +478,34 @@ def test_a_found_module_is_copied_from_the_module():
         assert torch.equal(built.head.weight, make_reduced_model(module, tp=2).build().head.weight)
     large = transformers.LlamaForCausalLM(LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=3))
     assert len(make_reduced_model(find_any(large), tp=2).layers) == 2
+
+
+def test_a_model_that_does_not_run_is_a_finding_with_every_cause_and_its_line() -> None:
+    """Of an exception without a text, and of one that was raised from another."""
+
+    class Checked(nn.Module):
+        def __init__(self, own: bool):
+            super().__init__()
+            self.inner, self.own = nn.Linear(4, 4), own
+
+        def forward(self, x):
+            if self.own:
+                raise ValueError
+            try:
+                return {}["rotary"]
+            except KeyError as error:
+                raise RuntimeError("no table") from error
+
+    def notes(own: bool) -> tuple[str, ...]:
+        small = ReducedModel.__new__(ReducedModel)
+        object.__setattr__(small, "name", "checked")
+        with pytest.raises(PlanError) as raised:
+            with small.running():
+                Checked(own)(torch.ones(2, 4))
+        (found,) = raised.value.diagnostics
+        assert found.code == "SP523"
+        return found.notes
+
+    assert notes(False) == ("RuntimeError: no table", "KeyError: 'rotary'")
+    (line,) = notes(True)
+    assert line.startswith("ValueError at ") and line.endswith(": raise ValueError")

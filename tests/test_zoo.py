@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
@@ -15,7 +16,9 @@ from shardplan import verify
 from shardplan.language import builtin_plans, parse_plan
 from tests.model_settings import find, without_dropout
 from tests.zoo import diffusion, image_text
-from tests.zoo.__main__ import lacks, page, reasons, right
+from tests.zoo import entry as judge
+from tests.zoo.__main__ import communication, lacks, page, reasons, right
+from tests.zoo.block_inputs import TooManyChoices
 from tests.zoo.entry import DERIVED, Entry, counted_again, entry, has, made_again
 from tests.zoo.init import by_init
 from tests.zoo.other_entry import OF_TRUNK, OtherEntry
@@ -218,3 +221,19 @@ def test_a_family_in_real_processes(name: str) -> None:
     report = verify(without_dropout(find(name).config), "auto", tp=2, dp_shard=2, processes=True)
     assert report.ok, report
     assert {one.variant for one in report.variants} == {"tensor_parallel", "sequence_parallel"}
+
+
+def test_choices_that_are_too_many_are_said_and_end_nothing(monkeypatch):
+    """`make zoo` goes on to the next type; the table says that whether there is a better one is not known."""
+
+    def choices(*_):
+        raise TooManyChoices("there are too many places for block inputs in model.layers.2.norm")
+
+    one = {"forward": {"all_reduce": 4}, "backward": {"all_reduce": 6}}
+    monkeypatch.setattr(judge, "collectives", lambda *_: one)
+    monkeypatch.setattr(judge, "minimum", lambda *_: {**one, "backward": {"all_reduce": 5}})
+    monkeypatch.setattr(judge, "spent", lambda *_: (6, (1.0, 0.0)))
+    monkeypatch.setattr(judge, "choices", choices)
+    found = judge.communicating(Entry("many"), {"tp": None}, SimpleNamespace(reference=None), None)
+    assert found.more("tp") and not found.choices
+    assert "too many places for block inputs in model.layers.2.norm" in communication(found)

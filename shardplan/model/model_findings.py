@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, PlanError, Severity
+
+MOST_CAUSES = 4
 
 
 def refuse(
@@ -43,6 +46,21 @@ def joined(words: tuple[str, ...]) -> str | None:
         return None
     quoted = [f"`{word}`" for word in words]
     return "did you mean " + " or ".join([", ".join(quoted[:-1]), quoted[-1]] if quoted[1:] else quoted) + "?"
+
+
+def causes(error: BaseException) -> tuple[str, ...]:
+    """An exception and what it was raised from, a line each; of one without a text the line of code that raised it."""
+    lines: list[str] = []
+    seen: BaseException | None = error
+    while seen is not None and len(lines) < MOST_CAUSES:
+        lines.append(reason(seen) if str(seen).strip() else f"{reason(seen)}{_place(seen)}")
+        seen = seen.__cause__
+    return tuple(lines)
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" at {frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}".rstrip(": ") if frames else ""
 
 
 def reason(error: BaseException) -> str:

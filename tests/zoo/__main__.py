@@ -196,7 +196,8 @@ def _less(e: Entry, word: str) -> str:
         count, token, _ = e.reduced
         n, least, _ = next(better for better in e.choices if better[0] <= count and better[1] <= token)
         return f" of {total({**e.minimum[word], 'backward': {'all_reduce': int(n)}})} ({least / token:.0%} of the elements)"
-    return f" of {total(e.minimum[word])}"
+    tried = "" if word != "tp" or not e.untried else f" ({e.untried}: whether another choice is better is not known)"
+    return f" of {total(e.minimum[word])}{tried}"
 
 
 def total(found: Collectives) -> str:

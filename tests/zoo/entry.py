@@ -28,7 +28,7 @@ from shardplan.model.reduced.trace import Trace
 from tests.model_settings import find
 from tests.soundness.judge import Subject, fitting, judge, subject
 
-from .block_inputs import Size, dominated
+from .block_inputs import Size, TooManyChoices, dominated
 from .minimum import choices, minimum, spent
 
 SIZES = (2, 4)
@@ -60,6 +60,7 @@ class Entry:
         reduced: with TP, where the backward pass has more than these and the forward pass has not: its collectives, and how
             many elements they reduce for each token, and whatever the number of tokens.
         choices: there, the same of each choice of block inputs that no other is as good as (block inputs.py).
+        untried: why the choices are not known: there are too many to try all.
         init: the verdicts of the plan that `init` writes.
         init_more: the variants in which that plan communicates more than the minimum of what it splits.
         init_why: where it does less than the built-in plan: what `init` says stands in the way.
@@ -83,6 +84,7 @@ class Entry:
     minimum: dict[str, Collectives] = field(default_factory=dict)
     reduced: list[float] = field(default_factory=list)
     choices: list[list[float]] = field(default_factory=list)
+    untried: str = ""
     init: dict[str, str] = field(default_factory=dict)
     init_more: list[str] = field(default_factory=list)
     init_why: list[str] = field(default_factory=list)
@@ -240,11 +242,15 @@ def communicating(one: Entry, counted: Mapping[str, ResolvedPlan], bench: Workbe
         minimum={word: minimum(resolved, bench) for word, resolved in counted.items()},
         reduced=[],
         choices=[],
+        untried="",
     )
     if "tp" not in counted or not one.is_a_choice:
         return one
     count, size = spent(counted["tp"], bench, tree)
-    frontier = choices(counted["tp"], bench, tree)
+    try:
+        frontier = choices(counted["tp"], bench, tree)
+    except TooManyChoices as error:
+        return replace(one, untried=str(error))
     return replace(one, reduced=[count, *size], choices=[[n, *least] for n, least in sorted(frontier.items())])
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from shardplan.core.tree import ModuleTree
 from shardplan.model.adapters import unwrapped
 from shardplan.model.build_tree import tree_of
-from shardplan.model.model_findings import reason, refuse
+from shardplan.model.model_findings import causes, refuse
 
 from .layers import NUMBER
 from .reduced_codes import NOT_REDUCED
@@ -31,7 +31,7 @@ def named_by_user(reduced: Callable[[], nn.Module], original: ModuleTree, name: 
             torch.manual_seed(seed)
             model = reduced()
     except Exception as error:  # the user's own code
-        raise refuse(NOT_REDUCED, f"`reduced` of {name} raised", notes=(reason(error),)) from error
+        raise refuse(NOT_REDUCED, f"`reduced` of {name} raised", notes=causes(error)) from error
     if not isinstance(model, nn.Module):
         raise refuse(NOT_REDUCED, f"`reduced` of {name} returned a {type(model).__name__}, not a torch.nn.Module")
     model = unwrapped(model)

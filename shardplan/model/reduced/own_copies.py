@@ -12,7 +12,7 @@ from torch import nn
 from shardplan.core.diagnostics import PlanError
 from shardplan.model.float8 import without_float8
 from shardplan.model.found import FoundModel, Inputs
-from shardplan.model.model_findings import reason, refuse
+from shardplan.model.model_findings import causes, refuse
 from shardplan.model.rebinding import HeldParameter, NotBound, copied
 
 from .pictures import BATCH
@@ -98,7 +98,7 @@ def checked(inputs: Inputs, name: str) -> Inputs:
                 torch.manual_seed(seed)
                 made = inputs(seed)
         except Exception as error:  # the user's own code
-            raise refuse(NO_INPUTS, f"`inputs` of {name} raised", notes=(reason(error),)) from error
+            raise refuse(NO_INPUTS, f"`inputs` of {name} raised", notes=causes(error)) from error
         if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
             raise refuse(
                 NO_INPUTS,
@@ -133,7 +133,7 @@ def not_callable(name: str, inputs: Mapping[str, Any], error: Exception) -> Plan
     return refuse(
         NO_INPUTS,
         f"{name} cannot be called with token ids as {', '.join(inputs)}",
-        notes=(reason(error),),
+        notes=causes(error),
         help=GIVE_INPUTS,
     )
 

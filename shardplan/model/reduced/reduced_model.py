@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from shardplan.core.diagnostics import PlanError
 from shardplan.model.build_tree import tree_of
 from shardplan.model.found import FoundModel, Inputs
-from shardplan.model.model_findings import reason, refuse
+from shardplan.model.model_findings import causes, refuse
 
 from .code_numbers import completed
 from .feeding import feeding
@@ -72,9 +72,7 @@ class ReducedModel:
         except PlanError:  # about its inputs
             raise
         except Exception as error:  # whatever the modelling code raises
-            raise refuse(
-                NOT_RUNNING, f"the reduced model of {self.name} does not run", notes=(reason(error),)
-            ) from error
+            raise refuse(NOT_RUNNING, f"the reduced model of {self.name} does not run", notes=causes(error)) from error
 
     def inputs(self, seed: int = 0, kind: str | None = None, padding: Padding | None = None) -> dict[str, Any]:
         """Keyword arguments of `forward`: for language models `input_ids` and `labels` [2, seq_len].

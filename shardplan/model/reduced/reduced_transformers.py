@@ -16,7 +16,7 @@ from shardplan.model.adapters import unwrapped
 from shardplan.model.build_tree import tree_of
 from shardplan.model.config_numbers import config_value, text_config
 from shardplan.model.found import FoundModel
-from shardplan.model.model_findings import reason, refuse
+from shardplan.model.model_findings import causes, reason, refuse
 from shardplan.model.offline import offline
 from shardplan.model.rebinding import NotBound, copied
 
@@ -76,7 +76,7 @@ def live(module: nn.Module, config: PreTrainedConfig, cls: type[PreTrainedModel]
         raise not_carried(name, error) from error
     except Exception as error:  # of the configuration and the modelling code
         raise refuse(
-            NO_REDUCED_MODEL, f"{name} cannot be built from its class and configuration", notes=(reason(error),)
+            NO_REDUCED_MODEL, f"{name} cannot be built from its class and configuration", notes=causes(error)
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds (torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`, `_fsdp_param.py`)."""
+"""The state of FSDP2's units that has no public name: `FSDPModule._get_fsdp_state` and what it holds
+(torch/distributed/fsdp/_fully_shard: `_fsdp_state.py`, `_fsdp_param_group.py`, `_fsdp_param.py`).
+"""
 
 from __future__ import annotations
 
