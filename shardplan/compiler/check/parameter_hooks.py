@@ -16,8 +16,8 @@ HOOKED = Code(
     text="""`register_hook` and `register_post_accumulate_grad_hook` belong to one Parameter object. Tensor
 parallelism and FSDP2 replace it by a DTensor, and the hook would never run: a gradient that it clips, scales or
 zeroes would pass unchanged, without an error. Register the hooks on the parameters that the model has after
-`apply_plan`; there they receive this rank's DTensor. A parameter that is not replaced (tp=1 without FSDP) keeps its
-hooks.""",
+`apply_plan`: `register_post_accumulate_grad_hook`, whose parameter and gradient are this rank's DTensors. `register_hook` runs there
+without FSDP2 alone, and raises with it. A parameter that is not replaced (tp=1 without FSDP) keeps its hooks.""",
 )
 
 CODES = (HOOKED,)
@@ -47,6 +47,6 @@ def hooked(resolved: ResolvedPlan) -> Iterator[Diagnostic]:
             severity=Severity.ERROR,
             message=f"hooks are registered on {resolved.tree.named(names)}, but applying the plan replaces these parameters: the hooks "
             "would never run",
-            help="register them after apply_plan, on the parameters that the model has then",
+            help="register them after apply_plan, on the parameters that the model has then: register_post_accumulate_grad_hook under FSDP2",
             modules=names,
         )

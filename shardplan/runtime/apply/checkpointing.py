@@ -9,30 +9,36 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shardplan.core.sections import ActivationCheckpointing
+from shardplan.runtime.parallel.direct_calls import same_moves
 from shardplan.runtime.parallel.forward import Around, wrap_forward
+from shardplan.runtime.parallel.regime import Regime
 from shardplan.runtime.parallel.selective import keep_products
 
-
-def _full(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _selective(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=keep_products, **kwargs)
+# What `checkpoint` is given besides use_reentrant.
+MODES: dict[str, dict[str, Any]] = {"full": {}, "selective": {"context_fn": keep_products}}
 
 
-MODES: dict[str, Around] = {"full": _full, "selective": _selective}
+def _checkpoint(options: dict[str, Any], regime: Regime | None) -> Around:
+    def around(forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        return checkpoint(same_moves(forward, regime), *args, use_reentrant=False, **options, **kwargs)
+
+    return around
 
 
 def checkpoint_modules(
-    model: nn.Module, names: Iterable[str], section: ActivationCheckpointing, compiled: Container[str]
+    model: nn.Module,
+    names: Iterable[str],
+    section: ActivationCheckpointing,
+    compiled: Container[str],
+    regime: Regime | None = None,
 ) -> None:
     """Recompute the named modules' activations in backward: all of them, or all but what the mode keeps.
 
     Args:
         compiled: the modules whose forward is compiled. In "selective" mode nothing is put around these: the compiler's
             partitioner keeps products and collectives, and computes the rest again (docs/decisions/0024).
+        regime: of a model whose parts may be called with other moves than those of the plan's overlays.
     """
     for name in names:
         if section.mode == "full" or name not in compiled:
-            wrap_forward(model.get_submodule(name), MODES[section.mode])
+            wrap_forward(model.get_submodule(name), _checkpoint(MODES[section.mode], regime))

@@ -14,8 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from shardplan.core.sections import DataParallel, MixedPrecision, Prefetch
 from shardplan.core.tree import ancestors
 from shardplan.runtime.parallel.failures import at_module
+from shardplan.runtime.parallel.fsdp_units import keep_requires_grad
+from shardplan.runtime.parallel.left_steps import watch_left_steps
 
 from .expert_units import placement_over
+from .later_hooks import refuse_later_hooks
 from .wrapped import Wrapped
 
 
@@ -40,6 +43,9 @@ def apply_fsdp2(model: nn.Module, mesh: DeviceMesh, section: DataParallel, wrapp
             fully_shard(experts, **own, reshard_after_forward=_reshard(section, _last(wrapped, name)))
     _keep_class_names(model)
     _prefetch(model, wrapped, section.prefetch)
+    keep_requires_grad(model.modules())
+    watch_left_steps(model)
+    refuse_later_hooks(model)
     return model
 
 

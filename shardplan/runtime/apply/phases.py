@@ -14,10 +14,13 @@ from shardplan.compiler.lower.program import Program
 from shardplan.core.derived_plan import DerivedPlan
 from shardplan.core.diagnostics import Diagnostic, PlanError
 from shardplan.core.mesh import Axis
+from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import ancestors, block, full_name
 from shardplan.model.adapters import unwrapped
 from shardplan.runtime.parallel.async_tp import Fused
+from shardplan.runtime.parallel.direct_calls import OwnForward, watch_calls
 from shardplan.runtime.parallel.failures import module_of
+from shardplan.runtime.parallel.forward import wrap_forward
 from shardplan.runtime.parallel.random_streams import Streams
 from shardplan.runtime.parallel.regime import Shared
 from shardplan.runtime.parallel.whole_scalars import meshes_of, store_scalars
@@ -76,6 +79,7 @@ def _tensor_parallel(work: Work) -> bool:
         return False
     work.shared = shard(work.inner, work.mesh, work.program, src_data_rank=work.src_data_rank, ready=work.ranks.go_on)
     if work.split:
+        wrap_forward(work.inner, OwnForward(work.shared.regime))
         use_sharded_loss(work.inner, work.program)
     return True
 
@@ -127,7 +131,8 @@ def _common_random_numbers(work: Work) -> bool:
 def _activation_checkpointing(work: Work) -> bool:
     resolved, section = work.program.resolved, work.program.resolved.activation_checkpointing
     if section is not None:
-        checkpoint_modules(work.inner, resolved.ac_modules, section, resolved.compile_modules)
+        regime = work.shared.regime if work.shared is not None else None
+        checkpoint_modules(work.inner, resolved.ac_modules, section, resolved.compile_modules, regime)
     return bool(resolved.ac_modules)
 
 
@@ -169,8 +174,20 @@ def _data_parallel(work: Work) -> bool:
     return True
 
 
+def _watch_calls(work: Work) -> None:
+    if work.shared is None:
+        return
+    program, regime = work.program, work.shared.regime
+    regime.home, regime.unreadable = regime.variant, next(iter(program.unreadable), "")
+    plain = variant_name(without_sequence(program.resolved.overlays))
+    watch_calls(work.inner, work.model, program.by_name, plain, regime)
+    if work.shared.link is not None:
+        work.shared.link.watch(work.inner.get_submodule(m.name) for m in program.modules.values() if m.link == "source")
+
+
 def _refusals(work: Work) -> bool:
     if work.split:
+        _watch_calls(work)
         refuse_attention_maps(work.inner)
         refuse_full_tensor(work.inner, packed_parameters(work.program))
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -44,6 +45,14 @@ class Unit:
         for found in self.groups:
             found.group.post_forward_mesh_info = None
 
+    def before_forward(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """What FSDP2 does before a forward of the module, around other code: from its arguments to those that are cast."""
+        return self.state._pre_forward(cast(nn.Module, self.module), args, kwargs)
+
+    def after_forward(self, args: tuple, output: Any) -> Any:
+        """What FSDP2 does after it: the output with what begins the backward."""
+        return self.state._post_forward(cast(nn.Module, self.module), args, output)
+
     def restore(self) -> None:
         """Bring back what was found, also out of a forward that was left by an exception."""
         root, training_state, running = self.found
@@ -77,6 +86,64 @@ def units_of(modules: Iterable[nn.Module]) -> list[Unit]:
             unit = Unit(module)
             units.setdefault(id(unit.state), unit)
     return list(units.values())
+
+
+def left_half_way(root: FSDPModule) -> Literal["", "forward", "backward"]:
+    """What an exception left half-way in the outermost unit's model; to be asked outside of both."""
+    context = root._get_fsdp_state()._state_ctx
+    if context.post_backward_final_callback_queued:
+        return "backward"
+    return "" if context.iter_forward_root is None else "forward"
+
+
+def reset(root: FSDPModule, *, drop: bool) -> bool:
+    """Make the state of all units what it is between two steps.
+
+    Args:
+        drop: gradients too.
+
+    Returns:
+        Whether gradients were dropped that other backwards than the last one may have left.
+    """
+    groups = [found.group for unit in units_of(cast(nn.Module, root).modules()) for found in unit.groups]
+    reduced = [group._partial_reduce_output for group in groups]  # of several backwards that the replicas add up once
+    dropped = drop and sum(_drop_gradients(group) for group in groups) > 0
+    root.reset_iter_state()
+    if not drop:
+        for group, output in zip(groups, reduced, strict=True):
+            group._partial_reduce_output = output
+    return dropped
+
+
+def _drop_gradients(group: Any) -> bool:
+    """Drop the gradients of a group. What its own parameters hold, and the gathered ones where the backward had not come to them, is not
+    of that backward alone."""
+    begun = group._training_state.name == "PRE_BACKWARD"
+    found = group._partial_reduce_output is not None
+    for parameter in group.fsdp_params:
+        whole = getattr(parameter, "_unsharded_param", None)
+        found |= parameter.sharded_param.grad is not None or parameter.unsharded_accumulated_grad is not None
+        found |= whole is not None and whole.grad is not None and not begun
+        parameter.sharded_param.grad = parameter.unsharded_accumulated_grad = None
+        if whole is not None:
+            whole.grad = None
+    return found
+
+
+def keep_requires_grad(modules: Iterable[nn.Module]) -> None:
+    """Let `requires_grad_` of a parameter that FSDP2 keeps gathered hold when it is sharded again: adapters that are switched off for one
+    forward and on again (peft) are trained afterwards."""
+    for unit in units_of(modules):
+        for found in unit.groups:
+            found.group._to_sharded = partial(_to_sharded, found.group, found.group._to_sharded)
+
+
+def _to_sharded(group: Any, shard: Callable[[], None]) -> None:
+    if group.is_unsharded:
+        for parameter in group.fsdp_params:
+            if parameter.sharded_param.requires_grad != parameter._unsharded_param.requires_grad:
+                parameter.sharded_param.requires_grad_(parameter._unsharded_param.requires_grad)
+    shard()
 
 
 def when_gathered(modules: Iterable[nn.Module], action: Callable[[Tensor], Callable[[Tensor], None] | None]) -> None:

@@ -87,6 +87,7 @@ class LocalParameters:
                     stored.append((parameters, leaf, parameter))
                     parameters[leaf] = self._stand_in(parameter, program.withheld)
                 elif isinstance(parameter, DTensor):  # else an enclosing block has read it
+                    self.regime.check_alone(module)
                     stored.append((parameters, leaf, parameter))
                     parameters[leaf] = read(parameter, program, self.regime)
             return forward(*args, **kwargs)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardplan.core.mesh import Axis
@@ -17,6 +18,7 @@ from .shared_reads import SharedReads
 from .waiting_sums import Waiting
 
 _current_graph_task_id = private("current_graph_task_id")
+NOT_ALONE = "_shardplan_not_alone"  # on a module: why it cannot be called by itself
 _PARTIAL = "_shardplan_partial"  # on a tensor that reached the block input: whether it was a partial sum
 
 
@@ -30,6 +32,11 @@ class Regime:
         neighbours: the ranks that compute with the same key-value heads, by their number.
         ep: the one-dimensional mesh over which experts are distributed; None where they are not.
         expert_share: what the gradients of the parameters on it are multiplied by (`MeshSizes.expert_share`).
+        home: the variant that the plan was applied with.
+        unreadable: a parameter that the variant without sequence parallelism cannot read as it is stored; empty: there is none.
+        inside: whose forward runs: the model's own, one of a part that is called by itself, one that a checkpoint of the plan keeps or
+            runs again; empty: none.
+        recording: whether the outermost of these began with gradients.
     """
 
     variant: str
@@ -37,6 +44,21 @@ class Regime:
     neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
     ep: DeviceMesh | None = None
     expert_share: float = 1.0
+    home: str = ""
+    unreadable: str = ""
+    inside: Literal["", "model", "part", "checkpoint"] = ""
+    recording: bool = False
+
+    def check_alone(self, module: nn.Module) -> None:
+        """Called where a module reads its parameters, and no forward around it has read them.
+
+        Raises:
+            RuntimeError: it is called by itself, and cannot be.
+        """
+        if self.inside or torch.compiler.is_compiling() or _current_graph_task_id() != -1:
+            return
+        if why := module.__dict__.get(NOT_ALONE):
+            raise RuntimeError(why)
 
     def share(self, parameter: ParameterProgram) -> float:
         """What the gradient of a parameter is multiplied by where it is read."""
@@ -64,6 +86,9 @@ class PartialEmbedding:
         self.complete = False
         self.length: int | None = None  # of the whole sequence, noted by the block input
         self.outermost: str | None = None  # the module whose forward holds all that runs now
+        self.sources: list[
+            tuple[nn.Module, frozenset[int]]
+        ] = []  # the embeddings, and the hooks that they had when the plan was applied
         self.states: list[tuple[Tensor, int]] = []  # hidden states in it, and the length of their whole sequence
 
     def enter(self, name: str) -> None:
@@ -79,10 +104,15 @@ class PartialEmbedding:
         self.outermost, states, self.states = None, self.states, []
         return states
 
+    def watch(self, sources: Iterable[nn.Module]) -> None:
+        """Called when the plan is applied, with the embeddings: what hooks that they get later read and change is whole."""
+        self.sources = [(source, frozenset(source._forward_hooks)) for source in sources]
+
     def begin(self) -> None:
         self.running = True
         self.pending.clear()
-        self.complete = False
+        # What a hook adds to a partial sum (NEFTune's noise) would be added on each rank.
+        self.complete = any(not source._forward_hooks.keys() <= known for source, known in self.sources)
         self.length = None
 
     def end(self, states: Sequence[Tensor | None]) -> None:

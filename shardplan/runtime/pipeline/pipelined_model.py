@@ -100,6 +100,7 @@ class Pipeline(Parted):
         self._hand_overs = HandOvers(layout.cut.stages, layout.owners, self._called, self.group, self.device)
         self._engine: tuple[Any, Engine] | None = None
         self._more_to_come = False
+        self._failed = ""  # why it is not to be used any more
         self._failures, self._trained = StepFailures(), self._trainable()
         inner = {stage: unwrapped(self.module_of(part)) for stage, part in self._called.items()}
         stages = {
@@ -117,6 +118,7 @@ class Pipeline(Parted):
             and hasattr(last, "loss_function")
         ):
             count_by_step(last, lambda: self._call.loss)
+
         self._entrance = _Entrance()
         self._uncompared = compare
         if compare:
@@ -218,6 +220,8 @@ class Pipeline(Parted):
                 or hidden states are asked for; with several calls, no `tokens`.
             RuntimeError: a stage failed, here or on another rank.
         """
+        if self._failed:
+            raise RuntimeError(f"an earlier step of this pipeline failed, and stages are left half-way: {self._failed}")
         train = torch.is_grad_enabled()
         if train:
             self._check_gradients(accumulate, tokens, calls)
@@ -235,6 +239,7 @@ class Pipeline(Parted):
             handing = self._hand_overs.of(given, self.micro_batches, self._mode)
             losses = self._engine_for(handing).run(given) if train else self._evaluated(given, handing)
         except Exception as error:
+            self._failed = in_words(error)
             first = self._failures.tell(error) or "Where it is a communication that failed, another rank did first"
             raise RuntimeError(
                 f"a pipeline step failed on pp rank {self._rank}, which has the stages {', '.join(map(str, self.layout.own))}: "

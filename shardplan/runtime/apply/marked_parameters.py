@@ -1,0 +1,44 @@
+"""Attributes of parameter objects that refuse a call of them. What makes other objects of a parameter sets the attribute anew: `_apply`
+(`to`, `to_empty`) and `load_state_dict(assign=True)`; of FSDP2, where it gathers, see `fsdp_units.when_gathered`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.core.tree import parent
+
+Mark = Callable[[str, Tensor], None]
+
+
+def mark_parameters(model: nn.Module, names: Collection[str], mark: Mark) -> dict[str, Tensor]:
+    """Set an attribute of DTensor parameters, now and whenever other objects take their places. Returns the objects of now, by name.
+
+    Args:
+        mark: (name, parameter) -> None; sets it.
+    """
+    found: dict[str, Tensor] = {}
+    for name in names:
+        owner, leaf = model.get_submodule(parent(name)), name.rpartition(".")[2]
+        one = partial(_mark, owner, leaf, name, mark)
+        one()
+        owner.__dict__["_apply"] = partial(_then, owner._apply, one)
+        owner.register_load_state_dict_post_hook(lambda module, keys, one=one: one())
+        if (parameter := owner._parameters[leaf]) is not None:
+            found[name] = parameter
+    return found
+
+
+def _mark(owner: nn.Module, leaf: str, name: str, mark: Mark) -> None:
+    parameter = owner._parameters[leaf]
+    if isinstance(parameter, DTensor):
+        mark(name, parameter)
+
+
+def _then(apply: Callable[..., nn.Module], one: Callable[[], None], *args: object, **options: object) -> nn.Module:
+    result = apply(*args, **options)
+    one()
+    return result

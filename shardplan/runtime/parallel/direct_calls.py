@@ -1,0 +1,207 @@
+"""Parts of a planned model that are called by themselves, outside of the model's own forward: a head on hidden states, a trunk
+without its head, one block.
+
+A caller has whole values, and expects complete gradients. Between blocks that is what the plan without sequence parallelism has,
+so such a part runs with the moves of that variant. What lies inside of a split block takes or returns a rank's share alone,
+and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardplan.core.module_program import ModuleProgram
+from shardplan.core.tree import ancestors, block, element
+from shardplan.torchlib.private import private
+
+from .fsdp_units import Unit
+from .left_steps import put_right
+from .regime import NOT_ALONE, Regime
+
+_current_graph_task_id = private("current_graph_task_id")
+_top_hooks = private("top_saved_tensors_hooks")
+
+
+def watch_calls(
+    model: nn.Module, outer: nn.Module, variants: Mapping[str, Mapping[str, ModuleProgram]], plain: str, regime: Regime
+) -> None:
+    """Know of the parts of a model whether they are called in the model's own forward, which `OwnForward` is around.
+
+    Args:
+        model: the one that the program is for.
+        outer: the one that FSDP2 has made the root of its units, where it has: the same, or around that one.
+        variants: `Program.by_name`.
+        plain: the variant without sequence parallelism.
+    """
+    planned = {name for modules in variants.values() for name in modules if name}
+    around = {a for name in planned for a in ancestors(name) if a}
+    for name in sorted(planned | around):
+        module, why = model.get_submodule(name), _unfit(name, variants[plain])
+        if why:
+            why = f"{name} was called by itself, outside of the model's forward: {why}"
+        if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):
+            module.__dict__[NOT_ALONE] = why  # seen where it reads its parameters, which costs the others nothing
+        else:
+            part = _Part(name, why, plain, regime, outer)
+            module.register_forward_pre_hook(part, prepend=True, with_kwargs=True)
+
+
+class OwnForward:
+    """Around the forward of the model: what is called in it is its own call."""
+
+    def __init__(self, regime: Regime):
+        self.regime = regime
+
+    def __call__(self, forward: Callable[..., Any], module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        regime = self.regime
+        if regime.inside or torch.compiler.is_compiling():
+            return forward(*args, **kwargs)
+        regime.inside, regime.recording = "model", torch.is_grad_enabled()
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            regime.inside = ""
+
+
+class _Part:
+    """Forward pre-hook of a module that may be called by itself.
+
+    Args:
+        why: why it cannot be; empty where it can.
+    """
+
+    def __init__(self, name: str, why: str, plain: str, regime: Regime, outer: nn.Module):
+        self.name, self.why, self.plain, self.regime, self.outer = name, why, plain, regime, outer
+        self.in_block = element(block(name))
+        self.recomputed = False  # a checkpoint in the model's forward runs it again
+        self.unrecorded = (
+            False  # it was called by itself without gradients, perhaps in a checkpoint with use_reentrant=True
+        )
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        regime = self.regime
+        if torch.compiler.is_compiling():
+            return None
+        if regime.inside:
+            if regime.inside == "model":
+                self.recomputed = self.recomputed or (not self.in_block and _checkpointed(regime))
+            elif regime.inside == "part" and self.in_block and regime.home != self.plain and _checkpointed(regime):
+                raise RuntimeError(self._around_checkpoint("the model's forward"))
+            return None
+        if _current_graph_task_id() != -1:
+            if self.in_block or self.recomputed:
+                self._run_again()
+                return None
+        elif self.why:
+            raise RuntimeError(self.why)
+        elif regime.home != self.plain and (self.in_block or self.recomputed) and _checkpoint_runs():
+            raise RuntimeError(self._around_checkpoint(f"{self.name} (or a module around it)"))
+        return self._begin(module, args, kwargs)
+
+    def _run_again(self) -> None:
+        """In backward: a checkpoint in the model's own forward runs it again."""
+        if self.unrecorded and self.regime.variant != self.plain and not _checkpoint_runs():
+            raise RuntimeError(
+                f"{self.name} runs in a backward, and was called by itself before: whether a checkpoint of the model's own forward runs it "
+                "again is not known. Under sequence parallelism checkpoints need use_reentrant=False, and backwards of your own code "
+                "take values from the forward"
+            )
+
+    def _around_checkpoint(self, called: str) -> str:
+        return (
+            f"{self.name} runs in a checkpoint (gradient_checkpointing_enable(), torch.utils.checkpoint), but not in the model's own "
+            "forward: in backward it would run with other moves. Use activation_checkpointing=True of apply_plan, or call "
+            f"{called} without a checkpoint around it"
+        )
+
+    def _begin(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        regime, before = self.regime, self.regime.variant
+        if regime.unreadable and before != self.plain:
+            raise RuntimeError(
+                f"{self.name} was called by itself: the plan stores {regime.unreadable} otherwise without sequence parallelism, so it "
+                "cannot run with whole values. Call the model that the plan was applied to"
+            )
+        self.unrecorded = self.unrecorded or not torch.is_grad_enabled()
+        root = Unit(self.outer) if isinstance(self.outer, FSDPModule) else None
+        if root is not None:
+            put_right(root.module)
+            # What belongs to no unit is gathered, and reduced after backward, as in a call of the model.
+            args, kwargs = root.before_forward(args, kwargs)
+
+        def end(module: nn.Module, args: Any, output: Any) -> Any:
+            handle.remove()
+            regime.variant, regime.inside = before, ""
+            return output if root is None or output is None else root.after_forward(args, output)
+
+        handle = module.register_forward_hook(end, always_call=True)
+        regime.variant, regime.inside, regime.recording = self.plain, "part", torch.is_grad_enabled()
+        return args, kwargs
+
+
+def _checkpoint_runs() -> bool:
+    """Whether a checkpoint (use_reentrant=False) is what keeps the tensors of this forward, or runs it again."""
+    hooks = _top_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == torch.utils.checkpoint.__name__
+
+
+def _checkpointed(regime: Regime) -> bool:
+    return (regime.recording and not torch.is_grad_enabled()) or _checkpoint_runs()
+
+
+def same_moves(forward: Callable[..., Any], regime: Regime | None) -> Callable[..., Any]:
+    """The forward as a checkpoint is to run it, in backward too: with the moves that the variant has now."""
+    if regime is None or not regime.inside or torch.compiler.is_compiling():
+        return forward
+    return partial(_with_moves, forward, regime, regime.variant)
+
+
+def _with_moves(forward: Callable[..., Any], regime: Regime, variant: str, /, *args: Any, **kwargs: Any) -> Any:
+    before = regime.variant, regime.inside
+    regime.variant, regime.inside = variant, "checkpoint"
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        regime.variant, regime.inside = before
+
+
+def _unfit(name: str, plain: Mapping[str, ModuleProgram]) -> str:
+    """Why a module cannot take and return whole values in the variant without sequence parallelism; empty where it can."""
+    for above in ancestors(name):
+        if (one := plain.get(above)) is not None and (one.enter or one.slices or one.experts):
+            return (
+                f"what it takes or returns is this tp rank's share of what {above or 'the model'} computes. Call "
+                f"{above or 'the model'}, or a module around it"
+            )
+    instead = "Call a module around it, or the model that the plan was applied to"
+    own = plain.get(name)
+    if own is not None and not _takes_whole(own):
+        return f"it takes a tp rank's share, or returns one. {instead}"
+    if any(one.leave is not None and one.leave.dst.kind == "R" for one in _between_blocks(name, plain)):
+        return f"its output has readers whose gradients are partial sums. {instead}"
+    return ""
+
+
+def _takes_whole(own: ModuleProgram) -> bool:
+    if any(move.src.kind not in "IP" for move in own.enter) or (own.leave and own.leave.dst.kind not in "IR"):
+        return False
+    kinds = {parameter.computed.kind for parameter in own.parameters}
+    if "V" in kinds:
+        returns = own.leave is not None or own.logits is not None
+        return returns and (bool(own.enter) or own.vocabulary is not None)
+    return bool(own.enter) or kinds <= {"I"}
+
+
+def _between_blocks(name: str, plain: Mapping[str, ModuleProgram]) -> Iterator[ModuleProgram]:
+    """The module and those in it whose values are whole."""
+    for other, one in plain.items():
+        if other != name and not other.startswith(f"{name}."):
+            continue
+        above = (plain.get(a) for a in ancestors(other) if a == name or a.startswith(f"{name}."))
+        if not any(a is not None and (a.enter or a.slices or a.experts) for a in above):
+            yield one
