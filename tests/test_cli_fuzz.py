@@ -1,5 +1,5 @@
 """Whatever is in a plan or in a model's configuration, the command line answers with findings: never a
-traceback, never an exit code but 0 and 1, always in bounded time."""
+traceback, never an exit code but 0 and 1, always in bounded time. What is no lock or no device is a wrong command line, 2."""
 
 import contextlib
 import io
@@ -53,11 +53,11 @@ def mutated_plans(draw) -> str:
     return text
 
 
-def run(*words: str) -> tuple[int, str]:
+def run(*words: str, codes: tuple[int, ...] = (0, 1)) -> tuple[int, str]:
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
         code = main(["--debug", *words])
-    assert code in (0, 1), errors.getvalue()
+    assert code in codes and "Traceback" not in errors.getvalue(), errors.getvalue()
     return code, output.getvalue()
 
 
@@ -98,3 +98,96 @@ def test_any_plan_is_validated(folder, text, options):
 def test_any_model_is_validated(folder, changes):
     model = write(folder / "changed.json", json.dumps({**MODEL, **changes}))
     run("validate", model, "llama")
+
+
+LOCK = {
+    "lock": "1",
+    "asked": {
+        "model": "no-such-type",
+        "plan": "llama",
+        "mesh": {"tp": 2, "dp_shard": 4},
+        "sequence_parallel": None,
+        "settings": {"num_hidden_layers": 2},
+        "inputs": None,
+        "reduced": None,
+        "trust_remote_code": False,
+        "derive": True,
+    },
+    "versions": {"torch": "2"},
+    "files": {"plan.yaml": "0"},
+    "parameters": {"a.weight": "[2, 2] float32"},
+    "variants": {"tensor_parallel": {"a": ["style colwise"]}},
+    "sections": {"data_parallel.backend": "fsdp2"},
+    "digest": "0",
+}
+DEVICE = {
+    "memory": 8e9,
+    "flops": {"bfloat16": 1e12},
+    "memory_bandwidth": 1e11,
+    "node_gpus": 2,
+    "node_bandwidth": 1e9,
+    "network_bandwidth": 1e9,
+    "source": "",
+    "efficiency": [0.2, 0.5],
+}
+ANYTHING = st.one_of(
+    ODD, st.sampled_from([1e30, -0.0, 10**400, 2**20, "8", "\x1b[2J", "\ud800", "a\0b", {"tp": 1e30}, [[]], "os:abort"])
+)
+
+
+@st.composite
+def mutated(draw, data):
+    """Data with values exchanged or removed, at any depth, or as a text of JSON that is cut."""
+    made = json.loads(json.dumps(data))
+    for _ in range(draw(st.integers(1, 2))):
+        at = made
+        while True:
+            key = draw(st.sampled_from(sorted(at)))
+            if isinstance(at[key], dict) and at[key] and draw(st.booleans()):
+                at = at[key]
+                continue
+            if draw(st.integers(0, 5)):
+                at[key] = draw(ANYTHING)
+            else:
+                at[draw(st.text(max_size=3))] = at.pop(key)
+            break
+    text = json.dumps(made)
+    return (
+        text
+        if draw(st.integers(0, 9))
+        else text[: draw(st.integers(0, len(text)))] + draw(st.sampled_from(["", "[" * 100_000]))
+    )
+
+
+@pytest.mark.torch
+@settings(FEW, max_examples=60)
+@given(mutated(LOCK))
+def test_any_lock_is_read(folder, text):
+    run("lock", "--check", write(folder / "lock.json", text), codes=(1, 2))
+
+
+@pytest.mark.torch
+@settings(FEW, max_examples=12)
+@given(
+    mutated(
+        {
+            **LOCK,
+            "asked": {
+                **LOCK["asked"],
+                "model": "llama",
+                "settings": {n: v for n, v in MODEL.items() if isinstance(v, int)},
+            },
+        }
+    )
+)
+def test_any_lock_is_checked(folder, text):
+    run("lock", "--check", write(folder / "lock.json", text), codes=(0, 1, 2))
+
+
+@pytest.mark.torch
+@settings(FEW, max_examples=60)
+@given(mutated(DEVICE))
+def test_any_device_is_read(folder, text):
+    """A model that there is none of is looked for after the device is read."""
+    words = ["fit", "no-such-type", "--gpus", "4", "--global-batch", "8", "--seq-len", "8"]
+    run(*words, "--device", write(folder / "device.json", text), codes=(1, 2))

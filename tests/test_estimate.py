@@ -328,10 +328,19 @@ def test_devices():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"memory": -1}, "memory must be a positive number, not -1"),
+        ({"memory": -1}, "memory must be a positive number, from 1 to 1e+24, not -1"),
         ({"flops": 5}, "flops must be an object"),
         ({"speed": 1}, "unknown field 'speed'"),
-        ({"node_gpus": None}, "node_gpus must be a positive number"),
+        ({"node_gpus": None}, "node_gpus must be a positive integer, not None"),
+        ({"node_gpus": 0.5}, "node_gpus must be a positive integer, not 0.5"),
+        ({"memory": True}, "memory must be a positive number"),
+        ({"memory": 10**400}, "memory must be a positive number"),
+        ({"memory_bandwidth": 1e300}, "memory_bandwidth must be a positive number"),
+        ({"flops": {"bfloat16": "9"}}, "flops of bfloat16 must be a positive number"),
+        ({"efficiency": [0.5, 0.2]}, "efficiency must be two shares of the bound"),
+        ({"efficiency": "5"}, "efficiency must be two shares of the bound"),
+        ({"efficiency": [True, True]}, "efficiency must be two shares of the bound"),
+        ({"source": ["\x1b"]}, "source must be a text"),
     ],
 )
 def test_device_files(change, message, tmp_path):
@@ -349,7 +358,7 @@ def test_a_device_file_that_is_none(tmp_path):
     (tmp_path / "a.json").write_text("[1")
     with pytest.raises(ValueError, match="is not JSON"):
         read_device(str(tmp_path / "a.json"))
-    with pytest.raises(ValueError, match="cannot read"):
+    with pytest.raises(ValueError, match="does not exist"):
         read_device(str(tmp_path / "b.json"))
     (tmp_path / "c.json").write_text("{}")
     with pytest.raises(ValueError, match="lacks 'memory'"):

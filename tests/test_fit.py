@@ -369,7 +369,7 @@ def test_a_global_batch_is_asked_for(capsys):
 WRONG_LINES = [
     ({"--gpus": "12"}, 2, "12 devices are no whole nodes of 8 h100: take 8 or 16"),
     ({"--device": "h10"}, 2, "there is no device 'h10': did you mean"),
-    ({"--device": "none.json"}, 2, "cannot read none.json"),
+    ({"--device": "none.json"}, 2, "none.json does not exist"),
     ({"--seq-len": "0"}, 2, "--seq-len"),
     ({"--tokens": "-5"}, 2, "tokens must be a positive number"),
     ({"--efficiency": "0.9,0.1"}, 2, "the least first"),

@@ -115,19 +115,76 @@ def test_a_module_that_was_renamed_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(tmp_path)
     words = ["plan.yaml", "--mesh", "tp=2", "--no-sequence-parallel"]
     assert main(["lock", "locked_model:before", *words, "-o", "lock.json"]) == 0
-    assert main(["lock", "--check", "lock.json"]) == 0
+    assert main(["lock", "locked_model:before", "--check", "lock.json"]) == 0
     data = json.loads((tmp_path / "lock.json").read_text())
     data["asked"]["model"] = "locked_model:after"
     (tmp_path / "lock.json").write_text(json.dumps(data))
     capsys.readouterr()
-    assert main(["lock", "--check", "lock.json"]) == 1
+    assert main(["lock", "locked_model:after", "--check", "lock.json"]) == 1
     text = capsys.readouterr().out
     assert "- blocks.0-1.up.weight: [32, 16] float32" in text and "+ blocks.0-1.expand.weight: [32, 16] float32" in text
     assert "error[SP" in text  # rowwise gets a whole input
-    assert main(["lock", "--check", "lock.json", "--json"]) == 1
+    assert main(["lock", "locked_model:after", "--check", "lock.json", "--json"]) == 1
     made = json.loads(capsys.readouterr().out)
     assert [e.message for e in jsonschema.Draft202012Validator(report_schema()).iter_errors(made)] == []
     assert made["findings"] and not made["ok"]
+
+
+CODE = """
+from pathlib import Path
+Path("it-ran").touch()
+raise RuntimeError("this ran")
+"""
+
+
+@pytest.mark.parametrize("field", ["model", "inputs", "reduced"])
+def test_a_lock_does_not_say_what_is_imported(lock, field, tmp_path, monkeypatch, capsys):
+    (tmp_path / "code_of_a_lock.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    named = replace(lock, asked=replace(lock.asked, settings={}, **{field: "code_of_a_lock:run"}))
+    (tmp_path / "lock.json").write_text(lock_text(named))
+    assert main(["lock", "--check", "lock.json"]) == 2
+    words = "code_of_a_lock:run" if field == "model" else f"--{field} code_of_a_lock:run"
+    assert f"shardplan lock {words} --check lock.json" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="a lock is data"):
+        check_lock(named)
+    other = ["other:run"] if field == "model" else [f"--{field}", "other:run"]
+    assert main(["lock", *other, "--check", "lock.json"]) == 2
+    assert "not of other:run" in capsys.readouterr().err
+    assert not (tmp_path / "it-ran").exists()
+    main(["lock", *words.split(), "--check", "lock.json"])  # the command line says it
+    assert (tmp_path / "it-ran").exists()
+
+
+def test_a_lock_does_not_say_that_code_is_trusted(lock, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "code_of_a_folder.py").write_text(CODE)
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "code_of_a_folder.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    asked = replace(lock.asked, model=str(folder), settings={}, trust_remote_code=True)
+    (tmp_path / "lock.json").write_text(lock_text(replace(lock, asked=asked)))
+    assert main(["lock", "--check", "lock.json"]) == 1
+    shown = capsys.readouterr()
+    assert "SP506" in shown.out and "--trust-remote-code" in shown.out
+    assert not (tmp_path / "it-ran").exists()
+    main(["lock", "--check", "lock.json", "--trust-remote-code"])
+    assert (tmp_path / "it-ran").exists()
+
+
+@pytest.mark.parametrize("edited", ["variants", "parameters", "sections", "digest"])
+def test_an_edited_lock_has_one_answer(lock, edited):
+    if edited == "digest":
+        check = check_lock(replace(lock, digest="0"))
+        assert "the digests differ, and nothing that the lock lists does" in check_text(check, color=False)
+    else:
+        on, modules = next(iter(lock.variants.items()))
+        other = {on: {**modules, "mine": ("a fact",)}} if edited == "variants" else {"mine": "a fact"}
+        check = check_lock(replace(lock, **{edited: {**getattr(lock, edited), **other}}))
+        assert "mine" in check_text(check, color=False)
+    assert not check.ok and "as it was" not in check_text(check, color=False).replace("than it was", "")
 
 
 def test_other_versions_are_said_and_decide_nothing(lock):
@@ -161,7 +218,13 @@ def test_what_is_no_lock_is_a_wrong_command(tmp_path, capsys, content):
 
 @pytest.mark.parametrize(
     "words",
-    [["lock"], ["lock", "llama"], ["lock", "llama", "--check", "x"], ["lock", "--check", "no-such-file"]],
+    [
+        ["lock"],
+        ["lock", "llama"],
+        ["lock", "llama", "llama", "--check", "x"],
+        ["lock", "--check", "x", "-o", "y"],
+        ["lock", "--check", "no-such-file"],
+    ],
     ids=" ".join,
 )
 def test_a_wrong_command_line_is_2(words):

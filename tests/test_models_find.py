@@ -250,7 +250,7 @@ def test_unreadable_files(tmp_path):
 
 def test_a_file_too_large_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("shardplan.model.config_files.MAX_BYTES", 10)
-    assert "at most 10 bytes are read" in refusal(str(write(tmp_path / "m", SMALL_LLAMA))).message
+    assert "is larger than 10 bytes" in refusal(str(write(tmp_path / "m", SMALL_LLAMA))).message
 
 
 @pytest.mark.parametrize(

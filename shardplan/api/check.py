@@ -14,6 +14,7 @@ from shardplan.compiler.variants import bind_variants, prove_layouts, prove_stag
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import NO_OVERLAYS, variant_name
 from shardplan.core.report import Report, Stage, VerifyReport, as_errors, ordered
+from shardplan.core.size_bounds import MOST_PROCESSES, MOST_TOKENS, check_count
 
 from .deriving import deriving
 from .keywords import AnyMesh, MeshOptions, ModelOptions, PlanOptions, model_of, sizes_of, split_options
@@ -82,12 +83,14 @@ def validate(
         trust_remote_code: run code that a model's folder brings along, where `model` is a word.
 
     Raises:
-        ValueError: a mesh size that is not a positive integer; `quick` for what is no checkpoint's folder
+        ValueError: a mesh size or sequence length that is not a positive integer or above its bound; `quick` for what is no checkpoint's folder
             (`compiler.early.NoCheckpoint`).
         TypeError: something that is not a model or not a plan; the same option given twice.
     """
     of_model, of_plan, of_mesh = split_options("validate", options, ModelOptions, PlanOptions, MeshOptions)
     named, sizes = model_of(model, of_model), sizes_of(mesh, of_mesh)
+    if seq_len is not None:
+        check_count("seq_len", seq_len, MOST_TOKENS)
     report = look_early(named, plan, sizes, sequence_parallel, quick=quick)
     if report.ok and not quick:
         last: Stage = "proof" if layouts and proof else "layouts" if layouts else "structure"
@@ -216,7 +219,7 @@ def verify(
 
     Raises:
         PlanError: the plan has errors; no reduced model can be made, or the sharded one does not run.
-        ValueError: data parallelism without `processes`; a schedule that does not fit.
+        ValueError: data parallelism without `processes`; more processes than one machine runs; a schedule that does not fit.
     """
     from shardplan.compiler.layout import ModelLayouts
     from shardplan.proof.pipelined import schedule_of_call, scheduled_for
@@ -231,6 +234,10 @@ def verify(
         sizes = replace(sizes, tp=1)
     if sizes.tp is None:
         raise TypeError("verify needs a tp size, or several pp ranks")
+    if processes and sizes.world_size > MOST_PROCESSES:
+        raise ValueError(
+            f"at most {MOST_PROCESSES} processes are started here, not {sizes.world_size}: use a smaller mesh"
+        )
     record = schedule_of_call(schedule, micro_batches, processes=processes, pp=sizes.pp)
     if sizes.world_size > sizes.tp * sizes.pp and not processes:
         raise ValueError("FSDP2 does not run in the simulation: pass processes=True (--processes)")

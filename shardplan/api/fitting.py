@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Unpack
 
 from shardplan.compiler.user_inputs import AnyModel, AnyPlan, plan_name
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.size_bounds import MOST_RANKS, MOST_SEQUENCES, check_amount, check_count, check_shares
 
 from .fit_programs import Programs
 from .fit_search import Search
@@ -149,20 +149,21 @@ def _fitting(screened: Iterable[Screened], device: Device) -> list[Screened]:
 def _check(
     gpus: int, global_batch: int, best: int, tokens: float | None, efficiency: tuple[float, float] | None
 ) -> None:
-    for name, value in (("gpus", gpus), ("global_batch", global_batch), ("best", best)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
-    if efficiency is not None and not 0 < efficiency[0] <= efficiency[1] <= 1:
-        raise ValueError(
-            f"efficiency must be two shares of the bound, the least first, above 0 and at most 1, not {efficiency}"
-        )
-    if tokens is not None and not 0 < tokens < math.inf:
-        raise ValueError(f"tokens must be a positive number, not {tokens!r}")
+    for name, value, most in (
+        ("gpus", gpus, MOST_RANKS),
+        ("global_batch", global_batch, MOST_SEQUENCES),
+        ("best", best, MOST_RANKS),
+    ):
+        check_count(name, value, most)
+    if efficiency is not None:
+        check_shares("efficiency", efficiency)
+    if tokens is not None:
+        check_amount("tokens", tokens)
 
 
 def _check_nodes(gpus: int, device: Device) -> None:
     """Ranks are laid over whole nodes, in the times and in the launch lines."""
-    node = int(device.node_gpus)
+    node = device.node_gpus
     if gpus > node and gpus % node:
         fewer = gpus - gpus % node
         raise ValueError(

@@ -70,14 +70,17 @@ def sizes_of(mesh: AnyMesh | None, options: MeshOptions) -> MeshSizes:
     """The sizes that a function was called with: of a mesh, a mapping from axes, or by keywords.
 
     Raises:
-        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer.
+        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer or that no mesh has.
         TypeError: both a mesh and sizes.
     """
     if mesh is None:
-        return MeshSizes(**options)
+        mesh = MeshSizes(**options)
+        mesh.check_world()
+        return mesh
     if options:
         raise TypeError(f"{', '.join(options)}: give the sizes in the mesh or as keyword arguments, not both")
     if isinstance(mesh, MeshSizes):
+        mesh.check_world()
         return mesh
     if isinstance(mesh, Mapping):
         return named_sizes(mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,24 +48,58 @@ def lock_plan(asked: LockedQuestion, *, progress: Callable[[str], None] = lambda
     return _locked(asked, given, sizes, progress)
 
 
-def check_lock(lock: PlanLock, *, progress: Callable[[str], None] = lambda text: None) -> LockCheck:
+class NamesCode(ValueError):
+    """A lock names code that its caller does not.
+
+    Args:
+        what: the field of `LockedQuestion` that names it.
+        word: the name.
+    """
+
+    def __init__(self, what: str, word: str):
+        super().__init__(
+            f"the lock's {what} is {word}, which imports code: a lock is data, and does not say what may be imported"
+        )
+        self.what, self.word = what, word
+
+
+def check_lock(
+    lock: PlanLock,
+    *,
+    code: Collection[str] = (),
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda text: None,
+) -> LockCheck:
     """Bind the plan of a lock to its model again, and compare. A parameter that was renamed or changed its shape is reported also
     where the plan has errors now.
 
     Args:
         lock: what `lock_plan` made.
+        code: the `module:callable`s of the lock (its model, `inputs`, `reduced`) that may be imported.
+        trust_remote_code: run code that a model's folder brings along, whatever the lock says.
         progress: called with what is being done.
 
     Raises:
-        PlanError: the model or the plan cannot be read.
+        PlanError: the model or the plan cannot be read; the model brings its own code, which is not trusted (SP506).
+        NamesCode: the lock names a `module:callable` that is not in `code`; a ValueError.
         ValueError: a wrong axis or size.
     """
-    given, sizes = _look_up(lock.asked, progress)
+    from shardplan.model.model_words import classify
+
+    named = lock.asked
+    imported = {"inputs": named.inputs, "reduced": named.reduced}
+    if classify(named.model).kind == "callable":
+        imported["model"] = named.model
+    for what, word in imported.items():
+        if word is not None and word not in code:
+            raise NamesCode(what, word)
+    asked = replace(named, trust_remote_code=trust_remote_code)
+    given, sizes = _look_up(asked, progress)
     parameters = _parameters(given.both[0].tree)
     about = tuple(_about(lock, given.sources))
     changed = tuple(_differences(lock.parameters, parameters))
     try:
-        now = _locked(lock.asked, given, sizes, progress)
+        now = _locked(asked, given, sizes, progress)
     except PlanError as error:
         return LockCheck(lock, None, changed, about=about, findings=error.diagnostics, sources=sources_of(error))
     variants = dict.fromkeys((*lock.variants, *now.variants))

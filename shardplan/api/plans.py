@@ -13,6 +13,7 @@ from shardplan.core.diagnostics import Severity
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Plan
 from shardplan.core.report import Report, ordered
+from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.core.sources import SourceMap
 
 from .check import validate
@@ -74,7 +75,7 @@ def init_plan(
     Raises:
         PlanError: the model cannot be found or run; nothing can be split (SP530); an overlay is wanted and none is found
             (SP531); the experts cannot be distributed (SP533).
-        ValueError: a tp size below 2.
+        ValueError: a tp size below 2, or that no mesh has.
     """
     from shardplan.authoring.init.new import new_plan
     from shardplan.compiler.layout import ModelLayouts
@@ -82,6 +83,7 @@ def init_plan(
     from shardplan.proof.stage import Question, prove_stage
     from shardplan.report.errors import raise_errors
 
+    check_count("tp", tp, MOST_RANKS)
     if tp < 2:
         raise ValueError(f"tp is {tp}: a plan is tried at a size of 2 or more")
     (of_model,) = split_options("init_plan", options, ModelOptions)

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from shardplan.core.size_bounds import MOST_MICRO_BATCHES, MOST_RANKS, MOST_SEQUENCES, MOST_TOKENS
 
 if TYPE_CHECKING:
     from shardplan.compiler.user_inputs import Model
 
-Parser = argparse.ArgumentParser
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose messages cannot write to the terminal, whatever the words of the command line are."""
+
+    def error(self, message: str) -> NoReturn:
+        from shardplan.report.width import printable_lines
+
+        super().error(printable_lines(message))
 
 
 class Versions(argparse.Action):
     """Prints what is installed, and ends. Nothing is imported for it."""
 
-    def __call__(self, parser: Parser, *rest: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *rest: Any) -> None:
         from shardplan.core.versions import installed_versions
 
         print(*(f"{name} {version}" for name, version in installed_versions().items()), sep="\n")
@@ -32,16 +42,28 @@ PLAN_HELP = (
 )
 
 
-def size(text: str) -> int:
-    """A positive integer. Raises ArgumentTypeError."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
+def count_to(most: int) -> Callable[[str], int]:
+    """What reads a positive integer up to `most`, and raises ArgumentTypeError."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or text.strip("0") == "":
+            raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+        if len(text.lstrip("0")) > len(str(most)) or int(text) > most:
+            raise argparse.ArgumentTypeError(f"{text:.20} is more than {most:,}, the most that is accepted")
+        return int(text)
+
+    return count
+
+
+ranks = count_to(MOST_RANKS)
+tokens = count_to(MOST_TOKENS)
+sequences = count_to(MOST_SEQUENCES)
+micro_batches = count_to(MOST_MICRO_BATCHES)
 
 
 def several(text: str) -> int:
     """An integer above 1. Raises ArgumentTypeError."""
-    if size(text) < 2:
+    if ranks(text) < 2:
         raise argparse.ArgumentTypeError(f"{text!r} splits nothing: give 2 or more ranks")
     return int(text)
 
@@ -67,7 +89,7 @@ def shares(text: str) -> tuple[float, float]:
 
 def sizes(text: str) -> int | tuple[int, ...]:
     """`8` as a size, `1,8` as sizes, each once. Raises ArgumentTypeError."""
-    several = tuple(dict.fromkeys(size(part.strip()) for part in text.split(",")))
+    several = tuple(dict.fromkeys(ranks(part.strip()) for part in text.split(",")))
     return several if len(several) > 1 else several[0]
 
 

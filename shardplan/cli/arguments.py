@@ -17,13 +17,16 @@ from .argument_parts import (
     configuration,
     debug,
     findings_output,
+    micro_batches,
     model_and_plan,
     model_options,
+    ranks,
     sequence_parallel,
+    sequences,
     several,
     shares,
-    size,
     sizes,
+    tokens,
 )
 from .mesh_arguments import AXIS_HELP, mesh_options
 from .review_arguments import diff_arguments, lock_arguments, report_arguments
@@ -93,7 +96,7 @@ def _validate(parser: Parser) -> None:
     model_and_plan(parser)
     mesh_options(parser, help={Axis.TP: "tensor-parallel ranks; without it every size is checked"})
     sequence_parallel(parser, help=BOTH)
-    parser.add_argument("--seq-len", type=size, metavar="N", help="the sequence length to check divisibility for")
+    parser.add_argument("--seq-len", type=tokens, metavar="N", help="the sequence length to check divisibility for")
     model_options(parser)
     parser.add_argument(
         "--quick",
@@ -162,7 +165,7 @@ def _verify(parser: Parser) -> None:
     text = "of the pipeline that runs with --pp and --processes (1f1b)"
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), help=text)
     text = "of its steps, on each data-parallel rank (twice as many as stages)"
-    parser.add_argument("--micro-batches", type=size, metavar="N", help=text)
+    parser.add_argument("--micro-batches", type=micro_batches, metavar="N", help=text)
     model_options(parser)
     allow_unproven(parser)
     parser.add_argument("--all", action="store_true", help="one line for every tensor, repeated layers not folded")
@@ -175,12 +178,12 @@ def _estimate(parser: Parser) -> None:
     text = "; with --sweep several sizes to try, as 1,8 (1)"
     mesh_options(parser, help={axis: AXIS_HELP[axis] + text for axis in tried}, types=dict.fromkeys(tried, sizes))
     text = "instead of a mesh: every mesh for N devices, those that fit first"
-    parser.add_argument("--sweep", type=size, metavar="N", help=text)
-    parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--sweep", type=ranks, metavar="N", help=text)
+    parser.add_argument("--seq-len", type=tokens, required=True, metavar="N", help="tokens of a sequence")
     text = "sequences in one forward of a data-parallel rank (1)"
-    parser.add_argument("--micro-batch", type=size, default=1, metavar="N", help=text)
+    parser.add_argument("--micro-batch", type=sequences, default=1, metavar="N", help=text)
     text = "forwards and backwards before the optimizer steps (1): of a pipeline, or accumulated"
-    parser.add_argument("--micro-batches", type=size, default=1, metavar="N", help=text)
+    parser.add_argument("--micro-batches", type=micro_batches, default=1, metavar="N", help=text)
     text = "the pipeline's, with pp above 1 (1f1b)"
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help=text)
     text = "the dtype of stored parameters, gradients and optimizer state (bf16); the plan's mixed_precision adds to it"
@@ -209,18 +212,18 @@ def _estimate(parser: Parser) -> None:
 
 def _fit(parser: Parser) -> None:
     model_and_plan(parser, default="auto")
-    parser.add_argument("--gpus", type=size, required=True, metavar="N", help="how many devices")
+    parser.add_argument("--gpus", type=ranks, required=True, metavar="N", help="how many devices")
     text = "a100, b200, h100, h200, mi300x, or a JSON file that describes one"
     parser.add_argument("--device", required=True, metavar="NAME", help=text)
     text = "sequences of a step on all devices; micro-batches follow from it, and which mesh is best depends on it"
-    parser.add_argument("--global-batch", type=size, required=True, metavar="N", help=text)
-    parser.add_argument("--seq-len", type=size, required=True, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--global-batch", type=sequences, required=True, metavar="N", help=text)
+    parser.add_argument("--seq-len", type=tokens, required=True, metavar="N", help="tokens of a sequence")
     text = "the dtype of stored parameters, gradients and optimizer state (fp32, with products in bfloat16)"
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=text)
     parser.add_argument(
         "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
     )
-    parser.add_argument("--best", type=size, default=5, metavar="N", help="how many configurations (5)")
+    parser.add_argument("--best", type=ranks, default=5, metavar="N", help="how many configurations (5)")
     parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training, for its days: 1e12")
     text = "measured shares of the bound's speed, the least and the most, as 0.35,0.5: bounds become estimates"
     parser.add_argument("--efficiency", type=shares, metavar="LOW,HIGH", help=text)

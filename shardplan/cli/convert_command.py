@@ -12,7 +12,7 @@ from shardplan.report import report_text, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
-from .output import finish, progress, write_file
+from .output import finish, progress, put, say, show, write_file
 
 UNNAMED = "<converted>"
 
@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
         return finish(made.report, args)
     if args.output is not None:
         write_file(args.output, made.text)
-        print(f"{args.output}: {_verdict(args, made.ok)}", file=sys.stderr)
+        say(f"{args.output}: {_verdict(args, made.ok)}")
         return finish(made.report, args)
     if args.json:
         return finish(made.report, args)
-    print(made.text, end="")
+    put(made.text, end="")
     if made.report.diagnostics:
-        print(report_text(made.report, color=wants_color(sys.stderr)), file=sys.stderr)
+        show(report_text(made.report, color=wants_color(sys.stderr)), stream=sys.stderr)
     return CLEAN if made.ok else FINDINGS
 
 

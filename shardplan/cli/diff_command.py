@@ -18,7 +18,7 @@ from shardplan.report.errors import sources_of
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
-from .output import columns, finish, progress
+from .output import columns, finish, progress, put, show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,14 +37,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from shardplan.report.diff_records import diff_record
 
-        print(json_text(asdict(diff_record(made))))
+        put(json_text(asdict(diff_record(made))))
         return FINDINGS if made.differs else CLEAN
     from shardplan.report.diff_text import diff_markdown, diff_text
 
     if args.markdown:
-        print(diff_markdown(made))
+        show(diff_markdown(made))
     else:
-        print(diff_text(made, color=wants_color(sys.stdout), width=columns(sys.stdout)))
+        show(diff_text(made, color=wants_color(sys.stdout), width=columns(sys.stdout)))
     return FINDINGS if made.differs else CLEAN
 
 

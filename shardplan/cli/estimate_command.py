@@ -16,7 +16,7 @@ from shardplan.report import json_text, to_json, wants_color
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
 from .mesh_arguments import mesh_of
-from .output import columns, finish, progress
+from .output import columns, finish, progress, put, say, show
 
 TRIED = ("ep", "pp", "cp")  # the axes of a sweep
 CHECKPOINTING = {"plan": None, "none": False, "full": {"mode": "full"}, "selective": {"mode": "selective"}}
@@ -48,15 +48,15 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None and isinstance(made, Sweep):
         _plot(made, args.plot)
     if args.json:
-        print(json_text(to_json(made)))
+        put(json_text(to_json(made)))
         return CLEAN
     from shardplan.report.estimate_text import estimate_text, sweep_text
 
     color, width = wants_color(sys.stdout), columns(sys.stdout)
     if isinstance(made, Sweep):
-        print(sweep_text(made, color=color, width=width))
+        show(sweep_text(made, color=color, width=width))
     else:
-        print(estimate_text(made, color=color, width=width))
+        show(estimate_text(made, color=color, width=width))
     return CLEAN
 
 
@@ -93,4 +93,4 @@ def _plot(made: Sweep, file: str) -> None:
         raise UsageError("--plot needs matplotlib: pip install 'shardplan[plot]'") from None
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot write {file}: {error}") from None
-    print(f"{file}: written", file=sys.stderr)
+    say(f"{file}: written")

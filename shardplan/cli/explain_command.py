@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from shardplan.report.catalog import catalog, page
 
 from .exits import CLEAN, UsageError
+from .output import show
 
 
 def run(args: argparse.Namespace) -> int:
@@ -19,5 +20,5 @@ def run(args: argparse.Namespace) -> int:
         near = near or get_close_matches(word, pages, cutoff=0.5)
         hint = f"; the nearest are {', '.join(near)}" if near else "; codes look like SP301"
         raise UsageError(f"there is no code {args.code}{hint}")
-    print(page(code))
+    show(page(code))
     return CLEAN

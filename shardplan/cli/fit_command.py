@@ -17,7 +17,7 @@ from shardplan.report import json_text, to_json, wants_color
 
 from .argument_parts import model_of
 from .exits import CLEAN, UsageError
-from .output import Bar, finish, progress, write_file
+from .output import Bar, finish, progress, put, say, show, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,13 +32,13 @@ def run(args: argparse.Namespace) -> int:
     shown: list[Fitted] = []
     bar = Bar()
 
-    def show(row: Fitted) -> None:
+    def print_row(row: Fitted) -> None:
         progress("")
         if not shown and not args.json:
-            print(fit_head(row), end="\n\n", file=out)
+            show(fit_head(row), end="\n\n", stream=out)
         shown.append(row)
         if not args.json:
-            print(row_text(len(shown), row, color=color), end="\n\n", file=out, flush=True)
+            show(row_text(len(shown), row, color=color), end="\n\n", stream=out)
 
     def at_work(text: str) -> None:
         if not gc.isenabled() and "torch" in sys.modules:
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
                 derive=args.derive,
                 progress=at_work,
                 advance=bar.advance,
-                found_row=show,
+                found_row=print_row,
             )
     except PlanError as error:
         return finish(Report(plans=(args.plan,), model=args.model, diagnostics=error.diagnostics), args)
@@ -75,19 +75,19 @@ def run(args: argparse.Namespace) -> int:
     if made.derived is not None and args.script is not None:
         plan = str(Path(args.script).with_suffix(".plan.yaml"))
         write_file(plan, made.derived.text)
-        print(f"{plan}: written, the plan that auto derived", file=sys.stderr)
+        say(f"{plan}: written, the plan that auto derived")
     if args.script is not None:
         is_type = classify(args.model).kind == "type"
         settings = model_of(args).settings or {}
         write_file(args.script, script_of(made.rows[0], plan, is_type=is_type, settings=settings))
-        print(f"{args.script}: written, for {mesh_text(made.rows[0].choice.sizes)}", file=sys.stderr)
+        say(f"{args.script}: written, for {mesh_text(made.rows[0].choice.sizes)}")
     if args.json:
-        print(json_text(to_json(made)))
+        put(json_text(to_json(made)))
         return CLEAN
     numbers = [next(n for n, one in enumerate(shown, start=1) if one is row) for row in made.rows]
-    print(fit_tail(made, numbers), end="\n\n")
+    show(fit_tail(made, numbers), end="\n\n")
     name = args.script or "train.py"
-    print(f"launch {numbers[0]}." + ("" if args.script else " (--script train.py writes it)"))
+    show(f"launch {numbers[0]}." + ("" if args.script else " (--script train.py writes it)"))
     for launcher, line in launch_lines(made.rows[0], shlex.quote(name)):
-        print(f"  {launcher}: {line}")
+        show(f"  {launcher}: {line}")
     return CLEAN

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from difflib import unified_diff
-from pathlib import Path
 
 from shardplan.core.report import Report
 from shardplan.core.sources import SourceMap
+from shardplan.core.user_files import CannotRead, decode, in_form_of, read_bytes, with_unix_ends
 from shardplan.language.format_plan import format_plan
+from shardplan.language.limits import MAX_BYTES
 from shardplan.language.parsing import parse_plan
-from shardplan.language.plan_files import CannotRead, is_file, read_text
+from shardplan.language.plan_files import is_file
 from shardplan.language.yaml_reader import read_yaml
 
 from .exits import CLEAN, FINDINGS, UsageError
 from .lint_command import plans_of
-from .output import finish, write_file
+from .output import finish, put, say, show, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     changed = 0
     for file in dict.fromkeys(files):
         try:
-            text = read_text(Path(file))
+            content = read_bytes(file, MAX_BYTES)
+            text = with_unix_ends(decode(content))
         except CannotRead:
             return finish(_findings(file), args)
         if read_yaml(text, file).root is None:
@@ -38,13 +39,13 @@ def run(args: argparse.Namespace) -> int:
             continue
         changed += 1
         if args.diff:
-            sys.stdout.writelines(unified_diff(text.splitlines(True), made.splitlines(True), file, file))
+            put("".join(unified_diff(text.splitlines(True), made.splitlines(True), file, file)), end="")
         elif args.check:
-            print(f"{file}: would be formatted")
+            show(f"{file}: would be formatted")
         else:
-            write_file(file, made)
+            write_file(file, in_form_of(content, made))
     what = "would be formatted" if args.check or args.diff else "formatted"
-    print(f"{changed} of {len(dict.fromkeys(files))} files {what}", file=sys.stderr)
+    say(f"{changed} of {len(dict.fromkeys(files))} files {what}")
     return FINDINGS if changed and (args.check or args.diff) else CLEAN
 
 

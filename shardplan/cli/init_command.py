@@ -17,7 +17,7 @@ from shardplan.report import text, wants_color
 from .argument_parts import model_of
 from .editor_settings import schema_line
 from .exits import CLEAN, UsageError
-from .output import finish, progress, write_file
+from .output import finish, progress, put, say, show, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress("")
     if made.diagnostics:
-        print(text(made.diagnostics, SourceMap(), color=wants_color(sys.stderr)) + "\n", file=sys.stderr)
+        show(text(made.diagnostics, SourceMap(), color=wants_color(sys.stderr)) + "\n", stream=sys.stderr)
     if args.output is None:
-        print(made.text, end="")
+        put(made.text, end="")
     else:
         line = schema_line(Path(args.output))
         write_file(args.output, line + made.text)
         if not line:
-            print("`shardplan schema --install` gives editors the plan's schema", file=sys.stderr)
-        print(f"{args.output}: proven at tp={tp}", file=sys.stderr)
+            say("`shardplan schema --install` gives editors the plan's schema")
+        say(f"{args.output}: proven at tp={tp}")
     return CLEAN

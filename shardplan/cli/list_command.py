@@ -16,7 +16,7 @@ from shardplan.report import json_text
 from shardplan.report.table import table
 
 from .exits import CLEAN, UsageError
-from .output import columns, finish
+from .output import columns, finish, put, show
 
 BY_NAME = "(by name)"  # a plan that `auto` does not choose
 HEADER = ("model", "plan", "sequence parallel", "description")
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     except PlanError as error:
         return finish(Report(model=args.model, plans=("auto",), diagnostics=error.diagnostics), args)
     if args.json:
-        print(json_text(found.data))
+        put(json_text(found.data))
     else:
         _print(_about(found))
     return CLEAN
@@ -45,7 +45,7 @@ def _collection(args: argparse.Namespace) -> int:
     rows = sorted(row for name in builtin_plans() for row in _rows(name))
     if args.json:
         names = ("model", "plan", "sequence_parallel", "description")
-        print(json_text([dict(zip(names, (*row[:2], row[2] == "yes", row[3]), strict=True)) for row in rows]))
+        put(json_text([dict(zip(names, (*row[:2], row[2] == "yes", row[3]), strict=True)) for row in rows]))
     else:
         _print([HEADER, *rows])
     return CLEAN
@@ -72,4 +72,4 @@ def _about(found: Coverage) -> Iterator[tuple[str, str]]:
 
 def _print(rows: Iterable[tuple[str, ...]]) -> None:
     """A line for each row, unless a terminal is narrower."""
-    print("\n".join(table(rows, width=columns(sys.stdout))))
+    show("\n".join(table(rows, width=columns(sys.stdout))))

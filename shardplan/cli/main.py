@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return import_module(f"shardplan.cli.{args.command}_command").run(args)
     except UsageError as error:
-        print(f"shardplan {args.command}: error: {error}", file=sys.stderr)
+        _say(f"shardplan {args.command}: error: {error}")
         return USAGE
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return BROKEN_PIPE
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] in NOT_IN_CORE:
-            print(f"shardplan {args.command}: error: this needs {error.name}: pip install shardplan", file=sys.stderr)
+            _say(f"shardplan {args.command}: error: this needs {error.name}: pip install shardplan")
             return USAGE
         _report_bug(error, debug=args.debug)
         return BUG
@@ -75,10 +75,15 @@ def _report_bug(error: Exception, *, debug: bool) -> None:
     if debug:
         import traceback
 
-        traceback.print_exception(error)
+        _say("".join(traceback.format_exception(error)).rstrip())
     hint = "" if debug else " and what it prints with --debug"
-    print(
+    _say(
         f"shardplan: internal error: {type(error).__name__}: {error}\n"
-        f"This is a bug in shardplan. Please report it with the command line{hint}.",
-        file=sys.stderr,
+        f"This is a bug in shardplan. Please report it with the command line{hint}."
     )
+
+
+def _say(text: str) -> None:
+    from .output import say
+
+    say(text)

@@ -7,10 +7,11 @@ import argparse
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from shardplan.core.mesh import AXES, Axis, canonical_axis
+from shardplan.core.mesh import AXES, Axis, MeshSizes, canonical_axis
 from shardplan.core.suggest import closest
 
-from .argument_parts import Parser, size
+from .argument_parts import Parser, ranks
+from .exits import UsageError
 
 AXIS_HELP = {
     Axis.PP: "pipeline stages that the blocks are cut into, as the plan's section pipeline_parallel says",
@@ -37,7 +38,7 @@ def mesh_options(
         help: what this command says of an axis, instead of `AXIS_HELP`.
         types: of its sizes, where they are not positive integers.
     """
-    types = dict.fromkeys(axes, size) | dict(types or {})
+    types = dict.fromkeys(axes, ranks) | dict(types or {})
     text = f"sizes of several axes in one word, as the options of axes give them: {', '.join(axes)}"
     parser.add_argument(
         "--mesh", action=_Sizes, dest="mesh", type=_pairs_of(types), default=None, metavar="AXIS=N,...", help=text
@@ -56,15 +57,24 @@ def axis_option(axis: Axis) -> str:
 
 
 def mesh_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The sizes that a command line gives, by axis; none for an axis that it does not name."""
+    """The sizes that a command line gives, by axis; none for an axis that it does not name.
+
+    Raises:
+        UsageError: no mesh has so many ranks.
+    """
     values = vars(args)
-    return {axis.value: values[axis] for axis in AXES if values.get(axis) is not None}
+    sizes = {axis.value: values[axis] for axis in AXES if values.get(axis) is not None}
+    try:
+        MeshSizes(**{axis: size for axis, size in sizes.items() if isinstance(size, int)}).check_world()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return sizes
 
 
 class _Sizes(argparse.Action):
     """Stores sizes by axis, whichever option gives them."""
 
-    def __call__(self, parser: Parser, namespace: argparse.Namespace, values: Any, *rest: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *rest: Any) -> None:
         pairs = values if self.dest == "mesh" else ((self.dest, values),)
         for axis, number in pairs:
             before = getattr(namespace, axis)

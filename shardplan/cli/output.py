@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from pathlib import Path
 from shutil import get_terminal_size
 from typing import TextIO
 
 from shardplan.core.report import Report
+from shardplan.core.user_files import CannotRead, read_bytes, write_whole
 from shardplan.report import report_text, text, wants_color
+from shardplan.report.width import printable, printable_lines
 
 from .exits import CLEAN, FINDINGS, UsageError
 
@@ -25,22 +27,22 @@ def finish(report: Report, args: argparse.Namespace) -> int:
 
         if args.json:
             raise UsageError("--github prints text: it does not go with --json")
-        print("".join(f"{line}\n" for line in github_lines(report)), end="")
+        show("".join(f"{line}\n" for line in github_lines(report)), end="")
     if getattr(args, "json", False):
         from shardplan.report import json_text, to_json
 
-        print(json_text(to_json(report)))
+        put(json_text(to_json(report)))
     else:
-        print(report_text(report, color=wants_color(sys.stdout), verbose=getattr(args, "verbose", False)))
+        show(report_text(report, color=wants_color(sys.stdout), verbose=getattr(args, "verbose", False)))
     return CLEAN if report.ok else FINDINGS
 
 
 def warn(report: Report) -> None:
     """Print the warnings of a clean report, and what `auto` derived, to stderr, beside what the command prints."""
     if report.derived is not None:
-        print(*report.derived.lines, sep="\n", file=sys.stderr)
+        say("\n".join(report.derived.lines))
     if report.diagnostics:
-        print(text(report.diagnostics, report.sources, color=wants_color(sys.stderr)) + "\n", file=sys.stderr)
+        show(text(report.diagnostics, report.sources, color=wants_color(sys.stderr)) + "\n", stream=sys.stderr)
 
 
 def columns(stream: TextIO) -> int | None:
@@ -48,18 +50,42 @@ def columns(stream: TextIO) -> int | None:
     return get_terminal_size().columns if stream.isatty() else None
 
 
-def write_file(name: str, content: str) -> None:
-    """Raises UsageError where it cannot be written."""
+def write_file(name: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file whole or not at all. Raises UsageError where it cannot be written."""
     try:
-        Path(name).write_text(content, encoding="utf-8", newline="")
+        write_whole(name, content)
     except OSError as error:
-        raise UsageError(f"cannot write {name}: {error.strerror or error}") from None
+        raise UsageError(f"cannot write {os.fspath(name)}: {error.strerror or error}") from None
+
+
+def read_file(name: str | os.PathLike[str], most: int) -> bytes:
+    """The content of a regular file. Raises UsageError where it cannot be read."""
+    try:
+        return read_bytes(name, most)
+    except CannotRead as error:
+        raise UsageError(f"{os.fspath(name)} {error.reason}") from None
+
+
+def say(text: str) -> None:
+    """Lines on stderr. What a file or an argument names cannot write to the terminal."""
+    print(printable_lines(text), file=sys.stderr)
+
+
+def show(text: str, end: str = "\n", stream: TextIO | None = None) -> None:
+    """A report on stdout, or another stream. What it names cannot write to the terminal."""
+    stream = stream or sys.stdout
+    print(printable_lines(text, colors=wants_color(stream)), end=end, file=stream, flush=stream.isatty())
+
+
+def put(text: str, end: str = "\n") -> None:
+    """A document on stdout: in a file or a pipe as it is, and on a terminal as `show` has it."""
+    print(printable_lines(text) if sys.stdout.isatty() else text, end=end)
 
 
 def progress(step: str) -> None:
     """A line on stderr that the next one replaces, an empty one removes; only on a terminal."""
     if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{step[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
+        print(f"\r\x1b[K{printable(step)[: get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True)
 
 
 class Bar:

@@ -15,7 +15,7 @@ from shardplan.report.errors import sources_of
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
-from .output import finish, progress, write_file
+from .output import finish, progress, say, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
 
     shown = (made.plan, made.model, made.sizes, made.report, made.programs, made.estimates, made.flow, made.pipeline)
     write_file(args.output, html_report(*shown))
-    print(f"{args.output}: written; {count_text(made.report.diagnostics)}", file=sys.stderr)
+    say(f"{args.output}: written; {count_text(made.report.diagnostics)}")
     return CLEAN if made.report.ok else FINDINGS

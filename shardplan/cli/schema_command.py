@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from shardplan.core.user_files import CannotRead, decode, in_form_of
 from shardplan.report import json_text
 
 from .exits import CLEAN, UsageError
-from .output import write_file
+from .output import put, read_file, say, write_file
+
+MOST_SETTINGS = 2**20  # bytes
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
         from shardplan.report.report_schema import report_schema as schema
     else:
         from shardplan.language import json_schema as schema
-    print(json_text(schema()))
+    put(json_text(schema()))
     return CLEAN
 
 
@@ -37,14 +39,16 @@ def _install(folder: Path) -> int:
     settings = place / "settings.json"
     try:
         place.mkdir(exist_ok=True)
-        old = settings.read_text("utf-8") if settings.exists() else ""
     except OSError as error:
         raise UsageError(f"cannot write {place}: {error.strerror or error}") from None
+    old = read_file(settings, MOST_SETTINGS) if settings.exists() else b""
     try:
-        new = with_schema(old)
+        new = in_form_of(old, with_schema(decode(old)))
+    except CannotRead as error:
+        raise UsageError(f"{settings} {error.reason}") from None
     except ValueError as error:
         raise UsageError(f"{settings}: {error}") from None
-    write_file(str(place / SCHEMA), json_text(json_schema()) + "\n")
-    write_file(str(settings), new)
-    print(f"{place / SCHEMA} and {settings}: written, for plans/*.yaml", file=sys.stderr)
+    write_file(place / SCHEMA, json_text(json_schema()) + "\n")
+    write_file(settings, new)
+    say(f"{place / SCHEMA} and {settings}: written, for plans/*.yaml")
     return CLEAN

@@ -14,7 +14,7 @@ from shardplan.report import json_text, wants_color
 from .argument_parts import model_of
 from .exits import CLEAN
 from .mesh_arguments import mesh_of
-from .output import columns, finish, warn
+from .output import columns, finish, put, say, show, warn
 from .validate_command import report_of
 
 
@@ -40,14 +40,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         from shardplan.report.program_json import program_record
 
-        print(json_text(asdict(program_record(program, findings.sources, args.model))))
+        put(json_text(asdict(program_record(program, findings.sources, args.model))))
         return CLEAN
     from shardplan.report.program_text import WIDTH, program_text
 
     if args.tp is None:
-        print(
-            f"shown at tp {sizes['tp']}, the smallest size that splits the model; --tp selects another", file=sys.stderr
-        )
+        say(f"shown at tp {sizes['tp']}, the smallest size that splits the model; --tp selects another")
     width = columns(sys.stdout) or WIDTH
-    print(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
+    show(program_text(program, findings.sources, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN

@@ -10,11 +10,13 @@ from difflib import unified_diff
 from shardplan import api
 from shardplan.compiler.early import NoCheckpoint
 from shardplan.core.report import Report
+from shardplan.core.user_files import decode, in_form_of, with_unix_ends
+from shardplan.language.limits import MAX_BYTES
 
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
-from .output import finish, progress, write_file
+from .output import finish, progress, put, read_file, say, write_file
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,14 +44,15 @@ def _fix(args: argparse.Namespace) -> int:
     changed = f"{made.changes} change{'' if made.changes == 1 else 's'}"
     if args.diff:
         lines = (made.before.splitlines(keepends=True), made.after.splitlines(keepends=True))
-        sys.stdout.writelines(unified_diff(*lines, args.plan, args.plan))
-        print(f"{changed} in what is shown; --fix writes it", file=sys.stderr)
+        put("".join(unified_diff(*lines, args.plan, args.plan)), end="")
+        say(f"{changed} in what is shown; --fix writes it")
         return FINDINGS if made.changes or not made.report.ok else CLEAN
     if made.changes:
-        with open(args.plan, encoding="utf-8", newline="") as file:
-            end = "\r\n" if "\r\n" in file.read() else "\n"
-        write_file(args.plan, made.after.replace("\n", end))
-    print(f"{args.plan}: {changed}", file=sys.stderr)
+        content = read_file(args.plan, MAX_BYTES)
+        if with_unix_ends(decode(content)) != made.before:
+            raise UsageError(f"{args.plan} was changed while it was validated: nothing is written")
+        write_file(args.plan, in_form_of(content, made.after))
+    say(f"{args.plan}: {changed}")
     return finish(made.report, args)
 
 

@@ -11,13 +11,14 @@ from dataclasses import replace
 from shardplan import api
 from shardplan.core.diagnostics import PlanError
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.size_bounds import MOST_PROCESSES
 from shardplan.report import json_text, to_json, wants_color
 from shardplan.report.proof_text import proof_text
 
 from .argument_parts import model_of
 from .exits import CLEAN, FINDINGS, UsageError
 from .mesh_arguments import mesh_of
-from .output import columns, finish, progress, warn
+from .output import columns, finish, progress, put, show, warn
 from .validate_command import report_of
 
 
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("FSDP2 does not run in the simulation: --dp-shard, --dp-replicate and --cp need --processes")
     if sizes.ep not in (1, args.tp) and not args.processes:
         raise UsageError("the simulation has the ranks of tp alone: --ep other than tp needs --processes")
+    if args.processes and sizes.world_size > MOST_PROCESSES:
+        raise UsageError(f"--processes starts at most {MOST_PROCESSES}, not {sizes.world_size}: use a smaller mesh")
     findings = report_of(args, layouts=False)  # the proof decides about those
     if not findings.ok:
         return finish(findings, args)
@@ -61,8 +64,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress("")
     if args.json:
-        print(json_text(to_json(report)))
+        put(json_text(to_json(report)))
     else:
         width = columns(sys.stdout)
-        print(proof_text(report, color=wants_color(sys.stdout), all_rows=args.all, width=width))
+        show(proof_text(report, color=wants_color(sys.stdout), all_rows=args.all, width=width))
     return CLEAN if report.ok else FINDINGS

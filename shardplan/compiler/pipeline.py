@@ -13,6 +13,7 @@ from shardplan.core.diagnostics import Diagnostic
 from shardplan.core.mesh import MeshSizes
 from shardplan.core.plan import Overlays, PlanFile, overlays_of, without_sequence
 from shardplan.core.report import as_errors
+from shardplan.core.size_bounds import MOST_TOKENS, check_count
 from shardplan.core.sources import SourceMap
 
 from .automatic import Derive
@@ -194,11 +195,13 @@ def compile_variant(
         derive: as for `read_plan`.
 
     Raises:
-        TypeError, ValueError: a change that is none, or that the plan has no place for.
+        TypeError, ValueError: no number of tokens; a change that is none, or that the plan has no place for.
     """
     from .layout import ModelLayouts
     from .lowering_stage import program_of
 
+    if seq_len is not None:
+        check_count("seq_len", seq_len, MOST_TOKENS)
     sections = sections_of(changes)
     given = look_up(model, plan, sections, split=(sizes.tp or 1) > 1 or sizes.ep > 1 or sizes.pp > 1, derive=derive)
     severity = as_errors if strict else tuple[Diagnostic, ...]

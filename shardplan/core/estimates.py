@@ -10,6 +10,15 @@ from typing import Literal, get_args
 from .dtypes import dtype_name
 from .mesh import Axis, MeshSizes
 from .schedules import schedule_of
+from .size_bounds import (
+    MOST_MICRO_BATCHES,
+    MOST_RANKS,
+    MOST_SEQUENCES,
+    MOST_TOKENS,
+    check_amount,
+    check_count,
+    check_shares,
+)
 
 Phase = Literal["forward", "backward", "optimizer step"]
 # What may bound the time of a step.
@@ -42,6 +51,9 @@ class Device:
         network_bandwidth: bytes per second that one device sends to other nodes.
         source: where the numbers are from.
         efficiency: the shares of the bound's speed that steps reached on such devices, the least and the most; None: not measured.
+
+    Raises:
+        ValueError: a field of another type, or outside of what any device has.
     """
 
     name: str
@@ -53,6 +65,19 @@ class Device:
     network_bandwidth: float
     source: str = ""
     efficiency: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.flops, Mapping) or not self.flops:
+            raise ValueError(f"flops must be an object: dtype -> operations per second, not {self.flops!r:.80}")
+        for dtype, speed in self.flops.items():
+            check_amount(f"flops of {dtype}", speed)
+        for name in ("memory", "memory_bandwidth", "node_bandwidth", "network_bandwidth"):
+            check_amount(name, getattr(self, name))
+        check_count("node_gpus", self.node_gpus, MOST_RANKS)
+        if not isinstance(self.source, str):
+            raise ValueError(f"source must be a text, not {self.source!r:.80}")
+        if self.efficiency is not None:
+            check_shares("efficiency", self.efficiency)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +97,8 @@ class TrainingStep:
         schedule: of the pipeline, where pp is above 1: a name that `shardplan.core.schedules` has, or torch's.
 
     Raises:
-        ValueError: a size that is not a positive integer, a load that is no number from 1 on, an unknown word.
+        ValueError: a size that is not a positive integer or above its bound (`shardplan.core.size_bounds`), a load that is no number from 1 on,
+            an unknown word.
     """
 
     seq_len: int
@@ -85,10 +111,9 @@ class TrainingStep:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", schedule_of(self.schedule).name)
-        for name in ("seq_len", "micro_batch", "micro_batches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, not {value!r}")
+        check_count("seq_len", self.seq_len, MOST_TOKENS)
+        check_count("micro_batch", self.micro_batch, MOST_SEQUENCES)
+        check_count("micro_batches", self.micro_batches, MOST_MICRO_BATCHES)
         load = self.expert_load
         if not isinstance(load, int | float) or isinstance(load, bool) or not 1 <= load < math.inf:
             raise ValueError(

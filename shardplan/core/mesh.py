@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from .size_bounds import MOST_RANKS, check_count
+
 
 class Axis(StrEnum):
     """The axes of a mesh, the outermost first."""
@@ -22,6 +24,7 @@ class Axis(StrEnum):
 AXES = tuple(Axis)
 DATA_PARALLEL = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)  # whose ranks have other batches or other tokens
 APPLIED = (*DATA_PARALLEL, Axis.TP)  # that models are sharded over
+_OF_THE_WORLD = tuple(axis for axis in AXES if axis is not Axis.EP)
 VIEWED = (Axis.DP_SHARD, Axis.CP, Axis.TP)  # whose ranks the ep axis is taken from
 
 # Spellings of other projects -> ours. A spelling that covers several axes names the flattened ones.
@@ -60,6 +63,9 @@ class MeshSizes:
     Args:
         shards: how many axes of a DeviceMesh split parameters (dp_shard, cp): with one, a backend wraps the model even over
             one rank. Other meshes are sizes alone, where an axis of one rank is none.
+
+    Raises:
+        ValueError: a size that is not a positive integer, or that no mesh has.
     """
 
     tp: int | None = None
@@ -73,8 +79,8 @@ class MeshSizes:
     def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"the size of mesh axis {axis} must be a positive integer, not {size!r}")
+            if size is not None or axis is not Axis.TP:
+                check_count(f"the size of mesh axis {axis}", size, MOST_RANKS)
 
     def of(self, axis: Axis) -> int:
         """The number of ranks on an axis; 1 for a `tp` that is None."""
@@ -86,7 +92,7 @@ class MeshSizes:
 
     @property
     def world_size(self) -> int:
-        return math.prod(self.of(axis) for axis in AXES if axis is not Axis.EP)
+        return math.prod(map(self.of, _OF_THE_WORLD))
 
     @property
     def splits_layers(self) -> bool:
@@ -124,6 +130,13 @@ class MeshSizes:
             return f"neither of ep {self.ep} and tp {tp} divides the other: ep groups would cut tp groups apart"
         return None
 
+    def check_world(self) -> None:
+        """Raise ValueError where no machine has as many ranks."""
+        if self.world_size > MOST_RANKS:
+            raise ValueError(
+                f"{self.text(_OF_THE_WORLD)} are {self.world_size:,} ranks: a mesh has at most {MOST_RANKS:,}"
+            )
+
     def check_ep(self) -> None:
         """Raise ValueError where the ep axis cannot be taken from the others."""
         if (why := self.ep_misfit) is not None:
@@ -134,7 +147,7 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
     """The sizes of a mesh from axis names, in any of their spellings.
 
     Raises:
-        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer.
+        ValueError: an unknown axis, two names of one axis, a size that is not a positive integer or that no mesh has.
     """
     given: dict[Axis, int] = {}
     for name, size in mesh.items():
@@ -144,7 +157,9 @@ def named_sizes(mesh: Mapping[str, int]) -> MeshSizes:
         if axis in given:
             raise ValueError(f"two sizes of the mesh mean {axis}")
         given[axis] = size
-    return MeshSizes(**given)
+    sizes = MeshSizes(**given)
+    sizes.check_world()
+    return sizes
 
 
 def duplicate_axes(names: Iterable[str]) -> tuple[str, ...]:

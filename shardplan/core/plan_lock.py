@@ -85,5 +85,12 @@ class LockCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether the plan is bound as it was."""
-        return self.now is not None and self.now.digest == self.lock.digest
+        """Whether the plan is bound as it was: nothing that the lock lists differs, nor the digest."""
+        listed = self.parameters or self.modules or self.sections
+        return self.now is not None and not listed and self.now.digest == self.lock.digest
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether the digest alone differs: that, or what it is of, was edited, or the lock is of another shardplan."""
+        listed = self.parameters or self.modules or self.sections
+        return self.now is not None and not listed and self.now.digest != self.lock.digest

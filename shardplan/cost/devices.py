@@ -10,8 +10,10 @@ from typing import Any
 
 from shardplan.core.estimates import Device
 from shardplan.core.suggest import closest
+from shardplan.core.user_files import CannotRead, read_json
 
 OPTIONAL = ("source", "efficiency")
+MOST_BYTES = 2**20  # of a file
 FILE = Path(__file__).with_name("devices.json")
 
 
@@ -36,11 +38,9 @@ def read_device(word: str) -> Device:
             raise ValueError(f"there is no device {word!r}: {hint} Describe another device in a JSON file")
         return known[word]
     try:
-        data = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {word}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{word} is not JSON: {error}") from None
+        data = read_json(path, MOST_BYTES)
+    except CannotRead as error:
+        raise ValueError(f"{word} {error.reason}") from None
     return _device(path.stem, data, word)
 
 
@@ -52,22 +52,13 @@ def _device(name: str, data: Any, file: str) -> Device:
     if missing or unknown:
         problem = f"lacks {missing[0]!r}" if missing else f"has the unknown field {unknown[0]!r}"
         raise ValueError(f"{file}: the device {problem}; its fields are {', '.join(_FIELDS)}")
-    speeds = data["flops"]
-    if not isinstance(speeds, Mapping) or not speeds or not all(map(_is_positive, speeds.values())):
-        raise ValueError(f"{file}: flops must be an object: dtype -> operations per second")
-    for field in _FIELDS:
-        if field not in ("flops", *OPTIONAL) and not _is_positive(data[field]):
-            raise ValueError(f"{file}: {field} must be a positive number, not {data[field]!r}")
     efficiency = data.get("efficiency")
-    if efficiency is not None and not (
-        isinstance(efficiency, list) and len(efficiency) == 2 and all(map(_is_positive, efficiency))
-    ):
-        raise ValueError(f"{file}: efficiency must be two shares of the bound's speed, not {efficiency!r}")
-    return Device(name, **{**data, "efficiency": tuple(efficiency) if efficiency is not None else None})
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    if isinstance(efficiency, list):
+        efficiency = tuple(efficiency)
+    try:
+        return Device(name, **{**data, "efficiency": efficiency})
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 _FIELDS = tuple(field.name for field in fields(Device) if field.name != "name")

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from shardplan.core.estimates import Estimate
 from shardplan.core.mesh import MeshSizes
+from shardplan.core.size_bounds import MOST_RANKS, check_count
 
 
 def meshes_of(
@@ -20,10 +21,10 @@ def meshes_of(
     Raises:
         ValueError: no positive integer; an ep that no mesh has, a pp or cp that does not divide it.
     """
-    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
-        raise ValueError(f"the number of devices must be a positive integer, not {gpus!r}")
+    check_count("the number of devices", gpus, MOST_RANKS)
     for name, given in (("pp", pp), ("cp", cp)):
         for one in given:
+            check_count(f"the size of mesh axis {name}", one, MOST_RANKS)
             if gpus % one:
                 raise ValueError(f"{name} {one} does not divide {gpus} devices")
     every = (

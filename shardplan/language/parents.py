@@ -9,10 +9,11 @@ from typing import Literal
 
 from shardplan.core.diagnostics import Code
 from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.user_files import CannotRead
 
 from .limits import MAX_ANCESTORS
 from .parse_findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
-from .plan_files import CANNOT_READ, ENDINGS, CannotRead, builtin_plans, read_text
+from .plan_files import CANNOT_READ, ENDINGS, builtin_plans, read_text
 
 LISTED = "`shardplan list` shows the built-in plans"
 NO_PARENT = Code(

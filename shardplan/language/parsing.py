@@ -12,6 +12,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severi
 from shardplan.core.plan import PlanFile
 from shardplan.core.sources import SourceFile, SourceMap
 from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.user_files import CannotRead
 
 from .build_plan import build_plan
 from .form import check_form
@@ -19,7 +20,7 @@ from .json_reader import read_json
 from .nodes import Document, Scalar, node_at, spans, split_lines
 from .parents import LISTED, Origin, builtin_origin, file_origin, find_parent
 from .parse_findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
-from .plan_files import CANNOT_READ, CannotRead, builtin_plans, decode, is_file, read_text
+from .plan_files import CANNOT_READ, builtin_plans, decode_plan, is_file, read_text
 from .python_reader import read_python
 from .read_rules import check_rules
 from .yaml_reader import read_yaml
@@ -88,7 +89,7 @@ def parse_text(
     """
     origin = Origin(file, Path(file).stem, format, Path(folder) if folder is not None else None)
     try:
-        checked = decode(text.encode("utf-8", "surrogatepass"))
+        checked = decode_plan(text.encode("utf-8", "surrogatepass"))
     except CannotRead as error:
         return _not_read(file, error)
     return _parse(checked, (origin,))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardplan.core.suggest import closest, did_you_mean
+from shardplan.core.user_files import CannotRead, read_bytes
 
 from .model_codes import NO_PATH, NOT_CACHED, NOT_JSON, OWN_CODE
 from .model_findings import refuse
@@ -128,12 +129,11 @@ def read(path: Path, shown: str, *, trust_remote_code: bool) -> ConfigFile:
 
 def _parse(path: Path, shown: str) -> Any:
     try:
-        size = path.stat().st_size
-        text = path.read_bytes().decode("utf-8") if size <= MAX_BYTES else None
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path, MAX_BYTES).decode("utf-8")
+    except CannotRead as error:
+        raise refuse(NOT_JSON, f"{shown} {error.reason}", file=shown) from None
+    except UnicodeDecodeError as error:
         raise refuse(NOT_JSON, f"{shown} cannot be read: {error}", file=shown) from None
-    if text is None:
-        raise refuse(NOT_JSON, f"{shown} is {size} bytes long; at most {MAX_BYTES} bytes are read", file=shown)
     if text.startswith("\ufeff"):  # transformers reads no such file
         help = "save it as UTF-8 without the mark"
         raise refuse(

@@ -29,6 +29,7 @@ from .records import (
     ProofRecord,
     VerificationReport,
 )
+from .width import is_hidden
 
 
 def to_json(report: Report | VerifyReport | Estimate | Sweep | Fit) -> dict[str, Any]:
@@ -42,8 +43,16 @@ def to_json(report: Report | VerifyReport | Estimate | Sweep | Fit) -> dict[str,
 
 
 def json_text(data: Any) -> str:
-    """JSON data as indented text. Raises ValueError for a number that JSON does not have."""
-    return json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    """JSON data as indented text, in which characters that a terminal would obey are escaped. Raises ValueError for a number that
+    JSON does not have."""
+    text = json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False)
+    return text if text.isascii() and "\x7f" not in text else "".join(map(_escaped, text))
+
+
+def _escaped(char: str) -> str:
+    if char == "\n" or not is_hidden(char):
+        return char
+    return "\\u007f" if char == "\x7f" else json.dumps(char)[1:-1]
 
 
 def _findings(report: Report) -> FindingsReport:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal
 
+from shardplan.core.mesh import named_sizes
 from shardplan.core.plan_lock import LockCheck, LockedQuestion, PlanLock
 from shardplan.core.report import Report
+from shardplan.core.user_files import CannotRead, parse_json
 
 from .color import Paint
 from .diff_words import variant_words
@@ -42,33 +43,58 @@ def lock_text(lock: PlanLock) -> str:
 
 
 def read_lock(content: str) -> PlanLock:
-    """The lock of a file.
+    """The lock of a file. What it has is data, of the types that `lock_text` writes; its sizes are those of a mesh.
 
     Raises:
         ValueError: it is none.
     """
     try:
-        data = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
+        data = parse_json(content)
+    except CannotRead as error:
+        raise ValueError(f"it {error.reason}") from None
     if not isinstance(data, dict) or data.get("lock") != VERSION:
         raise ValueError(f'no lock of version {VERSION}: it does not have "lock": "{VERSION}"')
-    names = {field.name for field in fields(PlanLock)}
-    if missing := sorted(names - data.keys()):
-        raise ValueError(f"the lock does not have {missing[0]!r}")
-    asked = data["asked"]
+    for field in fields(PlanLock):
+        if field.name not in data:
+            raise ValueError(f"the lock does not have {field.name!r}")
+    for name in ("versions", "files", "parameters", "sections"):
+        if not _is_map(data[name]):
+            raise ValueError(f"{name} must be an object of texts")
+    if not isinstance(data["digest"], str):
+        raise ValueError("digest must be a text")
+    if not isinstance(data["variants"], dict):
+        raise ValueError("variants must be an object: variant -> module -> a list of facts")
+    variants = {name: _facts(facts) for name, facts in data["variants"].items()}
+    rest = {name: data[name] for name in ("versions", "files", "parameters", "sections", "digest")}
+    return PlanLock(asked=_asked(data["asked"]), variants=variants, **rest)
+
+
+def _asked(asked: Any) -> LockedQuestion:
     known = {field.name for field in fields(LockedQuestion)}
     if not isinstance(asked, dict) or not {"model", "plan", "mesh"} <= asked.keys() <= known:
-        raise ValueError(f"`asked` must have the fields {', '.join(sorted(known))}")
-    if not isinstance(asked["model"], str) or not isinstance(asked["plan"], str):
-        raise ValueError("`model` and `plan` must be texts")
-    maps = ("versions", "files", "parameters", "sections")
-    wrong = [name for name in maps if not _is_map(data[name])]
-    if wrong or not isinstance(asked["mesh"], dict) or not isinstance(data["variants"], dict):
-        raise ValueError(f"{(*wrong, 'mesh or variants')[0]} must be an object of texts")
-    variants = {name: _facts(facts) for name, facts in data["variants"].items()}
-    rest = {name: data[name] for name in (*maps, "digest")}
-    return PlanLock(asked=LockedQuestion(**asked), variants=variants, **rest)
+        raise ValueError(f"asked must have the fields {', '.join(sorted(known))}")
+    for name, types in _TYPES.items():
+        if name in asked and not isinstance(asked[name], types):
+            wanted = " or ".join(_WORDS[one] for one in types)
+            raise ValueError(f"asked.{name} must be {wanted}, not {asked[name]!r:.40}")
+    if not all(isinstance(value, bool | int | float | str | None) for value in asked.get("settings", {}).values()):
+        raise ValueError("asked.settings must be an object: name -> a number, a text, true, false or null")
+    named_sizes(asked["mesh"])
+    return LockedQuestion(**asked)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "model": (str,),
+    "plan": (str,),
+    "mesh": (dict,),
+    "sequence_parallel": (bool, type(None)),
+    "settings": (dict,),
+    "inputs": (str, type(None)),
+    "reduced": (str, type(None)),
+    "trust_remote_code": (bool,),
+    "derive": (bool,),
+}
+_WORDS = {str: "a text", dict: "an object", bool: "true or false", type(None): "null"}
 
 
 def _is_map(value: Any) -> bool:
@@ -76,9 +102,10 @@ def _is_map(value: Any) -> bool:
 
 
 def _facts(facts: Any) -> Mapping[str, tuple[str, ...]]:
-    if not isinstance(facts, dict) or not all(isinstance(lines, list) for lines in facts.values()):
-        raise ValueError("`variants` must be objects: module -> a list of facts")
-    return {name: tuple(map(str, lines)) for name, lines in facts.items()}
+    lines = facts.values() if isinstance(facts, dict) else (None,)
+    if not all(isinstance(one, list) and all(isinstance(fact, str) for fact in one) for one in lines):
+        raise ValueError("variants must be objects: module -> a list of facts")
+    return {name: tuple(listed) for name, listed in facts.items()}
 
 
 def check_text(check: LockCheck, *, color: bool) -> str:
@@ -95,6 +122,10 @@ def check_text(check: LockCheck, *, color: bool) -> str:
     for head, lines in groups:
         if lines:
             parts.append("\n".join([paint("strong", head), *(_line(line, paint) for line in lines)]))
+    if check.unexplained:
+        parts.append(
+            "the digests differ, and nothing that the lock lists does: it was edited, or is of another shardplan"
+        )
     asked = check.lock.asked
     said = f"{printable(asked.plan)} is bound to {printable(asked.model)} "
     parts.append(

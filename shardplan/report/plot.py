@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
+from pathlib import Path
+
 from shardplan.core.estimates import Sweep
+from shardplan.core.user_files import write_whole
 
 from .estimate_text import mesh_text
 
@@ -38,5 +42,7 @@ def plot_sweep(sweep: Sweep, file: str) -> None:
         axes.margins(0.15)
         axes.set_title(f"{first.asked.model} on {sweep.gpus:,} devices: bounds, not promises")
         axes.legend(loc="lower left")
-        metadata = {"Date": None} if file.lower().endswith(".svg") else None
-        figure.savefig(file, metadata=metadata)
+        form = Path(file).suffix.removeprefix(".").lower()
+        drawn = BytesIO()
+        figure.savefig(drawn, format=form or "png", metadata={"Date": None} if form == "svg" else None)
+    write_whole(file, drawn.getvalue())

@@ -3,11 +3,15 @@ all."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 TAB = 4
 HIDDEN = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})  # categories that move, hide or reorder what follows
 JOINER = "\u200d"
+_KEPT = re.compile(r"(\n|\t)")
+_KEPT_IN_COLOR = re.compile(r"(\x1b\[[0-9]+(?:;[0-9]+)*m|\n|\t)")
+_PLAIN = re.compile(r"[\n\t -~]*")
 
 
 def printable(text: str) -> str:
@@ -16,6 +20,14 @@ def printable(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(" " if char == "\t" else _visible(char) for char in text)
+
+
+def printable_lines(text: str, *, colors: bool = False) -> str:
+    """Each line as `printable` has it; its tabs stay, and with `colors` those of `Paint`."""
+    if _PLAIN.fullmatch(text):
+        return text
+    kept = _KEPT_IN_COLOR if colors else _KEPT
+    return "".join(piece if kept.fullmatch(piece) else printable(piece) for piece in kept.split(text))
 
 
 def cells(text: str) -> tuple[list[str], list[int]]:
@@ -41,7 +53,12 @@ def _visible(char: str) -> str:
         return chr(0x2400 + ord(char))  # the pictures of control characters
     if ord(char) == 0x7F:
         return "\u2421"
-    return "\ufffd" if unicodedata.category(char) in HIDDEN and char != JOINER else char
+    return "\ufffd" if is_hidden(char) else char
+
+
+def is_hidden(char: str) -> bool:
+    """Whether a character is none that a terminal shows, but one that it obeys."""
+    return unicodedata.category(char) in HIDDEN and char != JOINER
 
 
 def _width(char: str) -> int:

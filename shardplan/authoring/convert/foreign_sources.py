@@ -13,10 +13,11 @@ from typing import Any, Literal, get_args
 
 from shardplan.core.diagnostics import Diagnostic, Location, PlanError
 from shardplan.core.sources import SourceFile, SourceMap
+from shardplan.core.user_files import CannotRead
 from shardplan.language.nodes import spans, split_lines, to_data
 from shardplan.language.parse_findings import TOO_LARGE, quoted
 from shardplan.language.parsing import READERS
-from shardplan.language.plan_files import CANNOT_READ, CannotRead, read_text
+from shardplan.language.plan_files import CANNOT_READ, read_text
 
 from .convert_codes import NEEDS_MODEL, NO_IMPORT
 from .entries import finding

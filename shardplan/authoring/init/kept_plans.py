@@ -6,7 +6,6 @@ import hashlib
 import inspect
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +15,10 @@ import torch
 import transformers
 
 from shardplan.core.tree import ModuleTree
+from shardplan.core.user_files import CannotRead, write_whole
 from shardplan.core.version import __version__
 from shardplan.language.parsing import parse_text
-from shardplan.language.plan_files import CannotRead, read_text
+from shardplan.language.plan_files import read_text
 from shardplan.model import FoundModel
 
 MARK = "# sha256 "  # of the lines below
@@ -104,10 +104,7 @@ def keep(digest: str, text: str) -> str | None:
     try:
         file = _file(digest)
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            partial = Path(folder, file.name)
-            partial.write_text(f"{MARK}{_sum(text)}\n{text}", encoding="utf-8")
-            os.replace(partial, file)
+        write_whole(file, f"{MARK}{_sum(text)}\n{text}")
     except OSError as error:
         reason = error.strerror or error
         return f"the plan cannot be kept in {cache_folder()} ({reason}): it is derived again the next time"

@@ -29,12 +29,11 @@ def _splits_rows(facts: StorageFacts, stored: StoredParameter) -> bool:
     return output is not None and output.moves and stored.size in facts.vocabularies
 
 
-def chunks(rows: int, ranks: int) -> tuple[int, ...]:
-    """The number of rows of each rank: chunks of ceil(rows / ranks) until nothing is left."""
-    size = -(-rows // ranks)
-    return tuple(max(0, min(size, rows - rank * size)) for rank in range(ranks))
+def chunk_rows(rows: int, ranks: int) -> int:
+    """The number of rows of each rank, until nothing is left: ceil(rows / ranks)."""
+    return -(-rows // ranks)
 
 
 def leaves_rank_empty(rows: int, ranks: int) -> bool:
     """Whether the last rank would get no row."""
-    return (ranks - 1) * -(-rows // ranks) >= rows
+    return (ranks - 1) * chunk_rows(rows, ranks) >= rows

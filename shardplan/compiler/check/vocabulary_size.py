@@ -10,7 +10,7 @@ from shardplan.core.diagnostics import Code, Diagnostic, Label, Severity
 from .check_words import join
 from .facts import Facts
 from .stored_by_rules import StoredParameter
-from .vocabulary_rows import chunks, leaves_rank_empty, vocabulary_rows
+from .vocabulary_rows import chunk_rows, leaves_rank_empty, vocabulary_rows
 
 UNEVEN = Code(
     code="SP320",
@@ -70,25 +70,26 @@ def check(facts: Facts) -> Iterator[Diagnostic]:
 
 
 def _finding(rows: int, tp: int, group: list[StoredParameter]) -> Diagnostic:
-    empty = leaves_rank_empty(rows, tp)
-    dealt = chunks(rows, tp)
+    empty, size = leaves_rank_empty(rows, tp), chunk_rows(rows, tp)
     # The head's rule is the same with and without the sequence-parallel overlay; the embedding's is not.
     location = group[-1].rule.location
     return Diagnostic(
         code=EMPTY.code if empty else UNEVEN.code,
         severity=Severity.ERROR if empty else Severity.WARNING,
-        message=f"a vocabulary of {rows} rows leaves rank {dealt.index(0)} of tp={tp} without a row"
+        message=f"a vocabulary of {rows} rows leaves rank {-(-rows // size)} of tp={tp} without a row"
         if empty
-        else f"tp={tp} does not divide a vocabulary of {rows} rows: {_fill(dealt)}",
+        else f"tp={tp} does not divide a vocabulary of {rows} rows: {_fill(rows, tp, size)}",
         primary=Label(location, "splits the vocabulary"),
         help="use a smaller tp size, or keep the vocabulary whole with `replicate`"
         if empty
-        else f"no change is needed; a vocabulary of {-(-rows // tp) * tp} rows would be split evenly",
+        else f"no change is needed; a vocabulary of {size * tp} rows would be split evenly",
         modules=tuple(dict.fromkeys(name for stored in group for name in stored.assigned)),
     )
 
 
-def _fill(dealt: tuple[int, ...]) -> str:
-    if len(dealt) <= MOST_LISTED:
-        return f"the ranks get {join([str(n) for n in dealt], 'and')} rows"
-    return f"{sum(n == dealt[0] for n in dealt)} ranks get {dealt[0]} rows, the last {dealt[-1]}"
+def _fill(rows: int, tp: int, size: int) -> str:
+    """What the ranks get where the last one alone gets fewer rows."""
+    last = rows - (tp - 1) * size
+    if tp <= MOST_LISTED:
+        return f"the ranks get {join([*[str(size)] * (tp - 1), str(last)], 'and')} rows"
+    return f"{tp - 1} ranks get {size} rows, the last {last}"

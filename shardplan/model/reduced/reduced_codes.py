@@ -8,7 +8,7 @@ NO_REDUCED_MODEL = Code(
     "`verify` runs a reduced model of the same classes. Its configuration is the original's with fewer layers, "
     "heads and experts and narrower widths, chosen so that every kind of layer and every divisibility stays. "
     "For this model, transformers rejects the reduced configuration, or the reduced model has other layers than "
-    "the original. Name a smaller configuration of your own, or pass `verify` a `module:callable` that "
+    "the original. All ranks run in one process, and at most 1024 of them are tried. Name a smaller configuration of your own, or pass `verify` a `module:callable` that "
     "builds a small model.",
     bad="$ shardplan verify ./model my-plan.yaml --tp 2",
     good="$ shardplan verify my_models:small my-plan.yaml --tp 2",

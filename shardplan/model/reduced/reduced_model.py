@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardplan.core.diagnostics import PlanError
+from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.model.build_tree import tree_of
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import causes, refuse
@@ -23,11 +24,15 @@ from .model_inputs import Padding, sequence_length
 from .named_reduced import named_by_user
 from .own_copies import checked, inputs_of, module_maker, not_callable
 from .precision import cast, without_half
-from .reduced_codes import NOT_RUNNING
+from .reduced_codes import NO_REDUCED_MODEL, NOT_RUNNING
 from .reduced_transformers import live, maker, original_of, reduced_config_of
 from .routed_experts import reaching
 from .scale import HEAD_DIMS
 from .weights import without_noise
+
+MOST_RUN = (
+    1024  # ranks that run one after the other in one process: each takes about half a second and its results are kept
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,14 +138,19 @@ def make_reduced_model(
         PlanError: SP520, SP521, SP522, SP524, SP526.
         ValueError: `tied` for a model that cannot be so.
     """
-    if not isinstance(tp, int) or tp < 1:
-        raise ValueError(f"tp must be a positive integer, not {tp!r}")
+    check_count("tp", tp, MOST_RANKS)
     reduced = None
     own_code = isinstance(model, nn.Module) or model.own_code
     if isinstance(model, FoundModel):
         inputs, reduced = inputs or model.inputs, model.reduced
         model = model.module if model.module is not None else model
     name, module, config, cls, tree, adapters = original_of(model)
+    if (ranks := max(tp, ep)) > MOST_RUN:
+        raise refuse(
+            NO_REDUCED_MODEL,
+            f"no reduced model of {name} is run on {ranks} ranks: at most {MOST_RUN} are tried in one process",
+            help="use a smaller mesh",
+        )
     implementations = {
         "attn_implementation": attn_implementation or _own_attention(config),
         "experts_implementation": experts_implementation,

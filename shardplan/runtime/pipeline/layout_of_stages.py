@@ -9,6 +9,7 @@ from shardplan.compiler.pipeline_cut import pipeline_cut
 from shardplan.core.mesh import Axis
 from shardplan.core.plan import ResolvedPlan
 from shardplan.core.schedules import Schedule, schedule_of
+from shardplan.core.size_bounds import MOST_MICRO_BATCHES, MOST_RANKS, check_count
 from shardplan.core.stages import PipelineCut
 from shardplan.runtime.apply.plan_mesh import PlanMesh
 
@@ -30,7 +31,8 @@ def read_call(mesh: PlanMesh, schedule: str, micro_batches: int) -> Schedule:
 
     Raises:
         TypeError: the schedule is no name, micro_batches no whole number.
-        ValueError: no such schedule; a mesh without an axis pp, or with context parallelism; fewer than one micro-batch.
+        ValueError: no such schedule; a mesh without an axis pp, or with context parallelism; no micro-batch, or more than any step
+            has.
     """
     record = read_schedule(schedule, micro_batches)
     if mesh.pp is None or mesh.pp.size() == 1:
@@ -52,6 +54,7 @@ def read_schedule(schedule: str, micro_batches: int) -> Schedule:
         raise TypeError(f"micro_batches must be a whole number, not {micro_batches!r}")
     if micro_batches < 1:
         raise ValueError(f"micro_batches must be at least 1, not {micro_batches}")
+    check_count("micro_batches", micro_batches, MOST_MICRO_BATCHES)
     return schedule_of(schedule)
 
 
@@ -105,6 +108,8 @@ def number_of_stages(
     sizes = section.sizes if section is not None else None
     if stages_per_rank is None and sizes is not None and len(sizes) % pp == 0:
         stages_per_rank = len(sizes) // pp
+    if stages_per_rank is not None:
+        check_count("stages_per_rank", stages_per_rank, MOST_RANKS)
     count = pp * (stages_per_rank or schedule.stages_per_rank)
     if (why := schedule.misfit(pp, micro_batches or 2 * count, stages_per_rank)) is not None:
         raise ValueError(why)
