@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile, record_function  # noqa: E402
 
 import shardplan  # noqa: E402
+from shardplan.core.estimates import OptimizerName  # noqa: E402
 from shardplan.model import find_any  # noqa: E402
 from shardplan.runtime.parallel import collectives  # noqa: E402
 
@@ -55,6 +56,7 @@ class Case:
         model, settings: as on the command line.
         mesh: axis -> size.
         options: arguments of `estimate` and `apply_plan` alike.
+        optimizer: one of FORMS.
     """
 
     model: str
@@ -63,6 +65,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     seq_len: int = 128
     micro_batch: int = 2
+    optimizer: OptimizerName = "adamw-for-loop"  # torch's default on the CPU
 
     @property
     def ranks(self) -> int:
@@ -71,7 +74,18 @@ class Case:
 
 LLAMA = {**SMALL, "vocab_size": 4000, "num_hidden_layers": 6}
 MOE = {**SMALL, "vocab_size": 4000, "num_hidden_layers": 4, "num_local_experts": 4, "sliding_window": None}
+# The forms of torch's AdamW, as an estimate names them.
+FORMS: dict[OptimizerName, dict[str, bool]] = {
+    "adamw": {"foreach": True},
+    "adamw-fused": {"fused": True},
+    "adamw-for-loop": {"foreach": False},
+}
+UPDATED = {  # a few tokens: the most is there while the optimizer steps
+    f"llama, TP, 8 tokens, {name}": Case("llama", {"dp_shard": 1, "tp": 4}, LLAMA, {"data_parallel": False}, 8, 1, name)
+    for name in FORMS
+}
 CASES = {
+    **UPDATED,
     "llama, TP": Case("llama", {"dp_shard": 1, "tp": 2}, LLAMA, {"data_parallel": False}),
     "llama, SP": Case("llama", {"dp_shard": 1, "tp": 2}, LLAMA, {"data_parallel": False, "sequence_parallel": True}),
     "llama, SP and FSDP2": Case("llama", {"dp_shard": 2, "tp": 2}, LLAMA, {"sequence_parallel": True}),
@@ -91,7 +105,7 @@ def measured_peak(case: Case) -> int:
     def made() -> tuple[list[nn.Module], Step]:
         model = found.build("cpu").train()
         model = shardplan.apply_plan(model, mesh, "auto", src_data_rank=None, prove=False, **case.options)
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), **FORMS[case.optimizer])
 
         def step() -> None:
             ids = torch.randint(case.settings["vocab_size"], (case.micro_batch, case.seq_len))
@@ -178,6 +192,7 @@ def estimated_peak(case: Case) -> int:
         seq_len=case.seq_len,
         micro_batch=case.micro_batch,
         precision="fp32",
+        optimizer=case.optimizer,
         settings=case.settings,
         **case.options,
     )

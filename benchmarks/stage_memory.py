@@ -104,6 +104,7 @@ def estimated_peaks(case: Case) -> tuple[int, ...]:
         micro_batches=case.micro_batches,
         schedule=case.schedule,
         precision="fp32",
+        optimizer="adamw-for-loop",  # torch's default on the CPU
         settings=SETTINGS,
         pipeline_parallel=SECTION,
         **case.options,

@@ -7,7 +7,7 @@ import pytest
 from processes import on_ranks
 
 from benchmarks import stage_memory
-from benchmarks.memory import LLAMA, Case, estimated_peak, measured_peak
+from benchmarks.memory import LLAMA, UPDATED, Case, estimated_peak, measured_peak
 from tests.proofs import fake_mesh
 
 SMALL = LLAMA | {"num_hidden_layers": 4}
@@ -16,6 +16,7 @@ CASES = {
     "sequence parallel": Case("llama", MESH, SMALL, {"sequence_parallel": True}),
     "recomputed": Case("llama", MESH, SMALL, {"sequence_parallel": True, "activation_checkpointing": True}),
     "tensor parallel, split logits": Case("llama", MESH, SMALL, {"logits": "sharded"}),
+    **UPDATED,
 }
 
 

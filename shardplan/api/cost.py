@@ -51,7 +51,7 @@ def estimate(
         micro_batch: sequences in one forward of a data-parallel rank.
         precision: the dtype of stored parameters, gradients and optimizer state: "bf16", "bfloat16", torch.bfloat16; likewise
             fp16 and fp32. What is computed in follows from it and from the plan's mixed_precision.
-        optimizer: "adamw" or "sgd" (torch's, called without options), or "none".
+        optimizer: torch's: "adamw" or "sgd" as it is without options on a GPU, "adamw-fused", "adamw-for-loop"; or "none".
         micro_batches: forwards and backwards before the optimizer steps, of a pipeline or accumulated.
         schedule: of pipeline stages: gpipe, 1f1b, interleaved, looped, zero_bubble, zbv, dualpipev.
         expert_load: the busiest ep rank's share of all rows for experts, over the mean of the ranks, from 1 (an even load) to ep;

@@ -168,8 +168,9 @@ class Search:
         from shardplan.cost.fit_screening import Bytes
 
         wide = self.precision == "fp32"
-        states = {"adamw": 2, "sgd": 0, "none": 0}[self._step.optimizer] * (4 if wide else 2)
-        return Bytes(4, 2, 4, states) if wide else Bytes(2, 2, 2, states)
+        optimizer, stored = self._step.optimizer, 4 if wide else 2
+        states = 2 * stored if optimizer.startswith("adamw") else 0
+        return Bytes(stored, 2, stored, states, stored if optimizer == "adamw" else 0)
 
     def _combined(
         self, tp: int, tables: Iterator[tuple[Checkpointing, bool, Table]], meshes: list[MeshSizes] | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import get_args
 
+from shardplan.core.estimates import OptimizerName
 from shardplan.core.mesh import Axis
 from shardplan.core.schedules import SCHEDULES
 from shardplan.core.suggest import closest
@@ -33,6 +35,7 @@ from .review_arguments import diff_arguments, lock_arguments, report_arguments
 
 BOTH = "check only the plan with, or without, its sequence_parallel section; without the option, both"
 ONE = "with, or without (the default), the plan's sequence_parallel section"
+OPTIMIZER = "torch's: adamw as it is without options on a GPU, which makes a list as large as the parameters (adamw)"
 DESCRIPTION = "A compiler for sharding plans: tensor and sequence parallelism of PyTorch models as checked data."
 
 
@@ -188,9 +191,7 @@ def _estimate(parser: Parser) -> None:
     parser.add_argument("--schedule", choices=tuple(SCHEDULES), default="1f1b", help=text)
     text = "the dtype of stored parameters, gradients and optimizer state (bf16); the plan's mixed_precision adds to it"
     parser.add_argument("--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help=text)
-    parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
-    )
+    parser.add_argument("--optimizer", choices=get_args(OptimizerName), default="adamw", help=OPTIMIZER)
     text = "the busiest ep rank's share of the experts' rows over the mean (1: an even load); at most ep"
     parser.add_argument("--expert-load", type=float, default=1.0, metavar="X", help=text)
     text = "for the least time of a step: a100, b200, h100, h200, mi300x, or a JSON file that describes one"
@@ -220,9 +221,7 @@ def _fit(parser: Parser) -> None:
     parser.add_argument("--seq-len", type=tokens, required=True, metavar="N", help="tokens of a sequence")
     text = "the dtype of stored parameters, gradients and optimizer state (fp32, with products in bfloat16)"
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="fp32", help=text)
-    parser.add_argument(
-        "--optimizer", choices=("adamw", "sgd", "none"), default="adamw", help="torch's, without options (adamw)"
-    )
+    parser.add_argument("--optimizer", choices=get_args(OptimizerName), default="adamw", help=OPTIMIZER)
     parser.add_argument("--best", type=ranks, default=5, metavar="N", help="how many configurations (5)")
     parser.add_argument("--tokens", type=float, metavar="N", help="of the whole training, for its days: 1e12")
     text = "measured shares of the bound's speed, the least and the most, as 0.35,0.5: bounds become estimates"

@@ -43,12 +43,14 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Of one element: stored, computed with, and its gradient while it is added up; and of the optimizer's states."""
+    """Of one element: stored, computed with, and its gradient while it is added up; of the optimizer's states, and of what it makes
+    while it updates."""
 
     stored: int
     computed: int
     added: int
     states: int
+    updating: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +166,18 @@ def _memory(choice: Choice, own: list[StageCosts], place: int, width: Bytes) -> 
     kept = sum(sum(one.kept.values()) for one in own)
     burst = max(one.burst[0] for one in own)
     stored = 0 if choice.offload else share * (2 * width.stored + width.states)
+    updating = 0 if choice.offload else share * width.updating  # when activations are gone
     if choice.schedule is None:
         outside = elements - max(blocks) * sum(1 for n in blocks if n == max(blocks))
         held = (max(outside, 0) + 2 * max(blocks)) * width.computed + max(blocks) * width.added
-        return stored + held + kept + burst
+        return stored + max(held + kept + burst, updating)
     in_flight = min(choice.micro_batches, (sizes.pp - (place if choice.schedule == "1f1b" else 0)))
     buffers = choice.micro_batches * sum(one.received + one.handed for one in own)
     if not choice.offload:
         stored -= share * width.stored  # gradients are whole until the last micro-batch
     whole = elements * (width.computed + width.added)
-    return int(stored + whole + kept * in_flight * IN_FLIGHT[choice.schedule] + burst + buffers)
+    running = int(whole + kept * in_flight * IN_FLIGHT[choice.schedule] + burst)
+    return stored + buffers + max(running, share * width.stored + updating)
 
 
 def _groups(stored: Stored, sizes: MeshSizes) -> tuple[tuple[int, int], ...]:

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardplan.core.diagnostics import PlanError
+from shardplan.core.estimates import OptimizerName
 from shardplan.core.mesh import Axis
 from shardplan.model.model_findings import reason, refuse
 from shardplan.model.reduced.outcome import loss_of
@@ -34,7 +36,14 @@ from .part_costs import Stored, part_costs
 from .running_module import Places
 from .traced_parts import SHARED, PartNames, Parts
 
-OPTIMIZERS: dict[str, MakeOptimizer | None] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "none": None}
+OPTIMIZERS: dict[OptimizerName, MakeOptimizer | None] = {
+    # On a GPU torch's default updates all parameters at once, and makes a list of tensors as large as they are.
+    "adamw": partial(torch.optim.AdamW, foreach=True),
+    "adamw-fused": partial(torch.optim.AdamW, fused=True),
+    "adamw-for-loop": partial(torch.optim.AdamW, foreach=False),
+    "sgd": partial(torch.optim.SGD, foreach=True),
+    "none": None,
+}
 
 
 def trace(
@@ -42,7 +51,7 @@ def trace(
     mesh: PlanMesh,
     inputs: Callable[[], Mapping[str, Any]],
     *,
-    optimizer: str,
+    optimizer: OptimizerName,
     logits: Iterable[tuple[int, int]],
     offloaded: bool,
     name: str,
@@ -81,7 +90,8 @@ def trace(
         model.to_empty(device="cpu")
         restore_ties(model, ties)  # a plain parameter with two names has become two
         meter.mark([*model.parameters(), *model.buffers()], "parameters")
-        make = OPTIMIZERS[optimizer]
+        # On the host, where offloaded parameters are updated, torch's default is the loop.
+        make = OPTIMIZERS["adamw-for-loop" if offloaded and optimizer == "adamw" else optimizer]
         updates = Updates(model, make) if make is not None else None
         try:
             gather_once(model)

@@ -43,7 +43,7 @@ def main() -> None:
     {apply}
     torch.manual_seed(0)
     shardplan.materialize(model, {place})  # or shardplan.load_checkpoint(model, "folder"), for weights to start from
-    optimizer = torch.optim.AdamW({parameters}, lr=3e-4)
+    optimizer = torch.optim.AdamW({parameters}, lr=3e-4{updated})
     group = dist.get_rank() // {inner}{replica}  # ranks of one group are fed the same tokens
     data = batches(config.get_text_config().vocab_size, seed=group)
     for step in range(1, STEPS + 1):
@@ -72,6 +72,7 @@ CHUNKED = """        loss = torch.zeros((), device=device)
                 one = model(**inputs).loss / MICRO_BATCHES
                 one.backward()
             loss += one.detach()"""
+UPDATED = {"adamw-fused": ", fused=True", "adamw-for-loop": ", foreach=False"}
 STAGED = """        loss = model.step(input_ids=ids, labels=ids)"""
 
 
@@ -126,6 +127,7 @@ def script_of(row: Fitted, plan: str, *, is_type: bool, settings: Mapping[str, o
         dtype="" if wide else ", dtype=torch.bfloat16",
         apply=call,
         parameters="[one for _, one in model.named_parameters()]" if staged else "model.parameters()",
+        updated=UPDATED.get(asked.step.optimizer, ""),
         inner=inner,
         replica=f" % {ranks}" if staged else "",
         step=STAGED if staged else CHUNKED if sizes.cp > 1 else WHOLE,

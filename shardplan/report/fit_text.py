@@ -47,7 +47,7 @@ def fit_head(row: Fitted) -> str:
     assert device is not None
     rows = one.tokens // step.seq_len
     wide = step.precision == "fp32"
-    states = {"adamw": "AdamW's states", "sgd": "SGD", "none": "no optimizer"}[step.optimizer]
+    states = {"sgd": "SGD", "none": "no optimizer"}.get(step.optimizer, "AdamW's states")
     kept = "float32, products in bfloat16" if wide else f"{step.precision}, products too"
     other = "--precision bf16 keeps all of it in bfloat16" if wide else "most train with float32: --precision fp32"
     return (
