@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 
 from shardplan.compiler.lower.program import Program
+from shardplan.runtime.parallel.expert_turns import watch_experts
 from shardplan.runtime.parallel.fast_path import without_fast_path
-from shardplan.runtime.parallel.forward import wrap_forward
+from shardplan.runtime.parallel.forward import around_of, wrap_forward
 from shardplan.runtime.parallel.make_styles import make_styles
+from shardplan.runtime.parallel.own_experts import OwnExperts
 from shardplan.runtime.parallel.regime import Shared
 
 from .plan_mesh import PlanMesh
@@ -36,6 +39,8 @@ def shard(
     if root is not None:
         # As the key "" it would lose src_data_rank.
         parallelize_module(model, tp, root, src_data_rank=src_data_rank)
+    if ep is not None:
+        watch_experts(model, partial(around_of, kind=OwnExperts))
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder) and mesh.tp_size > 1:
             wrap_forward(module, without_fast_path)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shardplan.core.module_program import Exchange
 from shardplan.torchlib.private import private
 
 from .expert_exchange import ExchangeBackend, Route, exchange, swap
 from .expert_rows import OwnRows, add_up, sum_of_own, take
+from .expert_turns import Turn
 
 FakeTensor = private("FakeTensor")
 # Of tensors without values: this rank's share of all pairs of a token and an expert, over the mean of the ranks.
@@ -33,14 +35,29 @@ class Ranks:
         group: these ranks.
         own: which of them this is.
         backend: what exchanges rows between them.
+        turn: which module of experts exchanges them.
     """
 
     group: ProcessGroup
     own: int
     backend: ExchangeBackend
+    turn: Turn
 
     def route(self, sent: list[int], received: list[int]) -> Route:
         return Route(tuple(sent), tuple(received), self.group, self.backend)
+
+    def tell(self, *counts: Tensor) -> Tensor:
+        """Exchange what this rank counted for each rank, columns of [n, ...], and behind them the number of its module."""
+        return swap(torch.cat([*counts, counts[0].new_full((counts[0].shape[0], 1), self.turn.number)], 1), self.group)
+
+    def say_absent(self, columns: int, device: torch.device) -> None:
+        """Take part in `tell`, of as many columns, without a call of the module.
+
+        Raises:
+            RuntimeError: another rank calls it.
+        """
+        absent = torch.full((self.group.size(), columns + 1), self.turn.absent, dtype=torch.int64, device=device)
+        self.turn.compare(numbers_of(swap(absent, self.group)[:, -1], lambda: [self.turn.absent]))
 
 
 def every_pair(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -55,23 +72,25 @@ def every_pair(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights:
 
     Raises:
         ValueError: an id that no expert has.
+        RuntimeError: a rank does not call this module.
     """
     n, width = ranks.group.size(), ids.shape[1]
     by_expert, slots = ids.reshape(-1).sort(stable=True)
     first = torch.searchsorted(by_expert, torch.arange(run.count + 1, device=ids.device, dtype=ids.dtype))
     unknown = first[0] + (by_expert.shape[0] - first[-1])
-    counts = torch.cat([first.diff().view(n, run.local), unknown.expand(n, 1)], 1)
-    theirs = swap(counts, ranks.group)
-    sent, received, unknowns = numbers_of(
-        torch.stack([counts[:, :-1].sum(1), theirs[:, :-1].sum(1), theirs[:, -1]]),
-        lambda: [*expected(ranks, ids.numel(), ids.numel()), [0] * n],
+    counts = first.diff().view(n, run.local)
+    theirs = ranks.tell(counts, unknown.expand(n, 1))
+    sent, received, unknowns, turns = numbers_of(
+        torch.stack([counts.sum(1), theirs[:, : run.local].sum(1), theirs[:, -2], theirs[:, -1]]),
+        lambda: [*expected(ranks, ids.numel(), ids.numel()), [0] * n, [ranks.turn.number] * n],
     )
+    ranks.turn.compare(turns)
     refuse_unknown(run, sum(unknowns))
     route = ranks.route(sent, received)
 
     (rows,) = exchange(route, take(tokens, slots, width))
     experts = torch.arange(run.local, device=ids.device).repeat(n)
-    experts = experts.repeat_interleave(theirs[:, :-1].reshape(-1), output_size=sum(received))
+    experts = experts.repeat_interleave(theirs[:, : run.local].reshape(-1), output_size=sum(received))
     (back,) = exchange(route.back, run(rows, experts, weights.new_ones(rows.shape[0])))
     back = back * take(weights.reshape(-1), slots, 1).unsqueeze(1)
     return add_up(back, slots, tokens.shape[0], width).to(tokens.dtype)
@@ -88,14 +107,15 @@ def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights
     slots = (first + goes.cumsum(1) - 1).T.reshape(-1)  # by rank, then by token
     unknown = ((ids < 0) | (ids >= run.count)).sum()
     counts = torch.stack([goes.sum(0), owners.sum((0, 1)), unknown.expand(n)], 1)
-    theirs = swap(counts, ranks.group)
+    theirs = ranks.tell(counts)
 
     def estimated() -> list[list[int]]:
         even = round(tokens.shape[0] * ranks_of_a_token(run.count, n, ids.shape[1]) / n)
         own_pairs = [round(ids.numel() // n * LOAD.get())] * n
-        return [*expected(ranks, n * even, tokens.shape[0]), own_pairs, [0] * n]
+        return [*expected(ranks, n * even, tokens.shape[0]), own_pairs, [0] * n, [ranks.turn.number] * n]
 
-    sent, received, pairs, unknowns = numbers_of(torch.cat([counts[:, :1], theirs], 1).T, estimated)
+    sent, received, pairs, unknowns, turns = numbers_of(torch.cat([counts[:, :1], theirs], 1).T, estimated)
+    ranks.turn.compare(turns)
     refuse_unknown(run, sum(unknowns))
     route = ranks.route(sent, received)
 
@@ -105,6 +125,11 @@ def once_a_rank(run: OwnRows, ranks: Ranks, tokens: Tensor, ids: Tensor, weights
     their_ids = route.exchange(take(ids, slots, width).to(torch.int32)) - ranks.own * run.local
     (back,) = exchange(route.back, sum_of_own(run, rows, their_ids, their_weights, sum(pairs)))
     return add_up(back, slots, tokens.shape[0], width)
+
+
+def columns(exchange: Exchange, local: int) -> int:
+    """How many numbers a rank counts for each rank, where each has `local` experts."""
+    return local + 1 if exchange == "pairs" else 3
 
 
 def own_part(run: OwnRows, own: int, tokens: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 # around(forward, module, args, kwargs) -> output; `forward` is the wrapped function.
 Around = Callable[[Callable[..., Any], nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+
+Wrapped = TypeVar("Wrapped")
 
 _AROUND = "_shardplan_around"
 _OWN = "_shardplan_own_forward"
@@ -67,6 +69,11 @@ def wrap_forward(module: nn.Module, around: Around, *, inside: type | None = Non
     if "forward" in module.__dict__:  # it would hide the subclass's
         module.__dict__[_OWN] = module.__dict__.pop("forward")
     module.__class__ = _wrapped_class(type(module), uncompiled)
+
+
+def around_of(module: nn.Module, kind: type[Wrapped]) -> Wrapped | None:
+    """What of a type was put around the module's forward."""
+    return next((one for one in module.__dict__.get(_AROUND, ()) if isinstance(one, kind)), None)
 
 
 def arguments_of(module: nn.Module) -> tuple[str, ...]:

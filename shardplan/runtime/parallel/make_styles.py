@@ -49,7 +49,10 @@ def make_styles(
         for module in modules.values()
         if module.reads_in is not None
     }
-    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan), ep=ep, expert_share=expert_share)
+    experts = tuple(
+        name for name in plan.tree.modules if any(name in m and m[name].experts is not None for m in variants.values())
+    )
+    regime = Regime(variant_name(plan.overlays), _reduce_dtype(plan), ep=ep, expert_share=expert_share, experts=experts)
     modules = variants[regime.variant]
     around = frozenset(a for m in modules.values() if m.link == "scope" for a in (m.name, *ancestors(m.name)))
     shared = Shared(regime, _link(modules), around, waiting, tables)

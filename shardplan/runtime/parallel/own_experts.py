@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardplan.core.layout import I, V
 from shardplan.core.module_program import ModuleProgram
@@ -15,8 +16,9 @@ from shardplan.torchlib.attributes import owner_of
 
 from .expert_calls import expert_call
 from .expert_exchange import BACKENDS, ExchangeBackend
-from .expert_routes import Ranks, every_pair, once_a_rank, own_part
+from .expert_routes import Ranks, columns, every_pair, once_a_rank, own_part
 from .expert_rows import OwnRows
+from .expert_turns import Turn
 from .reading import call_with, slots_of
 from .regime import Regime
 from .tensor_moves import move, sum_gradients
@@ -40,7 +42,11 @@ class OwnExperts:
         regime: which variant runs.
         tp: the tp mesh; None is one rank.
         ep: the mesh of the ranks that have the experts, where there is an exchange.
+        turn: which module of experts of its model it is; None: there is no other.
         backend: what exchanges rows.
+
+    Attributes:
+        calls: how often it took part in an exchange, with rows or absent.
     """
 
     uncompiled = "how many rows an expert has depends on data"
@@ -51,6 +57,7 @@ class OwnExperts:
         regime: Regime,
         tp: DeviceMesh | None,
         ep: DeviceMesh | None,
+        turn: Turn | None = None,
         backend: ExchangeBackend = BACKENDS["torch"],
     ):
         for program in programs.values():
@@ -61,6 +68,8 @@ class OwnExperts:
             assert experts.count % (mesh.size() if mesh is not None else 1) == 0, experts
         assert backend.available(), backend.name
         self.programs, self.regime, self.tp, self.ep, self.backend = programs, regime, tp, ep, backend
+        self.turn = turn or Turn(0, (next(iter(programs.values())).name,))
+        self.calls = 0
 
     def __call__(
         self, forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -69,6 +78,7 @@ class OwnExperts:
         Raises:
             ValueError: the call has no tokens, ids and weights, or ids that no expert has; the module's result is not like the
                 tokens.
+            RuntimeError: a rank that tokens are exchanged with does not call the module.
         """
         program = self.programs[self.regime.variant]
         experts = program.experts
@@ -83,7 +93,8 @@ class OwnExperts:
 
         assert mesh is not None
         tp = self.tp if experts.sliced and self.tp is not None and self.tp.size() > 1 else None
-        ranks = Ranks(mesh.get_group(), own, self.backend)
+        self.calls += 1
+        ranks = Ranks(mesh.get_group(), own, self.backend, self.turn)
         if tp is None:
             return _shaped(_ROUTES[experts.exchange](run, ranks, tokens, ids, weights), call.shape)
         shared = self._summed_after(
@@ -92,6 +103,25 @@ class OwnExperts:
         tokens, ids, weights = (move(x, tp, I, V(0), size=number) for x in (tokens, ids, weights))
         result = call_with(_ROUTES[experts.exchange], *shared, (run, ranks, tokens, ids, weights), {})
         return _shaped(move(result, tp, V(0), I, size=number), call.shape)
+
+    def say_absent(self, module: nn.Module) -> None:
+        """Let the other ranks know that this one does not call the module, where the program that runs exchanges tokens.
+
+        Raises:
+            RuntimeError: another rank calls it.
+        """
+        experts = self.programs[self.regime.variant].experts
+        assert experts is not None
+        if experts.exchange is None or self.ep is None or self.ep.size() == 1:
+            return
+        self.calls += 1
+        if isinstance(module, FSDPModule):  # a rank that calls it waits for its parameters first
+            module.unshard()
+        ranks = Ranks(self.ep.get_group(), self.ep.get_local_rank(), self.backend, self.turn)
+        device = next(module.parameters()).device
+        ranks.say_absent(columns(experts.exchange, experts.count // self.ep.size()), device)
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
     def _summed_after(
         self, tp: DeviceMesh, module: nn.Module, program: ModuleProgram

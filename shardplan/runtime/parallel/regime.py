@@ -32,6 +32,7 @@ class Regime:
         neighbours: the ranks that compute with the same key-value heads, by their number.
         ep: the one-dimensional mesh over which experts are distributed; None where they are not.
         expert_share: what the gradients of the parameters on it are multiplied by (`MeshSizes.expert_share`).
+        experts: the names of all modules of experts.
         home: the variant that the plan was applied with.
         unreadable: a parameter that the variant without sequence parallelism cannot read as it is stored; empty: there is none.
         inside: whose forward runs: the model's own, one of a part that is called by itself, one that a checkpoint of the plan keeps or
@@ -44,6 +45,7 @@ class Regime:
     neighbours: dict[int, DeviceMesh] = field(default_factory=dict)
     ep: DeviceMesh | None = None
     expert_share: float = 1.0
+    experts: tuple[str, ...] = ()
     home: str = ""
     unreadable: str = ""
     inside: Literal["", "model", "part", "checkpoint"] = ""

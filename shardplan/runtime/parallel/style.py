@@ -15,6 +15,7 @@ from shardplan.torchlib.attributes import divide_attributes, owner_of, set_attri
 
 from .boundaries import Enter, Leave, acts
 from .buffer_shares import OwnBuffers
+from .expert_turns import Turn
 from .failures import at_module
 from .forward import wrap_forward
 from .means import Means
@@ -91,7 +92,8 @@ class ModuleStyle(ParallelStyle):
     def _read(self, module: nn.Module, mesh: DeviceMesh) -> None:
         program, regime = self.program, self.shared.regime
         if program.experts is not None:
-            wrap_forward(module, OwnExperts(self.programs, regime, mesh, regime.ep))
+            turn = Turn(regime.experts.index(program.name), regime.experts)
+            wrap_forward(module, OwnExperts(self.programs, regime, mesh, regime.ep, turn))
         if isinstance(module, nn.MultiheadAttention) and any(p.computed.kind == "V" for p in program.parameters):
             wrap_forward(module, own_heads)
         if program.parameters:

@@ -1,0 +1,99 @@
+"""Whether the ranks of an exchange are in the same module of experts. A rank that leaves one out would let the others wait for
+it, or send its rows into another module's exchange.
+
+Each rank says with the numbers of its rows which module it is in. Where the forward of a module around a module of experts
+ends without a call of that one, its rank takes part in the exchange of these numbers alone, and says that it is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from shardplan.core.tree import ancestors
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A module of experts among those of its model.
+
+    Args:
+        number: its place among them, from 0.
+        names: of all.
+    """
+
+    number: int
+    names: tuple[str, ...]
+
+    @property
+    def absent(self) -> int:
+        """What a rank says in the place of `number` that does not call the module."""
+        return ~self.number
+
+    def compare(self, said: Sequence[int]) -> None:
+        """Called on all ranks with what all of them said.
+
+        Raises:
+            RuntimeError: they are not in the same module.
+        """
+        if len(set(said)) == 1:
+            return
+        where: dict[int, list[int]] = {}
+        for rank, number in enumerate(said):
+            where.setdefault(number, []).append(rank)
+        listed = [
+            f"ep ranks {ranks} {'call' if number >= 0 else 'do not call'} {self.names[number if number >= 0 else ~number]}"
+            for number, ranks in where.items()
+        ]
+        raise RuntimeError(
+            f"the ranks that exchange tokens must call their experts together, but in this forward {', and '.join(listed)}. Call the "
+            "experts on every rank, without rows where there are no tokens: `experts(x[:0], ids[:0], weights[:0])`"
+        )
+
+
+class Exchanging(Protocol):
+    """A module of experts that takes part in exchanges."""
+
+    calls: int
+
+    def say_absent(self, module: nn.Module) -> None: ...
+
+
+class _Around:
+    """Hooks of a module around modules of experts."""
+
+    def __init__(self, inside: Iterable[tuple[nn.Module, Exchanging]]):
+        self.inside = tuple(inside)
+        self.before = [0] * len(self.inside)
+
+    def begin(self, module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():  # a graph would be compiled anew for every number of calls
+            self.before = [experts.calls for _, experts in self.inside]
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for before, (module_of_experts, experts) in zip(self.before, self.inside, strict=True):
+            if experts.calls == before:
+                experts.say_absent(module_of_experts)
+
+
+def watch_experts(model: nn.Module, experts: Callable[[nn.Module], Exchanging | None]) -> None:
+    """See to it that a module of experts that is not called in the forward of a module around it says so to the other ranks.
+
+    Args:
+        experts: what exchanges the tokens of a module; None where nothing does.
+    """
+    inside: dict[str, list[tuple[nn.Module, Exchanging]]] = {}
+    for name, module in model.named_modules():
+        if (found := experts(module)) is not None:
+            for above in ancestors(name):
+                inside.setdefault(above, []).append((module, found))
+    for name, those in inside.items():
+        around, module = _Around(those), model.get_submodule(name)
+        module.register_forward_pre_hook(around.begin, prepend=True)
+        module.register_forward_hook(around.end, prepend=True)
