@@ -67,9 +67,12 @@ def balanced_as_the_unsharded(cases: list[Case]) -> None:
             assert all(torch.equal(value, other[name]) for name, value in one.items()), (case, found, expected)
             assert one["tokens"].sum() == 2 * data_ranks * 2 * 12 * 3
         assert all(value.unique().numel() > 2 for value in found[-1].values()), "experts have other histories"
+        sent = dict(shardplan.full_parameters(model))  # to an inference engine, which needs the biases too
+        assert list(sent) == [*dict(reference.named_parameters()), *(name for name in expected[-1] if name != "tokens")]
         state = whole_state(model)
         for name, value in reference.state_dict().items():
             assert relative_error(state[name], value) <= TOLERANCE[case.dtype], (case, name)
+            assert relative_error(sent[name], value) <= TOLERANCE[case.dtype], (case, name)
 
 
 def double(mode: str | None = None, **given: object) -> Case:

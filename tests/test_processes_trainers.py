@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from processes import RanksFailed, on_ranks
-from small_models import small_model
+from small_models import batch, small_model
 from stopped_processes import Process, stopping
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
@@ -318,6 +318,39 @@ def refuse(folder: str) -> None:
 
 def test_what_does_not_fit_is_refused(tmp_path):
     on_ranks(4, refuse, str(tmp_path))
+
+
+def rates(tp: int) -> list[float]:
+    """The learning rate after each of four micro-batches, of which two are a step."""
+    as_torchrun()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    mesh = init_device_mesh("cpu", (2 // tp, tp), mesh_dim_names=("dp_shard", "tp"))
+    model = shardplan.apply_plan(small_model("llama"), mesh, "auto", prove=False, check_inputs=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+    early = accelerator.prepare_scheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1))
+    with pytest.raises(ValueError, match=r"prepared a scheduler.* before accelerator.prepare"):
+        adopt(accelerator, model)
+    accelerator._schedulers.remove(early)
+    adopt(accelerator, model)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    found = []
+    for number in range(4):
+        with accelerator.accumulate(model):
+            ids = batch(number)
+            accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            found.append(schedule.get_last_lr()[0])
+    assert accelerator.num_processes == 2
+    return found
+
+
+def test_a_prepared_scheduler_steps_once_for_each_data_parallel_rank():
+    """As accelerate's own does for each process, where each has batches of its own."""
+    assert on_ranks(2, rates, 2) == [pytest.approx([1, 0.9, 0.9, 0.8])] * 2
+    assert on_ranks(2, rates, 1) == [pytest.approx([1, 0.8, 0.8, 0.6])] * 2
 
 
 class Count:

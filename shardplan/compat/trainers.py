@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Never
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ def adopt(owner: Any, model: nn.Module) -> None:
     Raises:
         ValueError: no plan was applied to the model; its mesh is not all processes, has an axis that accelerate
             does not know, or a cp axis, over which accelerate would split sequences its own way; the owner was set up to
-            shard, compile or autocast models itself, or to dispatch batches; a Trainer of another model, or with a setting
+            shard, compile or autocast models itself, or to dispatch batches, or has prepared a scheduler; a Trainer of another model, or with a setting
             that would be ignored or fail later.
         TypeError: neither an Accelerator nor a Trainer.
     """
@@ -42,8 +43,10 @@ def adopt(owner: Any, model: nn.Module) -> None:
     mesh = applied(model).mesh
     _check_mesh(mesh)
     _check_accelerator(accelerator)
+    _check_unprepared(accelerator, mesh)
     if trainer is not None:
         save_and_resume(trainer, model)
+    _step_once_for_each_share(accelerator, dist.get_world_size() // mesh.tp_size)
     accelerator.state.device_mesh = mesh.mesh  # its data loaders give the ranks of a tp group one share
     accelerator.dataloader_config.dispatch_batches = False  # the default of streams, which ignores the axes for data
     accelerator.gather_for_metrics = _from_each_share(accelerator, mesh.tp_size)
@@ -88,6 +91,43 @@ def _check_accelerator(accelerator: Any) -> None:
         raise ValueError(
             "dispatch_batches would give all ranks one batch: leave it off, and let each rank read its own"
         )
+
+
+def _check_unprepared(accelerator: Any, mesh: PlanMesh) -> None:
+    if accelerator._schedulers and getattr(accelerator.state, "device_mesh", None) != mesh.mesh:
+        raise ValueError(
+            "the Accelerator has prepared a scheduler, which would step once for each process, and the ranks of a tp group share their "
+            "batches: call adopt(accelerator, model) before accelerator.prepare(...)"
+        )
+
+
+def _step_once_for_each_share(accelerator: Any, shares: int) -> None:
+    """Let prepared schedulers step as often as there are batches in a step: once for each data-parallel rank. accelerate's own step
+    calls them once for each process, or once where loaders split batches."""
+    stock = accelerator.prepare_scheduler
+
+    def prepare_scheduler(scheduler: Any) -> Any:
+        prepared = stock(scheduler)
+        prepared.step = partial(_first_steps, prepared.scheduler, prepared.step, shares)
+        return prepared
+
+    accelerator.prepare_scheduler = prepare_scheduler
+
+
+def _first_steps(scheduler: Any, step: Callable[..., None], count: int, *args: Any, **kwargs: Any) -> None:
+    """A step of accelerate's, of which the scheduler takes the first `count`."""
+    left = iter(range(count))
+    own = scheduler.step
+
+    def first(*args: Any, **kwargs: Any) -> None:
+        if next(left, None) is not None:
+            own(*args, **kwargs)
+
+    scheduler.step = first
+    try:
+        step(*args, **kwargs)
+    finally:
+        del scheduler.step  # its state_dict has all of its attributes
 
 
 def _from_each_share(accelerator: Any, tp: int) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The parameters of a planned model, whole, one at a time."""
+"""The parameters and persistent buffers of a planned model, whole, one at a time."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .checkpoint_names import without_wrapper
 
 @dataclass(frozen=True)
 class _Stored:
-    """A parameter as the model stores it."""
+    """A parameter or buffer as the model stores it."""
 
     name: str
-    parameter: nn.Parameter
+    tensor: Tensor
     packed: Packing | None
 
 
@@ -45,23 +45,25 @@ def full_parameters(
 def full_parameters(
     model: nn.Module | Pipeline, gradients: bool = False
 ) -> Iterator[tuple[str, Tensor]] | Iterator[tuple[str, Tensor, Tensor | None]]:
-    """The parameters of a planned model, whole and with rows in the original order: for the weight updates of an inference
-    engine, and for exports. To be called on all ranks, and iterated to the end on all: each parameter is a collective.
+    """The parameters of a planned model, whole and with rows in the original order, and its persistent buffers: for the weight
+    updates of an inference engine, and for exports. To be called on all ranks, and iterated to the end on all: each parameter is a
+    collective.
 
     One parameter is gathered at a time, on every rank, on the mesh's device. Names and order are those of
-    `named_parameters()` of the unsharded model: a tied parameter comes once, under its first name. Buffers are not among
-    them. Where nothing is split, a tensor may share memory with the model: clone what is to be kept.
+    `named_parameters()` of the unsharded model, a tied parameter once, under its first name; then those of its buffers that
+    `state_dict()` has, such as the bias that `update_expert_bias` changes, each as
+    this rank has it. Where nothing is split, a tensor may share memory with the model: clone what is to be kept.
 
     Args:
         model: what `apply_plan` or `apply_pipeline` returned, with memory, on any mesh.
-        gradients: give each parameter's gradient too.
+        gradients: give each parameter's gradient too; a buffer has none.
 
     Returns:
         An iterator of (name, tensor), or of (name, tensor, gradient), where the gradient is None if the parameter has none.
         Tensors are detached, in the dtype of the parameter, and have the shape of the unsharded one.
 
     Raises:
-        ValueError: no plan was applied, or a parameter is on the meta device. It is raised by the call, not by the first
+        ValueError: no plan was applied, or a tensor is on the meta device. It is raised by the call, not by the first
             iteration.
     """
     if isinstance(model, Pipeline):
@@ -79,11 +81,23 @@ def _stored(model: nn.Module) -> list[_Stored]:
         for name, parameter in unwrapped(outer).named_parameters(remove_duplicate=False)
         if name in packings
     }
-    stored = [_Stored(name, one, packed.get(id(one))) for name, one in outer.named_parameters()]
-    on_meta = next((one.name for one in stored if one.parameter.is_meta), None)
+    parameters = [_Stored(name, one, packed.get(id(one))) for name, one in outer.named_parameters()]
+    stored = [*parameters, *(_Stored(name, one, None) for name, one in _persistent_buffers(outer))]
+    on_meta = next((one.name for one in stored if one.tensor.is_meta), None)
     if on_meta is not None:
         raise ValueError(f"{on_meta} is on the meta device: it has no values")
     return stored
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those that `state_dict()` has, each once; whole, also where a rank reads a share of one."""
+    kept = {
+        id(buffer)
+        for module in model.modules()
+        for leaf, buffer in module._buffers.items()
+        if leaf not in module._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in kept)
 
 
 def _of_stages(
@@ -94,12 +108,12 @@ def _of_stages(
     found = {stage: _stored(part) for stage, part in pipeline.by_stage.items()}
     tensors = stage_tensors(
         pipeline,
-        {stage: [((one.name,), one.parameter) for one in rows] for stage, rows in found.items()},
+        {stage: [((one.name,), one.tensor) for one in rows] for stage, rows in found.items()},
         pipeline.ties,
     )
-    here = {id(one.parameter): one for rows in found.values() for one in rows}
+    here = {id(one.tensor): one for rows in found.values() for one in rows}
     present: list[dict[str, bool]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
-    mine = {one.name: one.parameter.grad is not None for one in here.values()}
+    mine = {one.name: one.tensor.grad is not None for one in here.values()}
     dist.all_gather_object(present, mine, group=pipeline.group)
     has = {name for part in present for name, there in part.items() if there}
     return _sent(pipeline, tensors, here, has if gradients else None)
@@ -122,22 +136,22 @@ def _sent(
 
 def _own_whole(own: _Stored | None, gradient: bool, tp: int) -> Tensor:
     assert own is not None
-    tensor = own.parameter.grad if gradient else own.parameter
+    tensor = own.tensor.grad if gradient else own.tensor
     assert tensor is not None
     return _whole(tensor, own.packed, tp)
 
 
 def _values(stored: Sequence[_Stored], tp: int) -> Iterator[tuple[str, Tensor]]:
     for one in stored:
-        yield one.name, _whole(one.parameter, one.packed, tp)
+        yield one.name, _whole(one.tensor, one.packed, tp)
 
 
 def _with_gradients(stored: Sequence[_Stored], tp: int) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     for one in stored:
-        gradient = one.parameter.grad
+        gradient = one.tensor.grad
         yield (
             one.name,
-            _whole(one.parameter, one.packed, tp),
+            _whole(one.tensor, one.packed, tp),
             None if gradient is None else _whole(gradient, one.packed, tp),
         )
 

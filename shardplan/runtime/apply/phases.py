@@ -40,7 +40,7 @@ from .kept_ties import restore_ties, tied_groups
 from .packed_reads import refuse_full_tensor
 from .plan_mesh import PlanMesh
 from .random_numbers import ByVariant, draws_of, streams_of, use_common_streams, use_own_streams
-from .refusals import refuse_attention_maps, refuse_changes
+from .refusals import refuse_adapter_changes, refuse_attention_maps, refuse_changes, refuse_later_adapters
 from .shard import shard
 from .state import keep_original_order, load_any_layout, packed_parameters
 from .unfit_models import refuse_scattered
@@ -193,6 +193,9 @@ def _refusals(work: Work) -> bool:
     if any(isinstance(parameter, DTensor) for parameter in work.inner.parameters()):
         for model in {id(model): model for model in (work.model, work.inner)}.values():
             refuse_changes(model)
+        refuse_adapter_changes(work.model, work.inner)
+    if work.split or work.result is not None:
+        refuse_later_adapters(work.inner)
     return False  # nothing that a user asked for
 
 

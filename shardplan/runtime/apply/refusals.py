@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from shardplan.model.adapters import is_wrapper
 
 # Methods that would change or write parameters as if they were whole -> what to do instead.
 INSTEAD = {
@@ -17,6 +19,21 @@ INSTEAD = {
     "set_output_embeddings": "replace the output head before apply_plan",
     "save_pretrained": "call shardplan.save_checkpoint(model, folder), or pass a whole state_dict=",
 }
+
+_MERGE = "merge before apply_plan, or in an unsharded model that has read the adapters that were saved"
+_ADD = "add all adapters before apply_plan, and choose among them with set_adapter"
+_DELETE = "delete the adapter before apply_plan, or choose another one with set_adapter"
+# The same of adapters, by the names of peft's models, transformers' and diffusers'.
+_OF_ADAPTERS = {
+    **dict.fromkeys(("merge_and_unload", "merge_adapter", "unmerge_adapter", "unload"), _MERGE),
+    **dict.fromkeys(("fuse_lora", "unfuse_lora", "unload_lora"), _MERGE),
+    **dict.fromkeys(
+        ("add_adapter", "inject_adapter", "load_adapter", "load_lora_adapter", "add_weighted_adapter"), _ADD
+    ),
+    **dict.fromkeys(("delete_adapter", "delete_adapters"), _DELETE),
+}
+# And of one layer with adapters.
+_OF_LAYERS = {"merge": _MERGE, "unmerge": _MERGE, "update_layer": _ADD, "delete_adapter": _DELETE}
 
 
 def refuse_attention_maps(model: nn.Module) -> None:
@@ -41,8 +58,41 @@ def refuse_changes(model: nn.Module) -> None:
         model.__dict__["__deepcopy__"] = partial(_refuse_copy, type(model).__name__)
 
 
+def refuse_adapter_changes(model: nn.Module, inner: nn.Module) -> None:
+    """Make methods that add, merge or delete adapters raise RuntimeError before they change anything.
+
+    Args:
+        model: as the caller has it.
+        inner: the model inside peft's wrappers; the same where there is none.
+    """
+    outside = {id(module) for module in inner.modules()} - {id(inner)}
+    for module in model.modules():
+        methods = _OF_LAYERS if is_wrapper(module) else _OF_ADAPTERS if id(module) not in outside else {}
+        for name, instead in methods.items():
+            if callable(method := getattr(module, name, None)):
+                setattr(module, name, partial(_refuse, method, name, instead))
+
+
+def refuse_later_adapters(inner: nn.Module) -> None:
+    """Make the forward raise RuntimeError where adapters came into the model after its plan was applied: what peft adds is no part of
+    the plan, and nothing reduces its gradients."""
+    known = dict(_adapters_of(inner))
+
+    def refuse(module: nn.Module, args: tuple) -> None:
+        for name, adapter in _adapters_of(module).items():
+            if known.get(name) is not adapter:
+                raise RuntimeError(f"the adapter {name!r} was added after a plan was applied to this model; {_ADD}")
+
+    inner.register_forward_pre_hook(refuse)
+
+
+def _adapters_of(model: nn.Module) -> Mapping[str, Any]:
+    """peft's configurations of the adapters in a model, by name."""
+    return getattr(model, "peft_config", None) or {}
+
+
 def _refuse(method: MethodType, name: str, instead: str, *args: Any, **options: Any) -> Any:
-    if HARMLESS[name](method.__self__, *args, **options):
+    if name in HARMLESS and HARMLESS[name](method.__self__, *args, **options):
         return method(*args, **options)
     raise RuntimeError(f"{name}: a plan was applied to this model, and its parameters are split; {instead}")
 
@@ -60,7 +110,13 @@ HARMLESS: dict[str, Callable[..., bool]] = {
     "set_input_embeddings": lambda model, value: value is model.get_input_embeddings(),
     "set_output_embeddings": lambda model, new_embeddings: new_embeddings is model.get_output_embeddings(),
     "save_pretrained": lambda model, *args, state_dict=None, **options: state_dict is not None,
+    "load_adapter": lambda model, *args, **options: _name_of_adapter(*args, **options) in _adapters_of(model),
 }
+
+
+def _name_of_adapter(model_id: object = None, adapter_name: object = None, *args: Any, **options: Any) -> object:
+    """The second argument of peft's and transformers' `load_adapter`: weights for an adapter that is there."""
+    return adapter_name
 
 
 def _refuse_copy(name: str, memo: dict) -> Any:
