@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 import shardplan
-from shardplan import Model, TrainingStep
+from shardplan import Model, TrainingStep, compat
 from shardplan.api.keywords import MeshOptions, ModelOptions, sizes_of, split_options
 from shardplan.core.dtypes import dtype_name
 from shardplan.core.mesh import MeshSizes
@@ -75,6 +76,60 @@ def test_a_keyword_that_is_none_is_a_wrong_call() -> None:
             function("llama", *(["llama"] if function is not shardplan.init_plan else []), tq=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tq'"):
         shardplan.compile_plan("llama", {"tp": 2}, "llama", tq=2)
+
+
+# A value for each argument that has no default; what stands here is not looked at before the names are.
+GIVEN = {
+    "model": "llama",
+    "plan": "auto",
+    "old": "llama",
+    "new": "llama",
+    "gpus": 2,
+    "device": "h100",
+    "file": "plan.yaml",
+    "seq_len": 16,
+    "global_batch": 2,
+}
+PASSED_ON = {"context_parallel"}  # to the model's forward
+
+
+def open_functions() -> Iterator[Callable[..., object]]:
+    """The public functions and classes that take further keyword arguments."""
+    for module in (shardplan, compat):
+        for name in module.__all__:
+            function = getattr(module, name)
+            if callable(function) and name not in PASSED_ON and (found := _signature(function)) is not None:
+                if any(one.kind is one.VAR_KEYWORD for one in found.parameters.values()):
+                    yield function
+
+
+def _signature(function: Callable[..., object]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # a type of Python's own
+        return None
+
+
+def test_no_public_function_ignores_a_name() -> None:
+    functions = list(open_functions())
+    assert len(functions) > 12
+    for function in functions:
+        needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+        named = [one.name for one in needed if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
+        given = {name: GIVEN.get(name, object()) for name in named}
+        given |= {"source": {"*": "colwise"}} if function is shardplan.convert_plan else {}
+        with pytest.raises((TypeError, ValueError), match="misspelt"):
+            function(**given, misspelt=1)
+            pytest.fail(function.__name__)
+
+
+def test_the_loss_takes_no_name_that_it_does_not_know() -> None:
+    logits, labels = torch.zeros(1, 4, 8), torch.zeros(1, 4, dtype=torch.long)
+    for name, value in {"label_smoothing": 0.1, "reduction": "sum", "num_items": 4}.items():
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            shardplan.causal_lm_loss(logits, labels, **{name: value})
+    with pytest.raises(TypeError, match="needs labels or shift_labels"):
+        shardplan.causal_lm_loss(logits, None)
 
 
 def test_options_are_the_fields_of_the_records() -> None:

@@ -635,3 +635,22 @@ def test_a_plan_that_is_not_proven_has_no_dropout():
     with pytest.raises(PlanError) as raised:
         shardplan.compile_plan(Net(Split), {"tp": 2}, net_plan(), allow_unproven=True)
     assert "SP370" in [one.code for one in raised.value.diagnostics]
+
+
+class Module:
+    """A device module of torch's, such as torch.xpu."""
+
+    default_generators = (torch.Generator(), torch.Generator())
+
+    @staticmethod
+    def current_device() -> int:
+        return 1
+
+
+def test_numbers_come_from_the_generator_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {"xpu": Module, "mps": object}
+    monkeypatch.setattr(torch, "get_device_module", lambda device: modules[device])
+    assert Streams(0, (), 0, "cpu").generator is torch.default_generator
+    assert Streams(0, (), 0, "xpu").generator is Module.default_generators[1]
+    with pytest.raises(ValueError, match=r"torch\.mps has no default_generators.* set the model's dropout to 0"):
+        Streams(0, (), 0, "mps")

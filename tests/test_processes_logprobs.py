@@ -199,3 +199,33 @@ def planned(sizes: tuple[int, int, int], parameters: TrainingSamplingParams) -> 
 )
 def test_a_step_of_a_policy_is_that_of_the_unsharded_model(sizes: tuple[int, int, int]) -> None:
     on_ranks(4, planned, sizes, TrainingSamplingParams(top_k=100, top_p=0.95, temperature=0.8))
+
+
+def across_the_cut() -> None:
+    """The last token of a chunk is judged by the first of the next one, which another rank has."""
+    mesh = init_device_mesh("cpu", (1, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
+    model = shardplan.apply_plan(small_model("llama", dtype=torch.float64), mesh, "auto", prove=False)
+    ids, rank = batch(0), mesh.get_local_rank("cp")
+    with shardplan.context_parallel(model, input_ids=ids, labels=ids, use_cache=False) as inputs:
+        targets = inputs["shift_labels"]
+        logits = model(**{name: value for name, value in inputs.items() if "labels" not in name}).logits
+        with pytest.raises(ValueError, match=r"log_probabilities\(logits, inputs\['shift_labels'\]\)"):
+            log_probabilities(logits, inputs["input_ids"], shift=True)
+        with pytest.raises(ValueError, match=r"causal_lm_loss\(logits, None, shift_labels=inputs\['shift_labels'\]\)"):
+            shardplan.causal_lm_loss(logits, inputs["labels"])
+        logs = log_probabilities(logits, targets)
+        (-2 * logs.mean()).backward()
+        count = targets.new_tensor(ids[:, 1:].numel()) / 2
+        loss = shardplan.causal_lm_loss(logits, None, num_items_in_batch=count, shift_labels=targets)
+    reference = small_model("llama", dtype=torch.float64)
+    expected = log_probabilities(reference(input_ids=ids, use_cache=False).logits, ids, shift=True)
+    padded = torch.nn.functional.pad(expected, (0, 1)).chunk(2, 1)[rank]
+    (-expected.sum() / ids.numel() * 2).backward()
+    assert relative_error(logs, padded) <= TOLERANCE[torch.float64]
+    assert relative_error(loss, -padded.sum() / count) <= TOLERANCE[torch.float64]
+    for (name, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert relative_error(whole(one.grad), other.grad) <= TOLERANCE[torch.float64], name
+
+
+def test_no_token_is_lost_at_the_cut_of_a_chunk():
+    on_ranks(2, across_the_cut)

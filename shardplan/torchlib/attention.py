@@ -13,6 +13,7 @@ from torch.nn import functional as F
 SEQUENCE = 2  # the dimension in [batch, heads, sequence, features]
 
 attention = F.scaled_dot_product_attention
+_replaced: list[Callable[..., Tensor]] = []
 
 
 @contextmanager
@@ -29,10 +30,17 @@ def attention_replaced(by: Callable[..., Tensor]) -> Iterator[None]:
             "torch.nn.functional.scaled_dot_product_attention is already replaced: contexts cannot be nested"
         )
     F.scaled_dot_product_attention = _as_function(by)
+    _replaced.append(by)
     try:
         yield
     finally:
         F.scaled_dot_product_attention = attention
+        _replaced.clear()
+
+
+def is_attention_replaced() -> bool:
+    """Whether such a context lasts."""
+    return bool(_replaced)
 
 
 @functools.cache

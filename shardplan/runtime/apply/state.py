@@ -15,6 +15,7 @@ from shardplan.core.module_program import ParameterProgram
 from shardplan.core.tree import full_name, parent
 from shardplan.torchlib.gathering import full_tensor
 
+from .broadcast_loads import as_loaded, note_before_broadcasts
 from .slices import Packing, gathered, in_original_order, like, splits
 
 _PORTABLE = "_shardplan_portable"
@@ -79,6 +80,7 @@ def _save_hook(leaf: str, packed: Packing, tp: int) -> Any:
 
 def load_any_layout(model: nn.Module, packed: Mapping[str, Packing]) -> None:
     """Make load_state_dict accept whole tensors, and DTensors of other meshes (a collective on theirs)."""
+    note_before_broadcasts(model, packed)
     for name, module in model.named_modules():
         own = {leaf: packed.get(f"{name}.{leaf}" if name else leaf) for leaf in module._parameters}
         if own:
@@ -89,8 +91,11 @@ def _load_hook(own: Mapping[str, Packing | None]) -> Any:
     def load(module: nn.Module, state_dict: dict, prefix: str, *rest: Any) -> None:
         for leaf, packed in own.items():
             stored, value = module._parameters[leaf], state_dict.get(prefix + leaf)
-            if isinstance(stored, DTensor) and isinstance(value, Tensor):
-                state_dict[prefix + leaf] = to_stored(value, stored, packed)
+            if not isinstance(stored, DTensor) or not isinstance(value, Tensor):
+                continue
+            given = value if packed is None else as_loaded(module, leaf, value)
+            if given is not None:
+                state_dict[prefix + leaf] = to_stored(given, stored, packed)
 
     return load
 

@@ -37,6 +37,9 @@ class Streams:
     Attributes:
         running: whether the model's forward runs.
         parked: the state of the common stream while a module draws its rank's own numbers.
+
+    Raises:
+        ValueError: torch gives no generators of such devices.
     """
 
     seed: int
@@ -47,12 +50,20 @@ class Streams:
     running: bool = False
     parked: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.device != "cpu" and not hasattr(torch.get_device_module(self.device), "default_generators"):
+            raise ValueError(
+                f"torch.{self.device} has no default_generators, whose state dropout under tensor parallelism exchanges: set the model's "
+                "dropout to 0"
+            )
+
     @property
     def generator(self) -> torch.Generator:
-        """torch's default generator of the device."""
-        if self.device == "cuda":
-            return torch.cuda.default_generators[torch.cuda.current_device()]
-        return torch.default_generator
+        """torch's default generator of the device: what its operators draw from."""
+        if self.device == "cpu":
+            return torch.default_generator
+        module = torch.get_device_module(self.device)
+        return module.default_generators[module.current_device()]
 
     def begin(self) -> None:
         """Seed the generator for one call of the model."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardplan.torchlib.attention import is_attention_replaced
 from shardplan.torchlib.private import private
 
 from .process_groups import Group
@@ -190,6 +191,16 @@ class _LogProbabilities(torch.autograd.Function):
         return _gradient_per_rank(*ctx.saved_tensors, gradient, *ctx.options), None, None, None, None, None
 
 
+def refuse_shift_of_chunk(instead: str) -> None:
+    """Raise ValueError inside of `context_parallel`: the last token of a chunk is judged by the first of the next one, which another
+    rank has."""
+    if is_attention_replaced():
+        raise ValueError(
+            "inside of context_parallel a rank has a chunk of the sequence, and shifting it would leave out the token at its end: pass "
+            f"labels= to context_parallel, which shifts the whole sequence, and call {instead} with the inputs that it gives"
+        )
+
+
 def log_probabilities(
     logits: Tensor,
     target: Tensor,
@@ -216,7 +227,8 @@ def log_probabilities(
         temperature: the logits are divided by it.
         ignore_index: a target that gives 0, and no gradient.
         mask: as the target or the input ids, or [..., tokens]; where it is 0 or False the result is 0, without a gradient.
-        shift: the target is the input ids: position i is judged by token i + 1, and the result has one token less.
+        shift: the target is the input ids: position i is judged by token i + 1, and the result has one token less. Not of a chunk of
+            a sequence (`context_parallel`): its `shift_labels` are targets that need no shift.
         chunk_size: tokens that are worked on at a time; None is all.
         top_k: of each token's distribution only the k largest logits count, and all that equal the k-th; the others are
             -inf, so a target among them gets -inf, and they get no gradient. None is all.
@@ -232,8 +244,10 @@ def log_probabilities(
 
     Raises:
         TypeError: a DTensor that is split otherwise.
-        ValueError: shapes or sizes that do not fit.
+        ValueError: shapes or sizes that do not fit; `shift` inside of `context_parallel`.
     """
+    if shift:
+        refuse_shift_of_chunk("log_probabilities(logits, inputs['shift_labels'])")
     x, split = read_logits(logits, group, vocab_size)
     temperature, chunk = read_temperature(temperature), read_chunk(chunk_size, x.shape[-2])
     least = least_logits(x, split, top_k, top_p, temperature, chunk)

@@ -1,0 +1,53 @@
+"""`set_model_state_dict(..., broadcast_from_rank0=True)` on packed parameters.
+
+torch.distributed.checkpoint writes a rank's rows of the whole tensor, which are in the original order, into the parameter itself, and
+hands that to `load_state_dict`. Only what was written tells such a parameter from one that the state on rank 0 did not have, or
+that a script passes as it is: those are in the stored order. Before it writes, torch asks the parameter's module for its
+`_fqn_modifiers` (the default of `StateDictOptions.dsd_fqn_modifiers`), and that is when the state is noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardplan.core.tree import parent
+
+_ASKED, _NOTED = "_fqn_modifiers", "_shardplan_before_broadcast"
+
+
+def note_before_broadcasts(model: nn.Module, names: Collection[str]) -> None:
+    """Make the modules of packed parameters note what these hold when torch is about to write into them.
+
+    Args:
+        names: the packed parameters.
+    """
+    for name in names:
+        owner, leaf = model.get_submodule(parent(name)), name.rpartition(".")[2]
+        owner.__dict__[_ASKED] = partial(_note, owner, leaf, getattr(owner, _ASKED, dict))
+
+
+def _note(owner: nn.Module, leaf: str, asked: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    parameter = owner._parameters[leaf]
+    if isinstance(parameter, DTensor):
+        owner.__dict__.setdefault(_NOTED, {})[leaf] = parameter, _writes(parameter)
+    return asked()
+
+
+def _writes(parameter: DTensor) -> int:
+    """How often the rank's part was written to."""
+    with torch.no_grad():
+        return parameter.to_local()._version
+
+
+def as_loaded(owner: nn.Module, leaf: str, value: Tensor) -> Tensor | None:
+    """A value that `load_state_dict` was given for a packed parameter, with rows in the original order: another object where torch
+    wrote into the parameter itself; None where that was to be loaded and is there already."""
+    parameter, before = owner.__dict__.get(_NOTED, {}).pop(leaf, (None, 0))
+    if parameter is not value:
+        return value
+    return None if _writes(parameter) == before else value.detach()
