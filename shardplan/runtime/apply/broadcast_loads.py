@@ -50,4 +50,5 @@ def as_loaded(owner: nn.Module, leaf: str, value: Tensor) -> Tensor | None:
     parameter, before = owner.__dict__.get(_NOTED, {}).pop(leaf, (None, 0))
     if parameter is not value:
         return value
+    assert isinstance(parameter, DTensor), leaf
     return None if _writes(parameter) == before else value.detach()

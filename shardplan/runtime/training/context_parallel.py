@@ -16,7 +16,7 @@ from shardplan.model.model_findings import reason
 from shardplan.model.sequence_chunks import SEQUENCE, check_length, own_chunk_of
 from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.parallel.context_attention import context_attention
-from shardplan.runtime.parallel.vocabulary_loss import causal_lm_loss
+from shardplan.runtime.parallel.vocabulary_loss import loss_of_model
 from shardplan.runtime.parallel.vocabulary_probabilities import IGNORE_INDEX
 from shardplan.torchlib.attention import attention_replaced
 from shardplan.torchlib.equality import TOLERANCE, relative_error
@@ -172,7 +172,7 @@ def _refuse_loss(record: Applied, facts: ContextFacts, device: torch.device) -> 
     if (
         why is None
         and function is not None
-        and function is not causal_lm_loss
+        and function is not loss_of_model
         and function not in LOSS_MAPPING.values()
     ):
         why = _apart(function, device)
