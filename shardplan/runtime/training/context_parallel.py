@@ -169,12 +169,7 @@ def _refuse_positions(model: nn.Module, facts: ContextFacts, given: dict[str, Te
 def _refuse_loss(record: Applied, facts: ContextFacts, device: torch.device) -> None:
     why = facts.loss
     function = getattr(unwrapped(record.model), "loss_function", None)
-    if (
-        why is None
-        and function is not None
-        and function is not loss_of_model
-        and function not in LOSS_MAPPING.values()
-    ):
+    if why is None and function is not None and function is not loss_of_model and function not in LOSS_MAPPING.values():
         why = _apart(function, device)
     if why is not None:
         raise ValueError(
