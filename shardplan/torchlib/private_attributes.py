@@ -1,0 +1,160 @@
+"""Private names that shardplan reads or sets on objects of other packages, with where they are and in which releases they were seen.
+
+Names that are imported from torch are in `private.py`. tests/test_private_names.py finds every private attribute in the
+package that is in neither, and looks for each of these where they are installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SEEN = {
+    "torch": ("2.11.0", "2.13.0"),
+    "transformers": ("5.17.0", "5.23.0"),
+    "accelerate": ("1.15.0",),
+    "argparse": ("3.11", "3.12"),
+    "sys": ("3.11", "3.12"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """Names of one owner.
+
+    Attributes:
+        module, owner: the class whose instances have them, or an object; with dots, or empty for the module itself.
+        names: theirs.
+        purpose: what they are needed for.
+        seen: the releases of the package that had them; empty: those in `SEEN`.
+    """
+
+    module: str
+    owner: str
+    names: tuple[str, ...]
+    purpose: str
+    seen: tuple[str, ...] = ()
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        """The releases of the package in which these names were seen."""
+        return self.seen or SEEN[self.module.partition(".")[0]]
+
+
+_FSDP = "torch.distributed.fsdp._fully_shard"
+_STATE = (f"{_FSDP}._fsdp_state", "FSDPState")
+_UNITS = "gathering units of FSDP2 for a while, and bringing back what was found (runtime/parallel/fsdp_units.py)"
+
+ATTRIBUTES: tuple[Attributes, ...] = (
+    Attributes("torch.distributed.fsdp", "FSDPModule", ("_get_fsdp_state",), _UNITS),
+    Attributes(*_STATE, ("_fsdp_param_groups",), _UNITS, ("2.13.0",)),
+    # torch 2.13 has a property of this name, which raises where there are several.
+    Attributes(*_STATE, ("_fsdp_param_group",), _UNITS),
+    Attributes(
+        *_STATE,
+        (
+            "_is_root",
+            "_post_forward",
+            "_pre_forward",
+            "_training_state",
+            "_state_ctx",
+            "_modules_to_run_forward",
+            "_auto_reshard_after_forward",
+        ),
+        _UNITS,
+    ),
+    Attributes(f"{_FSDP}._fsdp_state", "FSDPStateContext", ("iter_forward_root",), _UNITS),
+    Attributes(
+        f"{_FSDP}._fsdp_param_group",
+        "FSDPParamGroup",
+        (
+            "_partial_reduce_output",
+            "_to_sharded",
+            "_training_state",
+            "fsdp_params",
+            "is_unsharded",
+            "post_forward_mesh_info",
+            "wait_for_unshard",
+        ),
+        _UNITS,
+    ),
+    Attributes(
+        f"{_FSDP}._fsdp_param", "FSDPParam", ("_unsharded_param", "sharded_param", "init_unsharded_param"), _UNITS
+    ),
+    Attributes(
+        "torch.distributed.device_mesh",
+        "DeviceMesh",
+        ("_concatenate", "_flatten", "_get_root_mesh", "_unflatten"),
+        "meshes of several axes, and of parts of one, which have no public spelling",
+    ),
+    Attributes(
+        "torch.distributed.tensor", "DTensor", ("_local_tensor",), "a rank's part, without autograd's Python part"
+    ),
+    Attributes(
+        "torch.distributed.tensor._sharding_prop",
+        "ShardingPropagator",
+        ("_propagate_tensor_meta_non_cached",),
+        "memory without the whole tensors with which DTensor learns how an operator splits",
+    ),
+    Attributes(
+        "torch",
+        "Tensor",
+        ("_backward_hooks", "_is_view", "_make_subclass", "_post_accumulate_grad_hooks"),
+        "hooks of parameters, views that may not be changed in place, and tensors without memory",
+    ),
+    Attributes("torch", "UntypedStorage", ("_cdata",), "whether two tensors are one memory"),
+    Attributes(
+        "torch.nn",
+        "Module",
+        ("_buffers", "_forward_hooks", "_forward_pre_hooks", "_modules", "_non_persistent_buffers_set", "_parameters"),
+        "replacing parameters where getattr does not see it, and buffers that no checkpoint has",
+    ),
+    Attributes(
+        "torch._subclasses.fake_tensor",
+        "FakeTensor",
+        ("_has_symbolic_sizes_strides",),
+        "tensors without memory, whose operators are found in the cache faster",
+    ),
+    Attributes(
+        "torch._subclasses.fake_tensor",
+        "FakeTensorMode",
+        ("_get_output_tensor_from_cache_entry", "_prep_args_for_hash"),
+        "tensors without memory, whose operators are found in the cache faster",
+    ),
+    Attributes(
+        "torch.testing._internal.distributed.multi_threaded_pg",
+        "ProcessLocalGroup",
+        ("_cur_coll_on_pgs",),
+        "ranks as threads of which one has ended",
+    ),
+    Attributes(
+        "torch.testing._internal.distributed.multi_threaded_pg",
+        "Collective",
+        ("_count", "_world_size"),
+        "ranks as threads of which one has ended",
+    ),
+    Attributes("torch", "ops", ("_c10d_functional",), "the operators of collectives"),
+    Attributes("torch", "ops.aten", ("_unsafe_view",), "views that may be changed in place"),
+    Attributes(
+        "transformers",
+        "PreTrainedModel",
+        ("_from_config", "_get_dtype_plan"),
+        "models without weights, and the dtypes that parameters keep",
+    ),
+    Attributes(
+        "transformers",
+        "Trainer",
+        (
+            "_get_output_dir",
+            "_load_best_model",
+            "_load_from_checkpoint",
+            "_load_optimizer_and_scheduler",
+            "_save_checkpoint",
+            "_save_optimizer_and_scheduler",
+        ),
+        "checkpoints of planned models through Trainer",
+    ),
+    Attributes("accelerate", "Accelerator", ("_models", "_optimizers", "_schedulers"), "what `save_state` saves"),
+    Attributes("argparse", "", ("_HelpAction", "_SubParsersAction"), "completion, and the page of commands"),
+    Attributes("argparse", "ArgumentParser", ("_option_string_actions",), "the option nearest to an unknown one"),
+    Attributes("sys", "", ("_getframe",), "the line of code that an operation is of"),
+)
