@@ -86,6 +86,8 @@ def trace(
     following = parts.following(model) if parts is not None else nullcontext()
     rounds, chunked = min(micro_batches, 2), mesh.sizes.cp > 1
     with without_memory(), meter.running(), places.following(model), following:
+        if done.shared is not None and (link := done.shared.link) is not None:
+            link.watch(source for source, _ in link.sources)  # hooks that follow the step change no sum of an embedding
         ties = tied_groups(model)
         model.to_empty(device="cpu")
         restore_ties(model, ties)  # a plain parameter with two names has become two
