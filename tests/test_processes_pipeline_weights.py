@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_runs import GPT2, LLAMA, STEPS, Recipe, check, optimizer_of, pipeline_of, steps_of, unsharded
+import torch.distributed as dist
+from pipeline_runs import GPT2, LLAMA, STEPS, Recipe, Step, check, optimizer_of, pipeline_of, steps_of, unsharded
 from processes import on_ranks
 from safetensors.torch import load_file
 from small_models import meta_model, small_model
@@ -145,6 +146,29 @@ def test_training_goes_on_at_any_pp(tied: bool, tmp_path: Path) -> None:
     for other in again.values():
         for source in (folder, copied):
             check(other, on_ranks(4, other_steps, other, source), expected[1:])
+
+
+def then_another_mesh(recipe: Recipe, folder: str) -> list[Step]:
+    pipeline = pipeline_of(recipe)
+    optimizer = optimizer_of(recipe, pipeline)
+    steps = steps_of(recipe, pipeline, optimizer, range(1))
+    shardplan.save_training_state(pipeline, optimizer, f"{folder}/state")
+    shardplan.save_checkpoint(pipeline, f"{folder}/weights")
+    mesh, rank = shardplan.build_mesh(dp_shard=2, tp=2), torch.full((1,), dist.get_rank())
+    for axis, sums in (("dp_shard", (2, 4, 2, 4)), ("tp", (1, 1, 5, 5))):
+        total = rank.clone()
+        dist.all_reduce(total, group=mesh.get_group(axis))
+        assert total.item() == sums[rank.item()], axis
+    return steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [[0, 1], [2, 3]], ids=["the last stage", "the first stage"])
+def test_a_mesh_is_made_where_one_stage_alone_had_experts(dense: list[int], tmp_path: Path) -> None:
+    """Ranks with other numbers of process groups wait for each other in `new_group`."""
+    settings = {"mlp_only_layers": dense, "output_router_logits": False}
+    recipe = Recipe("qwen3_moe", {"pp": 2, "dp_shard": 2, "ep": 2}, settings=settings)
+    check(recipe, on_ranks(4, then_another_mesh, recipe, str(tmp_path), seconds=60.0), unsharded(recipe)[:1])
 
 
 LLAMA_OR_TIED = {False: replace(LLAMA_RECIPE := Recipe("llama", {"pp": 2}, section=LLAMA)), True: TIED}

@@ -53,6 +53,9 @@ def apply_stages(
         mark_unusable(model, "the cut into stages", CUT)
         empty(model)
         model.__dict__["forward"] = _refused
+    if program.experts:
+        # Makes process groups, whose names torch counts: on all ranks, also where a rank's stages have no experts.
+        stage_mesh.ep  # noqa: B018
     parts: dict[int, nn.Module] = {}
     for index, (part, stage) in zip(layout.own, made, strict=True):
         # Inside of all that later phases put around the model's forward.
