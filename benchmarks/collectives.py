@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tests.collective_counter import Collective, CollectiveCounter
 
 from .page import table
-from .ways import SHAPES, Way, fake_ranks, llama, planned, stock_sp, stock_tp
+from .ways import SHAPES, Way, fake_ranks, llama, planned, stock_sp, stock_tp, trunk
 
 DEPTHS = (1, 2)
 TPS = (2, 4, 8)
@@ -59,7 +59,7 @@ def step(model: nn.Module, batch: int, tokens: int) -> list[Collective]:
     # A mask of four dimensions is taken as it is; for others transformers looks at values.
     mask = torch.empty(batch, 1, tokens, tokens, dtype=torch.bfloat16, device="meta")
     with CollectiveCounter() as counter:
-        hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask).last_hidden_state
+        hidden = trunk(model, input_ids=ids, position_ids=positions, attention_mask=mask)
         local = hidden.to_local() if isinstance(hidden, DTensor) else hidden
         local.sum().backward()
     return counter.calls

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 
 from .collectives import DEPTHS, ITEM
 from .page import table
-from .ways import SHAPES, Way, fake_ranks, llama, planned, stock_sp, stock_tp
+from .ways import SHAPES, Way, fake_ranks, llama, planned, stock_sp, stock_tp, trunk
 
 TP, BATCH, TOKENS = 8, 1, 8192
 WAYS: dict[str, Way] = {
@@ -80,7 +80,7 @@ def kept(model: nn.Module) -> int:
     positions = torch.empty(1, TOKENS, dtype=torch.long, device="meta")
     mask = torch.empty(BATCH, 1, TOKENS, TOKENS, dtype=torch.bfloat16, device="meta")  # not looked at
     with Made() as made:
-        hidden = model.model(input_ids=ids, position_ids=positions, attention_mask=mask).last_hidden_state
+        hidden = trunk(model, input_ids=ids, position_ids=positions, attention_mask=mask)
     assert hidden.requires_grad
     return made.kept()
 

@@ -27,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig  # noqa: E402
 
 import shardplan  # noqa: E402
+from shardplan.runtime.apply import applied  # noqa: E402
+from shardplan.runtime.apply.applied import was_touched  # noqa: E402
 
 Way = Callable[[PretrainedConfig, DeviceMesh], nn.Module]
 
@@ -77,6 +79,19 @@ def planned(
         prove=False,
         **options,
     )
+
+
+def trunk(model: nn.Module, **inputs: torch.Tensor) -> torch.Tensor:
+    """The last hidden state on the meta device, with the moves that the trunk has in a forward of the model, which refuses to run
+    without weights."""
+    shared = applied(model).shared if was_touched(model) else None
+    if shared is not None:
+        shared.regime.inside = "model"
+    try:
+        return model.model(**inputs).last_hidden_state
+    finally:
+        if shared is not None:
+            shared.regime.inside = ""
 
 
 def torch_tp_styles() -> dict[str, ParallelStyle]:

@@ -217,9 +217,12 @@ def test_a_layer_of_channels_of_ones_own() -> None:
 
 def of_states(plan: Any, name: str) -> dict[str, tuple[Any, ...]]:
     """What a plan says of each module and parameter of the layers with a state. Where the sum is reduced, at the last matrix or behind
-    it, is no part of that."""
+    it, is no part of that, nor for which releases of the class a rule is."""
     resolved, _ = bind(plan, find_model(name).tree, MeshSizes(tp=2))
-    named = {name: (a.rule.style, {**a.rule.options, "output": None}) for name, a in resolved.assignments.items()}
+    named = {
+        name: (a.rule.style, {**a.rule.options, "output": None, "having": None})
+        for name, a in resolved.assignments.items()
+    }
     return {n: said for n, said in named.items() if (".mixer" in n or ".mamba" in n) and "out_proj" not in n}
 
 

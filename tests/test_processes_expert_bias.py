@@ -95,6 +95,51 @@ def test_four_ranks() -> None:
     on_ranks(4, balanced_as_the_unsharded, cases)
 
 
+def pipelined(first_dense: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The biases of this rank's stages after steps of a pipeline, and of the unsharded model's.
+
+    Args:
+        first_dense: how many of the first layers have no experts.
+    """
+    case = replace(double(), settings=(("num_hidden_layers", 2), ("first_k_dense_replace", first_dense)))
+    mesh = shardplan.build_mesh(pp=2, dp_shard=1)
+    pipeline = shardplan.apply_pipeline(
+        build(case),
+        mesh,
+        "auto",
+        micro_batches=2,
+        prove=False,
+        pipeline_parallel={"layers": "model.layers.*", "balance": "layers"},
+    )
+    reference = build(case)
+    with pytest.raises(ValueError, match="not counted"):
+        shardplan.update_expert_bias(pipeline, RATE)
+    shardplan.count_expert_tokens(pipeline)
+    shardplan.count_expert_tokens(reference)
+    for number in range(STEPS):
+        ids = torch.cat([batch(number, micro, 0) for micro in range(2)])
+        pipeline.step(input_ids=ids, labels=ids)
+        reference(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        for parameter in pipeline.parameters():
+            parameter.grad = None
+        for model in (pipeline, reference):
+            shardplan.update_expert_bias(model, RATE)
+    own = {n: b for part in pipeline.parts for n, b in pipeline.module_of(part).named_buffers() if n.endswith(BIAS)}
+    return own, {n: b for n, b in reference.named_buffers() if n.endswith(BIAS)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first_dense", [0, 1], ids=["experts in both stages", "in the last stage alone"])
+def test_stages_of_a_pipeline(first_dense: int) -> None:
+    found = on_ranks(2, pipelined, first_dense)
+    expected = found[0][1]
+    assert len(expected) == 2 - first_dense and all(bias.unique().numel() > 2 for bias in expected.values())
+    own = [one for one, _ in found]
+    assert [len(one) for one in own] == [1 - first_dense, 1]
+    for name, bias in (own[0] | own[1]).items():
+        assert torch.equal(bias, expected[name]), name
+
+
 # Without ranks
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import shardplan
 from shardplan.proof.compare import TOLERANCE, relative_error
+from shardplan.runtime.parallel import left_steps
 
 MESHES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "tp": ({"sequence_parallel": True, "data_parallel": False, "activation_checkpointing": True}, {"tp": 2}),
@@ -216,3 +217,9 @@ def switch_adapters() -> None:
 @pytest.mark.slow
 def test_adapters_that_are_switched_off_for_a_reference_are_trained():
     on_ranks(2, switch_adapters)
+
+
+def test_a_torch_that_cannot_reset_fsdp2_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(left_steps, "left_half_way", lambda root: "backward")
+    with pytest.raises(RuntimeError, match="cannot put FSDP2's state right"):
+        left_steps.put_right(object())  # type: ignore[arg-type]  # as before torch 2.13, without `reset_iter_state`

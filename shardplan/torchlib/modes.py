@@ -1,16 +1,24 @@
-"""Modes of torch: one for running reduced models, whatever modes the caller uses, and one that keeps kernels from ending the
-process."""
+"""Modes of torch: for running reduced models, whatever modes the caller uses and whatever the model compiles, and one that keeps
+kernels from ending the process."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from .private import private
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """While it lasts, what the code of a model compiles (`torch.compile`) runs as it is written: Dynamo would trace the modes that
+    look at its operations."""
+    # Where nothing was compiled Dynamo is not imported, which takes a second.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -24,7 +32,7 @@ def reduced_runs() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with private("disable_modes")(), on_cpu:
+        with private("disable_modes")(), on_cpu, uncompiled():
             yield
     finally:
         torch.set_num_threads(threads)

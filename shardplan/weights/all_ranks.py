@@ -35,7 +35,9 @@ def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator
         RuntimeError: it failed on another rank, which the message names with its error, or the values differ. The rank
             that failed raises its own error.
     """
-    called = _Called(mesh, call) if call and dist.get_world_size() > 1 else None
+    # Of a fake process group the other ranks are nobody to wait for, and its store keeps nothing.
+    waits = call and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+    called = _Called(mesh, call) if waits else None
     reported: list[object] = []
     failure: Exception | None = None
     try:

@@ -10,6 +10,7 @@ from typing import Any
 from shardplan.core.diagnostics import Code, Diagnostic, PlanError, Severity
 from shardplan.core.tree import element
 from shardplan.model import FoundModel
+from shardplan.torchlib.modes import uncompiled
 
 from .derive import EMBEDDING, HEAD, Derived, Whole, derive
 from .draft import BLOCK_INPUT, is_alternative
@@ -59,7 +60,10 @@ def new_plan(
         PlanError: there is no reduced model, or it does not run (SP520 to SP523); nothing can be split (SP530); an overlay
             is wanted and none is found (SP531); the experts cannot be distributed (SP533).
     """
-    derived = derive(found, tp, sequence_parallel=sequence_parallel, expert_parallel=expert_parallel, progress=progress)
+    with uncompiled():
+        derived = derive(
+            found, tp, sequence_parallel=sequence_parallel, expert_parallel=expert_parallel, progress=progress
+        )
     if not derived.draft.tensor_parallel:
         reasons = tuple(f"{d.message}: {d.notes[0]}" for d in kept_whole(found, derived))
         raise PlanError((_error(NOTHING, f"nothing of {found.name} can be split at tp={tp}", *reasons),))

@@ -16,6 +16,7 @@ from shardplan.core.size_bounds import MOST_RANKS, check_count
 from shardplan.model.build_tree import tree_of
 from shardplan.model.found import FoundModel, Inputs
 from shardplan.model.model_findings import causes, refuse
+from shardplan.torchlib.modes import uncompiled
 
 from .code_numbers import completed
 from .feeding import feeding
@@ -73,7 +74,8 @@ class ReducedModel:
             PlanError: SP523: it raised.
         """
         try:
-            yield
+            with uncompiled():
+                yield
         except PlanError:  # about its inputs
             raise
         except Exception as error:  # whatever the modelling code raises

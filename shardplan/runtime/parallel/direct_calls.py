@@ -26,6 +26,7 @@ from .regime import NOT_ALONE, Regime
 
 _current_graph_task_id = private("current_graph_task_id")
 _top_hooks = private("top_saved_tensors_hooks")
+_ONE_VARIANT = "the program has no variant without sequence parallelism"
 
 
 def watch_calls(
@@ -37,12 +38,12 @@ def watch_calls(
         model: the one that the program is for.
         outer: the one that FSDP2 has made the root of its units, where it has: the same, or around that one.
         variants: `Program.by_name`.
-        plain: the variant without sequence parallelism.
+        plain: the variant without sequence parallelism; where it is not among them, no part can be called by itself.
     """
     planned = {name for modules in variants.values() for name in modules if name}
     around = {a for name in planned for a in ancestors(name) if a}
     for name in sorted(planned | around):
-        module, why = model.get_submodule(name), _unfit(name, variants[plain])
+        module, why = model.get_submodule(name), _unfit(name, variants[plain]) if plain in variants else _ONE_VARIANT
         if why:
             why = f"{name} was called by itself, outside of the model's forward: {why}"
         if why and name not in around and all(m.get(name, ModuleProgram(name)).parameters for m in variants.values()):

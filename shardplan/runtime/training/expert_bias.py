@@ -17,12 +17,14 @@ from shardplan.core.plan import variant_name, without_sequence
 from shardplan.core.tree import full_name, parent
 from shardplan.runtime.apply import Applied, applied
 from shardplan.runtime.apply.applied import was_touched
+from shardplan.runtime.apply.model_parts import Parted, parts_of
 from shardplan.runtime.parallel.expert_calls import expert_call
 from shardplan.styles.token_layouts import tokens_layout
 from shardplan.torchlib.private import private
 
 _current_graph_task_id = private("current_graph_task_id")
 _KEY = "_shardplan_token_counts"  # on a module of experts
+_BEGUN = "_shardplan_counts_tokens"  # on a model, or a part of one, which may have no experts
 BIAS = "e_score_correction_bias"  # its name in DeepSeek-V3 and its relatives
 _DTYPES = (torch.float32, torch.float64)
 
@@ -70,42 +72,59 @@ class _Counts:
         return torch.zeros_like(self.bias, dtype=torch.long) if found is None else found.to(self.bias.device)
 
 
-def count_expert_tokens(model: nn.Module, bias: str = BIAS) -> None:
+def count_expert_tokens(model: nn.Module | Parted, bias: str = BIAS) -> None:
     """Begin to count the tokens of each expert, for `update_expert_bias`: in forward, of modules in training mode, where gradients
-    are recorded. Call it once, after `apply_plan`. Further calls change nothing.
+    are recorded. Call it once, after `apply_plan` or, on all ranks, after `apply_pipeline`. Further calls change nothing.
 
     Modules of experts are found by their structure: their own parameters are stacks [E, ...], some with three dims or more, and
     beside them or in the module around them there is a floating buffer of that name with E elements.
 
     Args:
-        model: what `apply_plan` returned, or a model without a plan, whose tokens are those of this process.
+        model: what `apply_plan` or `apply_pipeline` returned, or a model without a plan, whose tokens are those of this process.
         bias: the last part of the buffer's name.
 
     Raises:
         ValueError: no module of experts has such a buffer, or one has several; the buffer is in half precision, in which small
             steps are lost.
     """
-    record, names = _names(model)
-    pairs = [(name, module, found) for name, module in names.items() for found in _biases(names, name, module, bias)]
-    if not pairs:
+    pairs = [pair for part in parts_of(model) for pair in _pairs(part, bias)]
+    if not _on_any_rank(model, bool(pairs)):
         raise ValueError(
             f"no module of experts has a floating buffer {bias!r} beside it with an element for each expert: the bias of its "
             "router. Pass the buffer's name where the model has another"
         )
-    modules, owners = [name for name, *_ in pairs], [id(found) for *_, found in pairs]
+    modules, owners = [name for _, name, *_ in pairs], [id(found) for *_, found in pairs]
     if len(set(modules)) < len(modules) or len(set(owners)) < len(owners):
         raise ValueError(
             f"modules of experts and buffers {bias!r} do not belong together one by one: {', '.join(modules)}"
         )
-    for name, _, found in pairs:
+    for _, name, _, found in pairs:
         if found.dtype not in _DTYPES:
             raise ValueError(
                 f"{bias} of the router of {name} is in {found.dtype}: keep it in float32, or steps are lost"
             )
-    for name, module, found in pairs:
+    for part in parts_of(model):
+        part.__dict__[_BEGUN] = True
+    for record, name, module, found in pairs:
         if _KEY not in module.__dict__:
             module.__dict__[_KEY] = counts = _Counts(name, found, record)
             module.register_forward_pre_hook(counts, with_kwargs=True)
+
+
+def _on_any_rank(model: nn.Module | Parted, found: bool) -> bool:
+    """Whether something was found in any part of the model, of which other ranks have some."""
+    if not isinstance(model, Parted):
+        return found
+    everywhere = [found] * model.group.size()
+    dist.all_gather_object(everywhere, found, group=model.group)
+    return any(everywhere)
+
+
+def _pairs(part: nn.Module, bias: str) -> Iterator[tuple[Applied | None, str, nn.Module, Tensor]]:
+    """(record of the plan, name, module, bias) of each module of experts."""
+    record, names = _names(part)
+    for name, module in names.items():
+        yield from ((record, name, module, found) for found in _biases(names, name, module, bias))
 
 
 def _names(model: nn.Module) -> tuple[Applied | None, dict[str, nn.Module]]:
@@ -131,7 +150,7 @@ def _biases(names: dict[str, nn.Module], name: str, module: nn.Module, bias: str
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module, rate: float) -> None:
+def update_expert_bias(model: nn.Module | Parted, rate: float) -> None:
     """Balance the experts, after the optimizer's step: the bias of an expert with fewer tokens than the mean of its router grows
     by the rate, that of one with more shrinks by it. Then count anew.
 
@@ -156,9 +175,12 @@ def update_expert_bias(model: nn.Module, rate: float) -> None:
     """
     if not (isinstance(rate, int | float) and not isinstance(rate, bool) and math.isfinite(rate) and rate > 0):
         raise ValueError(f"rate must be a number above 0, not {rate!r}")
-    routers: list[_Counts] = [module.__dict__[_KEY] for module in model.modules() if _KEY in module.__dict__]
-    if not routers:
+    if not any(_BEGUN in part.__dict__ for part in parts_of(model)):
         raise ValueError("tokens are not counted: call shardplan.count_expert_tokens(model) once, after apply_plan")
+    modules = (module for part in parts_of(model) for module in part.modules())
+    routers: list[_Counts] = [module.__dict__[_KEY] for module in modules if _KEY in module.__dict__]
+    if not routers:
+        return  # these stages have no experts, and neither have those of the ranks that they reduce with
     totals = _on_all_ranks(routers)
     nothing = [router.module for router, total in zip(routers, totals, strict=True) if not total.any()]
     if nothing:

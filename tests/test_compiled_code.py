@@ -1,0 +1,79 @@
+"""Models whose code compiles itself (`torch.compile` of a forward or of a function in it): looked at and proven as they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes import on_ranks
+from small_models import batch, small_model
+from test_processes_parts import assert_same_gradients
+from torch import Tensor, nn
+
+import shardplan
+
+
+@torch.compile(backend="aot_eager")
+def gelu(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(gelu(self.up(x)))
+
+
+class Compiled(Block):
+    forward = torch.compile(Block.forward, backend="aot_eager")
+
+
+class Own(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def features(seed: int) -> dict[str, Any]:
+    return {"x": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}
+
+
+@pytest.mark.parametrize("block", [Block, Compiled])
+def test_a_plan_is_proven_and_derived(block: Callable[[], nn.Module]) -> None:
+    plan = {"version": "1", "name": "own", "tensor_parallel": {"layers.*.up": "colwise", "layers.*.down": "rowwise"}}
+    report = shardplan.validate(Own(block), plan, tp=2, inputs=features)
+    assert report.proven, str(report)
+    assert (
+        shardplan.init_plan(Own(block), tp=2, inputs=features).document["tensor_parallel"]["layers.*.up"] == "colwise"
+    )
+
+
+def compile_layers(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend="aot_eager")
+
+
+def trains_as_the_unsharded() -> None:
+    mesh = shardplan.build_mesh(tp=2, dp_shard=1, device_type="cpu")
+    model, reference = small_model("llama"), small_model("llama")
+    compile_layers(model)
+    shardplan.apply_plan(model, mesh, "auto", sequence_parallel=True, data_parallel=False)
+    ids = batch(1)
+    for one in (model, reference):
+        one(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert_same_gradients(model, reference, "compiled layers")
+
+
+@pytest.mark.slow
+def test_layers_that_the_user_compiled_train_as_the_unsharded_model() -> None:
+    on_ranks(2, trains_as_the_unsharded)
