@@ -162,8 +162,9 @@ def apply_plan(
             None: as `moe_mesh`, a mesh with the axes (ep_shard, ep), or `build_mesh` says, else 1.
         axes: axis -> the mesh's name for it, where it is none of the known spellings.
         check_inputs: compare the tensor arguments over tp, at the training forwards 1, 2, 4, ..., 512 and every 1,000th, and name
-            the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); and once
-            the weights of replicas.
+            the ranks that were fed another batch (RuntimeError, at the first forward before it runs, later at the next one); once
+            the weights of replicas; and under FSDP2, at each forward of a model that takes several kinds of inputs (images beside text),
+            which of them the ranks were given (RuntimeError before it runs).
         src_data_rank: the tp rank whose weights count; None: every rank has the same weights, send nothing.
         autocast_dtype: run the model's forward under torch.autocast in this dtype, bfloat16 or float16.
         patch_is_packed_sequence: keep transformers' flash attention from looking for packed sequences in every layer,

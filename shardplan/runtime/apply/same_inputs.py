@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def compare_inputs(model: nn.Module, mesh: DeviceMesh, axis: Axis = Axis.TP) -> 
     def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
         nonlocal count, running
         inputs = _tensors(args, kwargs)
-        if _in_a_graph(inputs):
+        if in_a_graph(inputs):
             return
         if running is not None:
             earlier, running = running, None
@@ -70,12 +71,17 @@ def is_compared(count: int) -> bool:
     return count % EVERY == 0 or (count < EVERY and count & (count - 1) == 0)
 
 
-def _tensors(args: tuple, kwargs: dict) -> dict[str, Tensor]:
+def named_arguments(args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a forward by their names, sorted; positional ones are `argument 0` and so on."""
     named = {**{f"argument {i}": x for i, x in enumerate(args)}, **kwargs}
-    return {name: named[name] for name in sorted(named) if isinstance(named[name], Tensor)}
+    return {name: named[name] for name in sorted(named)}
 
 
-def _in_a_graph(inputs: dict[str, Tensor]) -> bool:
+def _tensors(args: tuple, kwargs: dict) -> dict[str, Tensor]:
+    return {name: x for name, x in named_arguments(args, kwargs).items() if isinstance(x, Tensor)}
+
+
+def in_a_graph(inputs: dict[str, Tensor]) -> bool:
     """Whether this forward is being recorded rather than run: nothing of a comparison may become a part of the graph."""
     return (
         torch.compiler.is_compiling()

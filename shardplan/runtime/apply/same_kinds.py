@@ -1,0 +1,97 @@
+"""Whether the data-parallel ranks are given the same kinds of inputs: with an image on one rank and text alone on another, FSDP2 gathers
+the vision tower, and reduces its gradients, on the first rank alone."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from shardplan.core.mesh import APPLIED, DATA_PARALLEL
+from shardplan.model.adapters import unwrapped
+from shardplan.runtime.parallel.fsdp_units import units_of
+
+from .agreement import least
+from .plan_mesh import PlanMesh
+from .same_inputs import in_a_graph, named_arguments
+
+
+def compare_kinds(model: nn.Module, mesh: PlanMesh) -> None:
+    """Compare over all ranks, before each forward that FSDP2 gathers parameters for, which arguments are floating-point tensors, or
+    lists of them; masks, token ids and positions may differ. One all-reduce of two integers for each axis of the mesh, which the
+    process waits for. Models that cannot be given other kinds of inputs, and other backends, are left alone.
+
+    The hook raises RuntimeError on all ranks, naming the arguments and the ranks, before anything of the model runs.
+    """
+    meshes = {axis: mesh.mesh[mesh.names[axis]] for axis in APPLIED if axis in mesh.names}
+    split = any(meshes[axis].size() > 1 for axis in meshes.keys() & set(DATA_PARALLEL))
+    if not isinstance(model, FSDPModule) or not split or not _takes_several_kinds(unwrapped(model)):
+        return
+    # Those of tp too: where they are fed different batches, some data-parallel group would go on without the ranks that raise.
+    axes = [one for one in meshes.values() if one.size() > 1]
+    groups = [found.group for unit in units_of(model.modules()) for found in unit.groups]
+
+    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = named_arguments(args, kwargs)
+        if in_a_graph({name: x for name, x in given.items() if isinstance(x, Tensor)}):
+            return
+        # Ranks that gathered all of the model beforehand may each run it as often as they like.
+        if torch.is_grad_enabled() or not all(group.is_unsharded for group in groups):
+            _compare(tuple(name for name, x in given.items() if _is_features(x)), axes)
+
+    # Before the hooks of FSDP2 and of the plan, whose collectives would not match.
+    model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _takes_several_kinds(model: nn.Module) -> bool:
+    """Whether a forward may leave out an input that others have: transformers' classes say which kinds they take; of other models,
+    any that has an optional argument."""
+    kinds = getattr(model, "input_modalities", None)
+    if kinds is not None:
+        return not isinstance(kinds, str) and len(kinds) > 1
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(p.default is None or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+def _is_features(x: Any) -> bool:
+    if isinstance(x, list | tuple):
+        return any(map(_is_features, x))
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _compare(names: tuple[str, ...], axes: Sequence[DeviceMesh]) -> None:
+    number = int.from_bytes(hashlib.sha256(" ".join(names).encode()).digest()[:7], "big")
+    numbers = [number, -number]
+    for axis in axes:
+        numbers = least(numbers, axis)
+    if numbers[0] == -numbers[1]:  # the same on all ranks
+        return
+    by_rank = {dist.get_rank(): names}
+    for axis in axes:
+        boxes: list[Any] = [None] * axis.size()
+        dist.all_gather_object(boxes, by_rank, group=axis.get_group())
+        by_rank = {rank: those for box in boxes for rank, those in box.items()}
+    raise RuntimeError(_message(by_rank))
+
+
+def _message(by_rank: Mapping[int, tuple[str, ...]]) -> str:
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, names in sorted(by_rank.items()):
+        ranks.setdefault(names, []).append(rank)
+    common = set.intersection(*map(set, ranks))
+    listed = [
+        f"ranks {those} were given {', '.join(name for name in names if name not in common) or 'none of them'}"
+        for names, those in ranks.items()
+    ]
+    return (
+        f"ranks need the same kinds of inputs in each forward, but {'; '.join(listed)}: FSDP2 gathers the modules that "
+        "read them, and reduces their gradients, on all ranks or on none. Where a batch has no image, pass a blank one (zeros) that no "
+        "token reads: its image tokens stand behind the text, with attention_mask 0 and labels -100; likewise for other inputs"
+    )
