@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
+import shardplan
+from shardplan.torchlib.hook_order import order_hooks
 from tests.proofs import fake_mesh, optimised, planned, reduced_model
 
 
@@ -67,3 +69,30 @@ def test_a_graph_break_would_be_seen(mesh):
     )
     model(**small.inputs(), use_cache=False)
     assert counters["graph_break"]
+
+
+@pytest.mark.parametrize("apply", [planned, shardplan.apply_plan], ids=["program", "plan"])
+def test_hooks_are_stored_in_the_order_in_which_they_run(apply, mesh):
+    """Dynamo of torch 2.11 takes one hook for another where an OrderedDict and its `dict.keys` are in two orders."""
+    model = reduced_model("llama", 2).build()
+    apply(model, mesh, "llama", sequence_parallel=True, **({} if apply is planned else {"prove": False}))
+    stored = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    assert any(len(hooks) > 1 for hooks in stored)
+    assert [list(hooks) for hooks in stored] == [list(dict.keys(hooks)) for hooks in stored]
+
+
+def test_hooks_in_a_new_order_run_and_are_removed_as_before():
+    seen = []
+    module = torch.nn.Identity()
+    module.register_forward_pre_hook(lambda module, args: seen.append("last"))
+    first = module.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append("first"), prepend=True, with_kwargs=True
+    )
+    module.register_forward_hook(lambda module, args, out: seen.append("after"))
+    module.register_forward_hook(lambda module, args, out: seen.append("before"), prepend=True)
+    order_hooks(module)
+    module(torch.ones(1))
+    torch.compile(module, backend="eager")(torch.ones(1))
+    first.remove()
+    module(torch.ones(1))
+    assert seen == ["first", "last", "before", "after"] * 2 + ["last", "before", "after"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from shardplan.model.adapters import unwrapped
+from shardplan.torchlib.hook_order import order_hooks
 
 from .before_weights import refuse_before_weights
 from .later_float8 import refuse_later_float8
@@ -30,3 +31,4 @@ def guard(model: nn.Module, mesh: PlanMesh, *, compare: bool) -> None:
         compare_weights(model, mesh.mesh)
     refuse_later_float8(model)
     refuse_before_weights(model)  # last, as its hook runs first: there is nothing to compare without weights
+    order_hooks(model)

@@ -25,6 +25,7 @@ from shardplan.runtime.parallel.random_streams import Streams
 from shardplan.runtime.parallel.regime import Shared
 from shardplan.runtime.parallel.whole_scalars import meshes_of, store_scalars
 from shardplan.styles.backends import BACKENDS
+from shardplan.torchlib.hook_order import order_hooks
 
 from .applied import Applied, mark_unusable, remember, was_touched
 from .autocast import autocast_forward
@@ -314,6 +315,7 @@ def apply_program(
         if acted:
             work.steps.append(name)
     result = work.result if work.result is not None else model
+    order_hooks(result)
     steps = tuple(work.steps)
     record = Applied(program, diagnostics, steps, result, work.shared, mesh, work.fused, proof, streams, derived)
     remember(record, model)
