@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -219,3 +221,49 @@ def test_recurrent_modules_under_fsdp2() -> None:
     for rank in range(2):
         for parameter, expected in model.named_parameters():
             assert relative_error(found[rank][parameter], expected.grad) <= 1e-5, (rank, parameter)
+
+
+NORMED = """
+import torch
+from torch import nn
+import shardplan
+from torch.nn.utils import weight_norm
+from torch.nn.utils.parametrizations import weight_norm as parametrized
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = {function}(nn.Linear(16, 64)), {function}(nn.Linear(64, 16))
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+def features(seed):
+    return {{"input": torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(seed))}}
+
+plan = {{"version": "1", "name": "own", "tensor_parallel": {{"0.up.{parameter}": "colwise"}}}}
+report = shardplan.validate(nn.Sequential(Block(), Block()), plan, tp=2, inputs=features)
+print(report)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "parameter"),
+    [("parametrized", "parametrizations.weight.original0"), ("weight_norm", "weight_v"), ("weight_norm", "weight_g")],
+)
+def test_half_of_a_weight_norm_is_a_finding(function: str, parameter: str) -> None:
+    """torch's kernel reads past the end of a norm of another size, and the process ends."""
+    code = NORMED.format(function=function, parameter=parameter)
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    assert "SP408" in ran.stdout and "weight_norm of a weight" in ran.stdout
+
+
+def test_a_model_with_norms_of_weights_has_no_plan_that_init_knows() -> None:
+    """The module computes its weight, so that no parameter tells its features."""
+    model = nn.Sequential(
+        *(nn.Sequential(parametrizations.weight_norm(nn.Linear(16, 16)), nn.ReLU()) for _ in range(2))
+    )
+    with pytest.raises(shardplan.PlanError) as error:
+        shardplan.init_plan(model, tp=2, inputs=lambda seed: {"input": torch.randn(2, 8, 16)})
+    assert [one.code for one in error.value.diagnostics] == ["SP530"]

@@ -23,7 +23,7 @@ from shardplan.model import find_model
 from shardplan.model.build_tree import tree_of
 from shardplan.model.reduced.nests import tensors_in
 from shardplan.runtime.parallel.outputs import on_first
-from shardplan.torchlib.modes import NothingEmpty
+from shardplan.torchlib.modes import CheckedSizes
 from tests import own_streams, own_structures
 from tests.test_layout import bench_of, checked
 
@@ -363,9 +363,9 @@ def test_nothing_is_run_on_a_rank_without_heads() -> None:
 
 def test_attention_without_heads_raises_in_a_mode() -> None:
     heads = torch.zeros(2, 0, 4, 8)
-    with NothingEmpty(), pytest.raises(ValueError, match="empty"):
+    with CheckedSizes(), pytest.raises(ValueError, match="empty"):
         nn.functional.scaled_dot_product_attention(heads, heads, heads)
-    with NothingEmpty():
+    with CheckedSizes():
         nn.functional.scaled_dot_product_attention(*(torch.zeros(2, 1, 4, 8) for _ in range(3)))
 
 

@@ -16,7 +16,7 @@ from shardplan.model.rebinding import copied
 from shardplan.runtime.apply.plan_mesh import read_mesh
 from shardplan.runtime.apply.slices import Packing
 from shardplan.runtime.apply.state import packed_parameters
-from shardplan.torchlib.modes import NothingEmpty
+from shardplan.torchlib.modes import CheckedSizes
 from shardplan.torchlib.packing import unpack
 from shardplan.torchlib.private import private
 
@@ -46,7 +46,7 @@ def simulate(
 
     def steps(rank: int) -> Left:
         mesh = read_mesh(init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",)), ep=ep)
-        with NothingEmpty():
+        with CheckedSizes():
             return rank_steps(models[rank], mesh, program, [_copied(batch) for batch in batches], reference, apart)
 
     def apart(gradient: DTensor) -> bool:

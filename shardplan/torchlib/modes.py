@@ -4,7 +4,7 @@ kernels from ending the process."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .private import private
+
+_weight_norm = private("weight_norm")
 
 
 def uncompiled() -> AbstractContextManager[None]:
@@ -38,20 +40,31 @@ def reduced_runs() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-class NothingEmpty(TorchFunctionMode):
-    """While it lasts, torch's attention raises on a tensor without elements. (Its kernels divide by the number of heads, which
-    ends the process on a rank that has none.)
+def check_sizes(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    """Check, before a function of torch is called, what its kernel on the CPU does not check. torch's attention divides by the number of
+    heads, of which a rank may have none, and weight_norm reads past the end of a norm of another size: both end the process.
 
     Raises:
-        ValueError: where attention is called so.
+        ValueError: the sizes do not fit.
     """
+    if func is torch.nn.functional.scaled_dot_product_attention:
+        empty = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.numel()), None)
+        if empty is not None:
+            raise ValueError(
+                f"attention receives an empty tensor {list(empty.shape)}: this rank has no heads or tokens left"
+            )
+    elif func is _weight_norm:
+        v, g, dim = (*args, *kwargs.values(), 0)[:3]
+        needed = [] if dim == -1 else [size if i == dim else 1 for i, size in enumerate(v.shape)]  # -1: one norm of all
+        if list(g.shape) != needed:
+            raise ValueError(
+                f"weight_norm of a weight {list(v.shape)} in dim {dim} needs a norm {needed}, which is {list(g.shape)}"
+            )
+
+
+class CheckedSizes(TorchFunctionMode):
+    """While it lasts, `check_sizes` is called before each function of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.scaled_dot_product_attention:
-            empty = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and not x.numel()), None)
-            if empty is not None:
-                raise ValueError(
-                    f"attention receives an empty tensor {list(empty.shape)}: this rank has no heads or tokens left"
-                )
-        return func(*args, **kwargs)
+        check_sizes(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -95,6 +95,7 @@ NAMES: dict[str, Private] = {
         "the mesh that FSDP2 puts parameters on, of its own axes and tp (`_concatenate`)",
     ),
     "foreach_norm": Private((("torch", "_foreach_norm"),), "the norms of many gradients at once, in float32"),
+    "weight_norm": Private((("torch", "_weight_norm"),), "checking the sizes that it does not check"),
     "foreach_mul_": Private((("torch", "_foreach_mul_"),), "scaling many gradients at once"),
     "CustomGraphPass": Private(
         (("torch._inductor.custom_graph_pass", "CustomGraphPass"),),

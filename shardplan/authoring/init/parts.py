@@ -27,17 +27,19 @@ def features(module: ModuleInfo, matrix: ParameterInfo, side: Features) -> int:
     return matrix.shape[dim]
 
 
-def output_features(tree: ModuleTree, pattern: str) -> int:
-    """The output features of the matrix, a module's weight or a parameter, that a pattern names in a model's tree."""
+def output_features(tree: ModuleTree, pattern: str) -> int | None:
+    """The output features of the matrix, a module's weight or a parameter, that a pattern names in a model's tree; None where the module
+    computes it (weight_norm)."""
     name = next(n for n in (*tree.modules, *tree.parameters) if tree.pattern(n) == pattern)
     if name in tree.parameters:
         return features(*tree.parameters[name], "out")
     weight = tree.modules[name].parameter("weight")
-    assert weight is not None, name  # it made a product
-    return features(tree.modules[name], weight, "out")
+    return None if weight is None else features(tree.modules[name], weight, "out")
 
 
-def packed(lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int) -> int | list[str] | None:
+def packed(
+    lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree, size: int | None
+) -> int | list[str] | None:
     """What a rule says of them: a number of equal parts, or an expression for each; None where there are none that hold
     for the reduced model and for the model itself.
 
@@ -45,11 +47,11 @@ def packed(lengths: tuple[int, ...], reduced_tree: ModuleTree, tree: ModuleTree,
         lengths: in the reduced model.
         reduced_tree: of the reduced model.
         tree: the model's.
-        size: the length of the whole in the model.
+        size: the length of the whole in the model; None where it is not known, and only equal parts are.
     """
     if len(set(lengths)) == 1:
         return len(lengths)
-    if len(lengths) > MOST_PARTS:
+    if len(lengths) > MOST_PARTS or size is None:
         return None
     if not tree.numbers and sum(lengths) == size:
         return list(map(str, lengths))  # a model without configuration is its own reduced model

@@ -170,9 +170,8 @@ class States:
             return
         value = column.outputs[0]
         parts = parts_of(self.flow, value, self.flow.run.values[value].ndim - 1)
-        for options, sized in self._packed(
-            parts, output_features(self.tree, self._pattern(column.name)), self._matrix(column.name)
-        ):
+        width = output_features(self.tree, self._pattern(column.name))
+        for options, sized in self._packed(parts, width, self._matrix(column.name)) if width is not None else ():
             yield {pattern: {"style": "packed_colwise" if len(parts) > 1 else "colwise", **options}}, sized
         if len(parts) == 1:
             yield {pattern: {"style": "colwise"}}, ()

@@ -68,9 +68,10 @@ class Ways:
     def narrow(self, group: Group) -> Iterator[Draft]:
         """The narrower of the first matrices whole: few heads of keys and values, which all heads of the queries read."""
         widths = [output_features(self.tree, column) for column in group.columns]
-        if len(set(widths)) > 1 and not group.latent and group.container is None:
+        known = [width for width in widths if width is not None]
+        if len(known) == len(widths) and len(set(widths)) > 1 and not group.latent and group.container is None:
             styles = [next(self._column(group, column)) for column in group.columns]
-            narrow = [one if width == max(widths) else PARTIAL for one, width in zip(styles, widths, strict=True)]
+            narrow = [one if width == max(known) else PARTIAL for one, width in zip(styles, widths, strict=True)]
             yield Draft(self._split(group, narrow, names=self._itself))
 
     def _named_beside(self, norm: str, pattern: str) -> tuple[str, ...]:

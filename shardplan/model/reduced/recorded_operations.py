@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardplan.torchlib.heads_of_weights import ATTENTION, attention_of_heads
+from shardplan.torchlib.modes import check_sizes
 from shardplan.torchlib.private import private
 
 from .functions import Body
@@ -183,6 +184,7 @@ class OperationRecorder(TorchFunctionMode):
             known = (self._numbers.get(id(t), (0, -1))[1] for t in (*tensors_in(args), *tensors_in(kwargs)))
             self._mapped.update((i, None) for i in known if i >= 0 and self.trace.requires_grad[i])
         try:
+            check_sizes(func, args, kwargs)
             return func(*args, **kwargs)
         except Exception as error:
             self._fail(name, self._entered[-1] if self._entered else (), error)
@@ -199,6 +201,7 @@ class OperationRecorder(TorchFunctionMode):
             func = self.in_place_of(func, args, kwargs)
             try:
                 self.before_operation(name, operands)
+                check_sizes(func, args, kwargs)
                 self._probe(func, args, kwargs, operands)
                 result = func(*args, **kwargs)
             except Exception as error:
