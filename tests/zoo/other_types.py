@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
 import sys
@@ -79,7 +80,8 @@ def _send(classes: Sequence[str], trunk: str | None, sizes: Sequence[int], secon
         try:
             to.send(other_entry(name, of_trunk, sizes))
         except Exception as error:  # of the modelling code
-            to.send(OtherEntry(name, reason=f"{type(error).__name__}: {error}"))
+            said = re.sub(r" from '/[^']*'", "", str(error))  # where a module is on this machine
+            to.send(OtherEntry(name, reason=f"{type(error).__name__}: {said}"))
 
 
 def main(argv: list[str]) -> int:
