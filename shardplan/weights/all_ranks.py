@@ -37,13 +37,17 @@ def all_or_none(mesh: DeviceMesh | None, doing: str, call: str = "") -> Iterator
     """
     # Of a fake process group the other ranks are nobody to wait for, and its store keeps nothing.
     waits = call and dist.get_world_size() > 1 and dist.get_backend() != "fake"
-    called = _Called(mesh, call) if waits else None
+    called: _Called | None = None
     reported: list[object] = []
     failure: Exception | None = None
     try:
+        called = _Called(mesh, call) if waits else None
+    except Exception as error:  # the store fails, on this rank alone perhaps
+        failure = error
+    try:
         yield reported.append
     except Exception as error:
-        failure = error
+        failure = failure or error
     outcome = (dist.get_rank(), None if failure is None else f"{type(failure).__name__}: {failure}", reported)
     try:
         with called.watched() if called else nullcontext():
