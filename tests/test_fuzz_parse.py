@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from shardplan.language import builtin_plans, lint_plan, parse_plan, parse_text
@@ -127,6 +127,7 @@ structures = st.recursive(
 
 @settings(max_examples=50 * MORE, deadline=None)
 @given(st.dictionaries(names, structures, max_size=8))
+@example({"tensor_parallel": {"version": {"packed": "\U00018cd6"}}})  # a character that is not printable
 def test_any_structure_as_a_dict(content: dict) -> None:
     check(parse_plan(content))
     check(parse_plan({"version": "1", **content}))

@@ -152,7 +152,8 @@ def _parse(text: str, *, condition: bool) -> Expression:
         wrong = partial(ExpressionError, start=match.start("word"), end=match.end())
         if match["other"] or (word in LOGIC and not operand and not condition):
             instead = "`//` to divide" if word == "/" else "`==` to compare" if word == "=" and condition else ""
-            raise wrong(f"`{word}` has no meaning here{instead and '; write '}{instead}")
+            shown = word if word.isprintable() else ascii(word)[1:-1]
+            raise wrong(f"`{shown}` has no meaning here{instead and '; write '}{instead}")
         if complete:
             fits = word in signs or word == (")" if depth else "")
             known = " ".join(signs)
