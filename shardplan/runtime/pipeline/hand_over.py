@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from shardplan.torchlib.modes import uncompiled
+
 from .micro_batch_inputs import Inputs
 
 Shapes = tuple[tuple[str, tuple[int, ...], torch.dtype], ...]  # of a step's arguments
@@ -121,7 +123,7 @@ def _without_traces(part: nn.Module) -> Any:
     training = [module for module in part.modules() if module.training]
     part.eval()
     try:
-        with torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        with uncompiled(), torch.enable_grad():
             yield
     finally:
         for module in training:
