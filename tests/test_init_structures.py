@@ -25,7 +25,6 @@ def tokens(attention: type[nn.Module], mlp: type[nn.Module] = own.MLP) -> Callab
 
 PACKED = {"style": "packed_colwise", "packed": 3}
 FLAT = {"attention.qkv": PACKED, "attention.out": "rowwise", "attention": {"divide": ["heads"]}}
-MATRICES = {"mlp.up": "colwise", "mlp.down": "rowwise"}
 # What builds a model, its inputs, and rules below `blocks.*` that its plan has, of mappings some of the options.
 STRUCTURES: dict[str, tuple[Callable[[], nn.Module], Inputs, Mapping[str, Any]]] = {
     "einsum": (tokens(own.EinsumAttention), own.ids, {"attention.q": "colwise", "attention.o": "headwise"}),

@@ -27,8 +27,6 @@ from shardplan.torchlib.modes import CheckedSizes
 from tests import own_streams, own_structures
 from tests.test_layout import bench_of, checked
 
-Inner = Callable[[nn.Module, Tensor], Tensor]
-
 
 def codes(report: LayoutReport) -> list[str]:
     return [d.code for d in report.diagnostics]

@@ -208,19 +208,6 @@ class Gate(nn.Module):
         return self.second(self.first(x).relu()) * self.scale * self.two
 
 
-GATED = {
-    "version": "1",
-    "name": "gated",
-    "extends": "llama",
-    "models": ["llama"],
-    "tensor_parallel": {
-        "model.layers.*.mlp.{gate,up,down}_proj": None,
-        "model.layers.*.mlp.first": "colwise",
-        "model.layers.*.mlp.second": "rowwise",
-    },
-}
-
-
 def gated():
     model = llama()
     torch.manual_seed(3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,9 +81,3 @@ def combinations_document() -> str:
 
 def _whole(words: frozenset[str]) -> frozenset[str]:
     return words | {"fsdp2"} if "hsdp" in words else words
-
-
-def open_pairs() -> list[tuple[str, str]]:
-    """The pairs that no test has, proven or refused."""
-    known = [_whole(mark.words) for mark in marks()]
-    return [pair for pair in combinations(WORDS, 2) if not any(set(pair) <= words for words in known)]
