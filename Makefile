@@ -24,6 +24,7 @@ gates: $(VENV)/.installed  ## what is seen without running anything
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/sizes.py
 
 quick: $(VENV)/.installed  ## the tests that need no torch (tests/conftest.py lists their files), in less than a minute
 	$(PYTEST) --quick -m "not slow and not exhaustive and not torch"

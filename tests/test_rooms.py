@@ -12,6 +12,8 @@ from pathlib import Path
 
 import grimp
 
+from tools import sizes
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shardplan"
 
@@ -134,3 +136,23 @@ def test_every_contract_can_fail(tmp_path):
     assert all(
         f"bind.sample -> shardplan.{room}" not in result.stdout for room in ("core", "language", "compiler.bind")
     )
+
+
+def test_a_part_that_grows_needs_a_reason(tmp_path, capsys):
+    for file, text in {"shardplan/core/one.py": "a = 1\nb = 2\n", "shardplan/core/data.json": "{}\n"}.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    rows = tmp_path / sizes.ROWS
+    rows.parent.mkdir()
+    rows.write_text("shardplan/core | 2 | 2 | it is needed\ndata of shardplan|9|0|\nshardplan/gone|1|1|\n")
+    assert sizes.main([], tmp_path) == 1
+    assert capsys.readouterr().err.startswith("shardplan/gone: there is no such part.")
+    assert sizes.main(["--write"], tmp_path) == 0
+    assert sizes.read(rows) == {"shardplan/core": (2, 2, "it is needed"), "data of shardplan": (1, 0, "")}
+    (tmp_path / "shardplan/core/one.py").write_text("a = 1; b = 2; c = 3\n")
+    assert sizes.main(["--write"], tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "shardplan/core: 1 lines and 3 statements are more than its row in tools/sizes.txt allows." in said
+    assert sizes.read(rows)["shardplan/core"] == (1, 2, "it is needed")
+    rows.write_text("")
+    assert sizes.main([], tmp_path) == 1  # a new part needs a row
