@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shardplan.cli.main import main
 from shardplan.language.format_plan import format_plan
 from shardplan.language.nodes import to_data
-from shardplan.language.yaml_reader import read_yaml
+from shardplan.language.reader import read_document
 from tests.case_tree import ROOT, cases
 
 PLANS = sorted((ROOT / "plans").glob("*.yaml"))
@@ -91,7 +91,7 @@ def test_one_form():
 
 def same(text: str) -> None:
     made = format_plan(text)
-    before, after = read_yaml(text, "x").root, read_yaml(made, "x").root
+    before, after = read_document(text, "x").root, read_document(made, "x").root
     assert (before is None) == (after is None)
     if before is not None and after is not None:
         assert to_data(before) == to_data(after)

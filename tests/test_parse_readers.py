@@ -4,15 +4,14 @@ import json
 from enum import StrEnum
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardplan.core.diagnostics import Span
-from shardplan.language.json_reader import read_json
 from shardplan.language.limits import MAX_DEPTH, MAX_NODES
-from shardplan.language.nodes import Document, spans, split_lines, to_data
+from shardplan.language.nodes import Document, Scalar, node_at, spans, split_lines, to_data
 from shardplan.language.python_reader import read_python
-from shardplan.language.yaml_reader import read_yaml
+from shardplan.language.reader import read_document
 
 INF = float("inf")
 
@@ -65,12 +64,12 @@ def messages(document: Document) -> list[str]:
     ],
 )
 def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
-    (result,) = data(read_yaml(f"- {text}\n", "f"))
+    (result,) = data(read_document(f"- {text}\n", "f"))
     assert result == value and type(result) is type(value)
 
 
 def test_keys_are_text() -> None:
-    assert data(read_yaml("1: a\nno: b\nnull: c\n1.0: d\n", "f")) == {"1": "a", "no": "b", "null": "c", "1.0": "d"}
+    assert data(read_document("1: a\nno: b\nnull: c\n1.0: d\n", "f")) == {"1": "a", "no": "b", "null": "c", "1.0": "d"}
 
 
 TEXT = """\
@@ -88,7 +87,7 @@ models:
 
 
 def test_every_key_and_value_has_its_place() -> None:
-    document = read_yaml(TEXT, "f")
+    document = read_document(TEXT, "f")
     lines, places = split_lines(TEXT), spans(document.root)
 
     def cut(path: tuple, part: str) -> str:
@@ -111,10 +110,8 @@ def test_every_key_and_value_has_its_place() -> None:
 
 
 def test_json_places() -> None:
-    text = '{"a": [1,\r\n  {"b\\u0063": "x"}],\u2028 "d": true}'
-    assert read_json(text, "f").root is None  # U+2028 is no white space
-    text = text.replace("\u2028", "")
-    places = spans(read_json(text, "f").root)
+    text = '{"a": [1,\r\n  {"b\\u0063": "x"}], "d": true}'
+    places = spans(read_document(text, "f", "json").root)
     assert places[("a", 1, "bc"), "key"] == Span(2, 4, 2, 13)
     assert places[("a",), "value"] == Span(1, 7, 2, 20)
     assert places[("d",), "value"] == Span(2, 27, 2, 31)
@@ -148,7 +145,7 @@ def test_json_places() -> None:
     ],
 )
 def test_what_ends_the_reading_of_yaml(text: str, message: str, place: tuple[int, int]) -> None:
-    document = read_yaml(text, "f")
+    document = read_document(text, "f")
     (finding,) = document.findings
     assert document.root is None and finding.code == "SP102"
     assert finding.message == message
@@ -159,34 +156,41 @@ def test_what_ends_the_reading_of_yaml(text: str, message: str, place: tuple[int
     ("text", "message", "column"),
     [
         ("", "the file is empty", 1),
-        ("{", "not valid JSON: the end of the file where a key in double quotes is expected", 2),
-        ('{"a"', "not valid JSON: the end of the file where `:` is expected", 5),
-        ('{"a":', "not valid JSON: the end of the file where a value is expected", 6),
-        ('{"a":1', "not valid JSON: the end of the file where `,` or `}` is expected", 7),
+        ("{", "not valid JSON: expecting property name enclosed in double quotes, at the end of the file", 2),
+        ('{"a"', "not valid JSON: expecting ':' delimiter, at the end of the file", 5),
+        ('{"a":', "not valid JSON: expecting value, at the end of the file", 6),
+        ('{"a":1', "not valid JSON: expecting ',' delimiter, at the end of the file", 7),
         ('{"a":1,}', "not valid JSON: a comma before `}`", 7),
-        ("[1 2]", "not valid JSON: `2` where `,` or `]` is expected", 4),
-        ("[01]", "not valid JSON: `0` has no meaning here", 2),
-        ("[.5]", "not valid JSON: `.` has no meaning here", 2),
-        ("[NaN]", "not valid JSON: `N` has no meaning here", 2),
-        ("[True]", "not valid JSON: `T` has no meaning here", 2),
-        ("{a: 1}", "not valid JSON: `a` has no meaning here", 2),
-        ("{1: 1}", "not valid JSON: `1` where a key in double quotes is expected", 2),
-        ('"a\\x"', "not valid JSON: a text that is not closed, or holds a line break or an unknown escape", 1),
+        ("[1, \n ]", "not valid JSON: a comma before `]`", 3),
+        ('{"a":[,]}', "not valid JSON: a comma before `]`", 7),
+        ("[1 2]", "not valid JSON: expecting ',' delimiter, at `2`", 4),
+        ("[01]", "not valid JSON: expecting ',' delimiter, at `1`", 3),
+        ("[.5]", "not valid JSON: expecting value, at `.`", 2),
+        ("[NaN]", "not valid JSON: `NaN` is not a value", 2),
+        ("[-Infinity]", "not valid JSON: `-Infinity` is not a value", 2),
+        ("[\u2028]", "not valid JSON: expecting value, at `\\u2028`", 2),
+        ("[True]", "not valid JSON: expecting value, at `T`", 2),
+        ("[yes]", "not valid JSON: expecting value, at `y`", 2),
+        ("{a: 1}", "not valid JSON: expecting property name enclosed in double quotes, at `a`", 2),
+        ("{1: 1}", "not valid JSON: expecting property name enclosed in double quotes, at `1`", 2),
+        ('"a\\x"', "not valid JSON: invalid \\escape, at `\\`", 3),
+        ('"a', 'not valid JSON: unterminated string starting, at `"`', 1),
+        ('",\n]"', "not valid JSON: invalid control character, at `\\n`", 3),
         ('"\\udc00"', "not valid JSON: half of a surrogate pair is not a character", 1),
-        ("{} {}", "not valid JSON: `{` where the end of the file is expected", 4),
-        ("[]]", "not valid JSON: `]` where the end of the file is expected", 3),
+        ("{} {}", "not valid JSON: extra data, at `{`", 4),
+        ("[]]", "not valid JSON: extra data, at `]`", 3),
     ],
 )
 def test_what_ends_the_reading_of_json(text: str, message: str, column: int) -> None:
-    document = read_json(text, "f")
+    document = read_document(text, "f", "json")
     (finding,) = document.findings
     assert document.root is None and finding.code == "SP102"
     assert (finding.message, finding.primary.location.span.column) == (message, column)
 
 
-@pytest.mark.parametrize(("read", "text"), [(read_yaml, "{a: 1, b: 2, a: 3}"), (read_json, '{"a":1,"b":2,"a":3}')])
-def test_of_equal_keys_the_first_is_kept_and_both_are_shown(read, text: str) -> None:
-    document = read(text, "f")
+@pytest.mark.parametrize(("format", "text"), [("yaml", "{a: 1, b: 2, a: 3}"), ("json", '{"a":1,"b":2,"a":3}')])
+def test_of_equal_keys_the_first_is_kept_and_both_are_shown(format, text: str) -> None:
+    document = read_document(text, "f", format)
     (finding,) = document.findings
     assert data(document) == {"a": 1, "b": 2}
     assert finding.code == "SP103"
@@ -201,7 +205,7 @@ def nested(depth: int) -> list:
 
 
 @pytest.mark.parametrize(
-    "read", [lambda value: read_json(json.dumps(value), "f"), lambda value: read_python(value, "f")]
+    "read", [lambda value: read_document(json.dumps(value), "f", "json"), lambda value: read_python(value, "f")]
 )
 def test_depth_and_size_are_limited_in_json_and_python(read) -> None:
     assert read(nested(MAX_DEPTH)).root is not None
@@ -211,20 +215,20 @@ def test_depth_and_size_are_limited_in_json_and_python(read) -> None:
 
 
 def test_depth_and_size_are_limited_in_yaml() -> None:
-    assert read_yaml("- " * MAX_DEPTH + "x", "f").root is not None
-    assert [f.code for f in read_yaml("- " * (MAX_DEPTH + 1) + "x", "f").findings] == ["SP111"]
-    assert [f.code for f in read_yaml("[" * 500_000, "f").findings] == ["SP111"]
-    assert [f.code for f in read_yaml("[" + "a," * MAX_NODES + "]", "f").findings] == ["SP111"]
+    assert read_document("- " * MAX_DEPTH + "x", "f").root is not None
+    assert [f.code for f in read_document("- " * (MAX_DEPTH + 1) + "x", "f").findings] == ["SP111"]
+    assert [f.code for f in read_document("[" * 500_000, "f").findings] == ["SP111"]
+    assert [f.code for f in read_document("[" + "a," * MAX_NODES + "]", "f").findings] == ["SP111"]
 
 
 def test_aliases_count_each_time_in_size_and_in_depth() -> None:
     bomb = "- &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         f"- &{to} [{', '.join(['*' + of] * 10)}]\n" for of, to in zip("abcdefgh", "bcdefghi", strict=True)
     )
-    (finding,) = read_yaml(bomb, "f").findings
+    (finding,) = read_document(bomb, "f").findings
     assert finding.message == f"the plan has more than {MAX_NODES} keys and values, with what its aliases repeat"
     tower = "- &a0 [x]\n" + "".join(f"- &a{i + 1} [*a{i}]\n" for i in range(300))
-    (finding,) = read_yaml(tower, "f").findings
+    (finding,) = read_document(tower, "f").findings
     assert finding.message == f"lists and mappings are nested more than {MAX_DEPTH} deep"
 
 
@@ -262,16 +266,23 @@ values = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(values, st.sampled_from([None, 1, "\t"]), st.booleans())
+@example({"k" * 2000: "\x7f\x85\u2028\U0001f600", "<<": ["yes", "1e5", 1e5, -0.5]}, "\t", True)  # none of it is YAML's
+@example({"k" * 2000: "\x7f\x85\u2028\U0001f600", "<<": ["yes", "1e5", 1e5, -0.5]}, None, False)
 def test_json_is_what_python_reads(value: object, indent, ascii: bool) -> None:
-    assert data(read_json(json.dumps(value, indent=indent, ensure_ascii=ascii), "f")) == value
-    assert data(read_python(value, "f")) == value
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii)
+    document, lines = read_document(text, "f", "json"), split_lines(text)
+    assert data(document) == data(read_python(value, "f")) == value
+    for (path, part), span in spans(document.root).items():
+        if path and isinstance(node := node_at(document.root, path), Scalar):
+            written = lines[span.line - 1][span.column - 1 : span.end_column - 1]
+            assert json.loads(written) == (path[-1] if part == "key" else node.value)
 
 
 @settings(max_examples=150, deadline=None)
 @given(values, st.sampled_from([None, 1]))
 def test_yaml_reads_json_alike(value: object, indent) -> None:
     text = json.dumps(value, indent=indent, ensure_ascii=False)
-    document = read_yaml(text, "f")
+    document = read_document(text, "f")
     if document.root is not None:  # DEL, for one, is allowed in JSON only
         assert to_data(document.root) == value
     else:
@@ -281,7 +292,7 @@ def test_yaml_reads_json_alike(value: object, indent) -> None:
 @settings(max_examples=400, deadline=None)
 @given(st.text('{}[]:,"\\u0e1 -.tfnab\n\x01é', max_size=12))
 def test_json_is_valid_where_python_finds_it_valid(text: str) -> None:
-    document = read_json(text, "f")
+    document = read_document(text, "f", "json")
     try:
         value = json.loads(text)
     except ValueError:

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardplan.language import CODES, json_schema, parse_plan, parse_text
-from shardplan.language.json_reader import read_json
 from shardplan.language.nodes import to_data
 from shardplan.language.plan_files import CannotRead, decode
-from shardplan.language.yaml_reader import read_yaml
+from shardplan.language.reader import read_document
 from shardplan.styles import ALIASES, STYLES
 from tests.case_tree import CASES, ROOT, cases, read, unpack
 
@@ -46,7 +45,7 @@ def content(name: str, data: bytes) -> object:
         text = decode(data)
     except CannotRead:
         return None
-    document = (read_json if name.endswith(".json") else read_yaml)(text, name)
+    document = read_document(text, name, "json" if name.endswith(".json") else "yaml")
     return None if document.root is None else to_data(document.root)
 
 

@@ -12,7 +12,7 @@ from shardplan.language.format_plan import format_plan
 from shardplan.language.limits import MAX_BYTES
 from shardplan.language.parsing import parse_plan
 from shardplan.language.plan_files import is_file
-from shardplan.language.yaml_reader import read_yaml
+from shardplan.language.reader import read_document
 
 from .exits import CLEAN, FINDINGS, UsageError
 from .lint_command import plans_of
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
             text = with_unix_ends(decode(content))
         except CannotRead:
             return finish(_findings(file), args)
-        if read_yaml(text, file).root is None:
+        if read_document(text, file).root is None:
             return finish(_findings(file), args)
         made = format_plan(text, file)
         if made == text:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .nodes import Entry, ListNode, MapNode, Node, Scalar, split_lines, to_data
-from .yaml_reader import read_yaml
+from .reader import read_document
 
 STEP = 2  # columns of a level
 
@@ -38,7 +38,7 @@ def format_plan(text: str, file: str = "<text>") -> str:
     Entries are indented by two blanks a level; one blank stands behind a colon, two before a comment that follows something, one
     behind its mark; one empty line stands before each section and nowhere two; the text ends with one line end.
     """
-    root = read_yaml(text, file).root
+    root = read_document(text, file).root
     if not isinstance(root, MapNode) or not root.entries:
         return text
     lines = list(split_lines(text))
@@ -46,7 +46,7 @@ def format_plan(text: str, file: str = "<text>") -> str:
     for _ in _walk(root, 0, layout, lines):
         pass
     made = "\n".join(_spaced(_indented(lines, layout), layout)) + "\n"
-    again = read_yaml(made, file).root
+    again = read_document(made, file).root
     if again is None or to_data(again) != to_data(root) or _comments(made) != _comments(text):
         return text
     return made

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from shardplan.core.diagnostics import Code
 from shardplan.core.suggest import closest, did_you_mean
@@ -14,6 +13,7 @@ from shardplan.core.user_files import CannotRead
 from .limits import MAX_ANCESTORS
 from .parse_findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
 from .plan_files import CANNOT_READ, ENDINGS, builtin_plans, read_text
+from .reader import Format
 
 LISTED = "`shardplan list` shows the built-in plans"
 NO_PARENT = Code(
@@ -85,7 +85,7 @@ class Origin:
 
     display: str
     name: str
-    format: Literal["yaml", "json"] = "yaml"
+    format: Format = "yaml"
     folder: Path | None = None
     identity: str | None = None
     built_in: bool = False
@@ -93,7 +93,7 @@ class Origin:
 
 def file_origin(path: Path, display: str) -> Origin:
     """The origin of a plan in a file."""
-    format: Literal["yaml", "json"] = "json" if path.suffix.lower() == ".json" else "yaml"
+    format: Format = "json" if path.suffix.lower() == ".json" else "yaml"
     return Origin(display, path.stem, format, path.parent, _real(path))
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shardplan.core.diagnostics import Code, Diagnostic, Label, Location, Severity
 from shardplan.core.plan import PlanFile
@@ -16,16 +16,13 @@ from shardplan.core.user_files import CannotRead
 
 from .build_plan import build_plan
 from .form import check_form
-from .json_reader import read_json
 from .nodes import Document, Scalar, node_at, spans, split_lines
 from .parents import LISTED, Origin, builtin_origin, file_origin, find_parent
 from .parse_findings import LONGEST_PATH, TOO_LARGE, Findings, quoted
 from .plan_files import CANNOT_READ, builtin_plans, decode_plan, is_file, read_text
 from .python_reader import read_python
 from .read_rules import check_rules
-from .yaml_reader import read_yaml
-
-READERS = {"yaml": read_yaml, "json": read_json}
+from .reader import Format, read_document
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +74,7 @@ def parse_plan(source: str | os.PathLike[str] | Mapping[str, Any], *, name: str 
 def parse_text(
     text: str,
     file: str = "<text>",
-    format: Literal["yaml", "json"] = "yaml",
+    format: Format = "yaml",
     folder: str | os.PathLike[str] | None = None,
 ) -> Parsed:
     """Reads a plan from its text.
@@ -117,7 +114,7 @@ def _similar_builtin(word: str) -> str:
 
 def _parse(text: str, chain: tuple[Origin, ...]) -> Parsed:
     origin = chain[-1]
-    document = READERS[origin.format](text, origin.display)
+    document = read_document(text, origin.display, origin.format)
     places = spans(document.root) if document.root is not None else {}
     return compile_document(document, SourceFile(origin.display, split_lines(text), places), chain)
 

@@ -11,7 +11,7 @@ from shardplan.core.plan import Section, section_path
 from shardplan.core.sources import SourceFile
 
 from .nodes import ListNode, MapNode, Node, node_at
-from .yaml_reader import read_yaml
+from .reader import read_document
 
 # What a plain scalar of YAML cannot begin with, and what it cannot hold.
 _QUOTED = re.compile(r"^[\s*&!|>'\"%@`{}\[\],?#-]|: | #|:$|\s$")
@@ -38,7 +38,7 @@ def edit_plan(source: SourceFile, edits: Iterable[Edit]) -> tuple[str, tuple[Edi
     lines, made = list(source.lines), []
     for edit in dict.fromkeys(edits):
         text = "\n".join(lines)
-        root = read_yaml(text, source.name).root
+        root = read_document(text, source.name).root
         assert isinstance(root, MapNode)
         change = _change(lines, root, source.name, edit)
         if change is not None:

@@ -9,7 +9,7 @@ from shardplan.core.sources import SourceFile
 
 from .nodes import MapNode, Node, node_at
 from .plan_edits import begins_line, last_line_of, quoted_key
-from .yaml_reader import read_yaml
+from .reader import read_document
 
 ITS_OWN = "\"'[{"  # with which a proposal says how it is written
 
@@ -17,7 +17,7 @@ ITS_OWN = "\"'[{"  # with which a proposal says how it is written
 def rewrite_plan(source: SourceFile, change: Rewrite) -> str | None:
     """The text of a plan with the change; None where the place is in another file, or is not written on lines of its own."""
     location = change.location
-    root = read_yaml("\n".join(source.lines), source.name).root
+    root = read_document("\n".join(source.lines), source.name).root
     if location.file != source.name or location.span is not None or not isinstance(root, MapNode):
         return None
     lines = list(source.lines)

@@ -1,4 +1,4 @@
-"""What the readers of YAML and JSON share: their findings, and the checks that both make."""
+"""What the readers of texts and of Python share: their findings, and the checks that both make."""
 
 from __future__ import annotations
 

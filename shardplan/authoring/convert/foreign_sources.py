@@ -16,8 +16,8 @@ from shardplan.core.sources import SourceFile, SourceMap
 from shardplan.core.user_files import CannotRead
 from shardplan.language.nodes import spans, split_lines, to_data
 from shardplan.language.parse_findings import TOO_LARGE, quoted
-from shardplan.language.parsing import READERS
 from shardplan.language.plan_files import CANNOT_READ, read_text
+from shardplan.language.reader import read_document
 
 from .convert_codes import NEEDS_MODEL, NO_IMPORT
 from .entries import finding
@@ -65,8 +65,7 @@ def read_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         code = TOO_LARGE if error.too_large else CANNOT_READ
         found = finding(code, f"{quoted(name, 300)} {error.reason}", Location(name))
         return Source(name, None, sources=SourceMap({name: SourceFile(name)}), diagnostics=(found,))
-    reader = "json" if name.lower().endswith(".json") else "yaml"
-    document = READERS[reader](text, name)
+    document = read_document(text, name, "json" if name.lower().endswith(".json") else "yaml")
     places = spans(document.root) if document.root is not None else {}
     sources = SourceMap({name: SourceFile(name, split_lines(text), places)})
     data = to_data(document.root) if document.root is not None else None

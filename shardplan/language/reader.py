@@ -1,8 +1,8 @@
-"""YAML text -> nodes.
+"""The text of a document, YAML or JSON -> nodes.
 
-The YAML library gives events and their marks; what they mean is decided here: keys are text, plain scalars
-follow the core schema of YAML 1.2, nothing is ever constructed from a tag. Nesting, the number of nodes and
-what aliases repeat are bounded while reading.
+The YAML library, or `json_events`, gives events and their marks; what they mean is decided here: keys are text, plain scalars
+follow the core schema of YAML 1.2 (of which those of JSON are a part), nothing is ever constructed from a tag. Nesting, the number
+of nodes and what aliases repeat are bounded while reading.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import yaml
 
 from shardplan.core.diagnostics import Diagnostic, Span
 
+from .json_events import json_events
 from .limits import MAX_DEPTH, MAX_NODES
 from .nodes import Document, Entry, ListNode, MapNode, Node, Scalar, split_lines
 from .parse_findings import quoted
@@ -69,7 +70,10 @@ class _Anchored(NamedTuple):
     height: int
 
 
-def read_yaml(text: str, file: str) -> Document:
+Format = Literal["yaml", "json"]
+
+
+def read_document(text: str, file: str, format: Format = "yaml") -> Document:
     """Reads a document.
 
     What ends the reading comes as one finding; of a key that is there twice the first is kept.
@@ -77,10 +81,11 @@ def read_yaml(text: str, file: str) -> Document:
     Args:
         text: without a byte order mark.
         file: the display name, for the findings.
+        format: JSON is nearly YAML, but must be JSON: others read it too.
     """
     findings: list[Diagnostic] = []
     try:
-        return Document(_Composer(text, file, findings).compose(), tuple(findings))
+        return Document(_Composer(text, file, findings).compose(format), tuple(findings))
     except Unreadable as stop:
         return Document(None, (*findings, stop.diagnostic))
 
@@ -94,8 +99,8 @@ class _Composer:
         self.nodes = 0
         self.root: Node | None = None
 
-    def compose(self) -> Node:
-        self._check_characters()
+    def compose(self, format: Format) -> Node:
+        events = json_events(self.text, self.file) if format == "json" else self._yaml_events()
         steps: dict[type[yaml.Event], Callable[[Any], None]] = {
             yaml.DocumentStartEvent: self._document,
             yaml.AliasEvent: self._alias,
@@ -105,12 +110,13 @@ class _Composer:
             yaml.MappingEndEvent: self._close,
             yaml.SequenceEndEvent: self._close,
         }
-        for event in self._events():
+        for event in events:
             step = steps.get(type(event))
             if step is not None:
                 step(event)
         if self.root is None:
-            refuse(self.file, "the file is empty", Span(1, 1, 1, 1), help='begin with `version: "1"`')
+            first = '{"version": "1"' if format == "json" else 'version: "1"'
+            refuse(self.file, "the file is empty", Span(1, 1, 1, 1), help=f"begin with `{first}`")
         return self.root
 
     def _document(self, event: yaml.DocumentStartEvent) -> None:
@@ -137,7 +143,8 @@ class _Composer:
                 help="remove it, or write it as an escape in double quotes",
             )
 
-    def _events(self) -> Iterator[yaml.Event]:
+    def _yaml_events(self) -> Iterator[yaml.Event]:
+        self._check_characters()
         try:
             yield from yaml.parse(self.text, Loader=yaml.CSafeLoader)
         except yaml.MarkedYAMLError as error:
